@@ -16,8 +16,7 @@ from typing import Any
 
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
-from lowbit_strategy.control import Bounds
-from lowbit_strategy.control.registry import CONTROLLERS
+from lowbit_strategy.control import CONTROLLERS, Bounds
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.methods._base.compressor import assign_all

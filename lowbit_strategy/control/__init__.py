@@ -1,4 +1,9 @@
-"""Controllers: what to compress how strongly, and when. Pure functions of telemetry; they know no ranks."""
+"""Controllers: which compressor each parameter gets, and when. Pure functions of telemetry; they know no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lowbit_strategy.control.accordion import Accordion, AccordionBatch
 from lowbit_strategy.control.adaqs import AdaQS
@@ -16,8 +21,9 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
-from lowbit_strategy.control.registry import CONTROLLERS
 from lowbit_strategy.control.schedule import Phase, Schedule, Static
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.options.suggestions import did_you_mean
 
 __all__ = [
     "CONTROLLERS",
@@ -41,3 +47,33 @@ __all__ = [
     "Telemetry",
     "group_of",
 ]
+
+CONTROLLERS: dict[str, Callable[..., Controller]] = {
+    "accordion": Accordion,
+    "accordion_batch": AccordionBatch,
+    "adaqs": AdaQS,
+    "gravac": GraVAC,
+    "guard": Guard,
+    "schedule": Schedule,
+    "static": Static,
+}
+
+
+def _make(value: Any, source: Source) -> Controller:
+    """From ``{name: accordion, option: value, ...}``, as configuration files write it."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise Mismatch
+    options = dict(value)
+    name = options.pop("name")
+    by_plain_name = {key.replace("_", ""): make for key, make in CONTROLLERS.items()}
+    make = by_plain_name.get(name.lower().replace("_", "").replace("-", ""))
+    if make is None:
+        raise ValueError(
+            f"unknown controller {name!r}{did_you_mean(name.lower(), CONTROLLERS)} Known: {', '.join(CONTROLLERS)}"
+        )
+    return call(make, options, source)
+
+
+_MAPPING = f"a mapping with a name ({', '.join(CONTROLLERS)}) and the controller's options"
+
+register_conversion(Controller, Conversion(_make, f"one of lowbit_strategy.control or {_MAPPING}", _MAPPING))

@@ -20,19 +20,19 @@ Unit = Literal["epochs", "steps"]
 
 @configuration
 class CriticalRegimes:
-    """What both kinds of Accordion share: the norm of the accumulated gradient against that of one interval ago.
+    """Detects critical regimes: the norm of the accumulated gradient against that of one interval ago.
 
-    `Accordion` has the steps. A window is the last `interval` steps, or one whole epoch in `interval`.
+    `Accordion` lists the steps. A window is the last `interval` steps, or one whole epoch in `interval`.
 
     Args:
-        eta: Change of the norm that counts as critical. Smaller: light more often.
-        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
-            interval, as published, with ``"steps"`` the whole interval.
+        eta: Relative change of the norm that counts as critical. Smaller: light more often.
+        interval: Epochs (steps) between two detections. With ``unit="epochs"`` the window is the first epoch of each
+            interval, as published; with ``"steps"`` it is the whole interval.
         unit: What `interval` counts.
-        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
-            what all ranks agreed on, under FSDP2 a shard's size.
-        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
-            schedules stay below it.
+        gradient: ``local``: each rank's own, as published; needs a float32 copy of the model on every rank. ``mean``:
+            the mean over ranks; under FSDP2 only a shard is kept.
+        learning_rate_drop: A relative fall of more than this in one step counts as a decay. Smooth schedules stay
+            below it.
     """
 
     eta: float = 0.5
@@ -50,7 +50,7 @@ class CriticalRegimes:
 
     @staticmethod
     def first_state(specs: Sequence[TensorSpec]) -> State:
-        """``regimes`` are for `update`; judged are matrices."""
+        """``regimes`` is the state of `update`; ``judged`` are the names of matrices."""
         return {
             "regimes": {"window": None, "norms": {}, "learning_rate": None},
             "judged": [spec.name for spec in specs if spec.ndim > 1],
@@ -60,7 +60,7 @@ class CriticalRegimes:
         return self.closes(progress, state["regimes"])
 
     def window(self, progress: Progress) -> int | None:
-        """Number of the window that a step belongs to; None between windows."""
+        """Number of the window that a step is in; None between windows."""
         if self.unit == "steps":
             return progress.step // self.interval
         return progress.epoch if progress.epoch % self.interval == 0 else None
@@ -78,14 +78,12 @@ class CriticalRegimes:
 
         Args:
             telemetry: Of the step.
-            norms: Of what is asked about, by name; only looked at when a window closes.
-            state: What the step before has left.
-            comparable: Whether the window that closes is of the same kind as the one before. If not it only becomes
-                what the next one is compared with.
+            norms: Gradient norms by name; read only when a window closes.
+            state: From the step before.
+            comparable: False: the window that closes is only the reference for the next one.
 
         Returns:
-            For each of `norms` whether it is critical now, and why; None if that was not asked at this step. Then the
-            next state.
+            For each of `norms` whether it is critical, and why, or None if nothing was judged; and the next state.
         """
         progress = telemetry.progress
         found: dict[str, tuple[bool, str]] | None = None
@@ -117,15 +115,14 @@ class Accordion(CriticalRegimes, Controller):
     1. Every rank adds up its own gradients over a window, before error feedback.
     2. When the window closes, for every matrix: ``ratio = |norm_before - norm_now| / norm_before``
     3. ``ratio >= eta``: a critical regime, `light`; otherwise `heavy`
-    4. The first window, a norm of zero: `light`. When the learning rate falls: `light` at once, until the next window
-       closes.
+    4. The first window, or a norm of zero: `light`. When the learning rate drops: `light` until the next window closes.
 
     Residuals are kept across switches.
 
     Args:
-        light: What a critical regime gets.
-        heavy: What the rest gets; must send fewer bytes.
-        per: Judge each ``parameter`` by itself, or the ``model`` as one.
+        light: For critical regimes.
+        heavy: Otherwise; must send fewer bytes.
+        per: Judge each ``parameter``, or the whole ``model``.
         @CriticalRegimes: eta, interval, unit, gradient and learning_rate_drop; filled in from there.
 
     Raises:
@@ -176,23 +173,19 @@ class Accordion(CriticalRegimes, Controller):
 class AccordionBatch(CriticalRegimes, Controller):
     """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
 
-    The batch is changed through gradient accumulation, the learning rate follows linearly. As published the batch only
-    grows: once large it stays large, so that a later learning-rate decay does not shrink it again.
+    The batch grows by gradient accumulation, and the learning rate grows linearly with it. As published the batch never
+    shrinks, so that a learning-rate decay does not make it small again.
 
-    A large batch has fewer optimizer steps per epoch. A learning-rate schedule (or a `Schedule` of compressors) that
-    counts optimizer steps then reaches its stages later in the data than it would with small batches: let it count
-    epochs, as the publication does.
+    With a large batch an epoch has fewer optimizer steps: schedules of the learning rate (or a `Schedule` of
+    compressors) should count epochs, as in the publication.
 
     Args:
-        small: Batches accumulated into one step in critical regimes.
-        large: The same elsewhere.
+        small: Batches accumulated per step in critical regimes.
+        large: Batches accumulated per step otherwise.
         eta, interval, unit, gradient, learning_rate_drop: See `Accordion`; judged on the whole model.
-        only_grows: False lets the batch shrink in a later critical regime. With ``unit="steps"`` two windows are
-            compared only if their batches are of one size, since noise in a mean falls with the batch: after a change
-            of the batch one window passes without a decision.
-
-    Raises:
-        ValueError: A field is out of range.
+        only_grows: False: the batch shrinks again in a later critical regime. With ``unit="steps"`` only windows of the
+            same batch size are compared, because the noise of a mean depends on it: after a change, one window passes
+            without a decision.
     """
 
     small: int = 1
@@ -213,13 +206,12 @@ class AccordionBatch(CriticalRegimes, Controller):
         return self.small
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        batches = [self.small, self.small]  # of the window before and of this one; 0: of several sizes
+        batches = [self.small, self.small]  # of the last window and of this one; 0: of several sizes
         return self.first_state(specs) | {"accumulation": self.small, "batches": batches}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
-        # Gradients are means over a step's batches. A window of one epoch has fewer of them where batches are larger,
-        # and a smaller sum; a window in steps has as many as ever.
+        # Gradients are means over a step's batches: an epoch of larger batches has fewer of them, and a smaller sum.
         norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
         earlier, present = state["batches"]
         comparable = self.unit == "epochs" or earlier == present != 0

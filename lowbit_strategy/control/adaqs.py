@@ -1,4 +1,4 @@
-"""AdaQS: more bits as the mean of the gradient drowns in its noise."""
+"""AdaQS: more bits as noise comes to dominate the gradient."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ MODEL = "model"
 
 @configuration
 class AdaQS(Controller):
-    """Start with the heaviest level; step to a lighter one whenever the mean-to-deviation ratio has fallen enough.
+    """Start with the heaviest level; one level lighter whenever the mean-to-deviation ratio has fallen enough.
 
-    Early in training the gradients of different batches point the same way: their mean is large against their deviation
-    and coarse codes do. Later they are mostly noise around a small mean, and quantisation error does harm.
+    Early in training the gradients of different batches agree: their mean is large compared with their deviation, and
+    coarse codes suffice. Later they are mostly noise around a small mean, and quantization error hurts.
 
     1. Over `interval` steps, with g the gradient of one step, for every matrix: ``r = |E g| / sqrt(E |g - E g|^2)``,
-       with Euclidean norms of whole parameters. The mean of n gradients keeps a part of their noise, by which alone r
-       would never fall below about ``1 / sqrt(n)``: both squares are estimated without bias.
-    2. moving average of r; ``r < factor * r_ref``: one level lighter, and ``r_ref = r``; `r_ref` is the first average
-       otherwise
+       with Euclidean norms of whole parameters. Both squares are estimated without bias; otherwise the noise left in a
+       mean of n gradients would keep r above about ``1 / sqrt(n)``.
+    2. ``r`` is a moving average. ``r < factor * r_ref``: one level lighter, and ``r_ref = r``. The first ``r_ref`` is
+       the first average.
 
-    An average that has come down to 0, where no mean stands out from the noise, goes to the lightest level in steps.
+    An average of 0 (no mean above the noise) goes to the lightest level, one level at a time.
 
-    The rule is worked out from the method's definition, not from its authors' code, which is not public. The ratio is
-    taken over steps: the mean of the elements of a single gradient is close to 0 whatever the training does (in a
-    transformer with layer norms before its blocks it is 0).
+    Derived from the publication; the authors' code is not public. The ratio is taken over steps, because the mean of
+    the elements of a single gradient is always close to 0.
 
     Args:
-        ladder: Configurations from light (many bits) to heavy (few), at least two.
-        factor: Fall of the ratio that costs one level, in (0, 1).
-        interval: Steps over which a ratio is taken, at least 2. Longer: smaller ratios can be distinguished.
+        ladder: At least two configurations, from light (many bits) to heavy (few).
+        factor: Relative fall of the ratio per level, in (0, 1).
+        interval: Steps per ratio, at least 2. Longer: smaller ratios can be resolved.
         ewma: Weight of a new ratio in the average.
-        per: Judge each ``parameter`` by itself, or the ``model`` by the norms of all its matrices together.
-        gradient: ``local``: each rank's own, a float32 copy of the whole model on every rank; ``mean``: what all ranks
-            agreed on, under FSDP2 a shard's size. The mean has less noise, and that of the codes in force.
+        per: Judge each ``parameter``, or the ``model`` by the norms of all its matrices together.
+        gradient: ``local``: each rank's own; needs a float32 copy of the model on every rank. ``mean``: the mean over
+            ranks, under FSDP2 a shard; less noise, but including that of the codes in force.
 
     Raises:
         ValueError: A field is out of range or the ladder is not in order.
@@ -117,11 +116,10 @@ class AdaQS(Controller):
 
 
 def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:
-    """Over the accumulated steps, of these parameters together; None where gradients are all alike or not finite.
+    """Over the accumulated steps, of these parameters together; None if gradients are all equal or not finite.
 
-    With n steps, S the squared norm of the sum and Q the sum of the squared norms: the noise's square is
-    ``(Q - S / n) / (n - 1)``, and the mean's is ``S / n^2`` less an n-th of that, which the noise adds to it. The
-    difference may be negative where there is almost no mean: then the ratio is 0.
+    With n steps, S the squared norm of the sum and Q the sum of squared norms, the variance is
+    ``(Q - S / n) / (n - 1)``, and the squared mean is ``S / n^2`` minus an n-th of it, or 0 if that is negative.
     """
     names, n = list(names), telemetry.accumulated_steps
     total = sum(telemetry.accumulated_norm.get(name, 0.0) ** 2 for name in names)

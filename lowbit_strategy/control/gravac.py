@@ -1,4 +1,4 @@
-"""GraVAC: search for the most throughput times compression gain, with a lower bound on the compression gain."""
+"""GraVAC: search for the best throughput times compression gain, with a lower bound on the gain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
 _DENSE = 0  # index of the uncompressed level; candidates follow
-_FORGOTTEN = 3.0  # time constants after which e**-3 = 5 % of the residual before is left
+_FORGOTTEN = 3.0  # time constants until e**-3 = 5 % of the earlier residual is left
 _SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight of 0.8
 
 
@@ -26,47 +26,41 @@ class GraVAC(Controller):
     """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
 
     compression gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For
-    sparsifiers that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than ``h``, which
-    does not count. It is about the uplink: what the downlink loses under DDP shows only in the result of what is in
-    force, never of a candidate. `Guard` with ``max_end_to_end`` around it watches that.
+    sparsifiers that is the published ||C(h)||^2 / ||h||^2. It is the uplink's: the downlink's error (DDP) can only be
+    measured for the level in force. `Guard` with ``max_end_to_end`` around this controller watches it.
 
-    Every step, from what was measured in the step before:
+    Every step, from the measurement of the last step:
 
     1. ``compression_gain(candidate) >= epsilon``: send the candidate;
     2. else ``compression_gain(lightest) >= epsilon``: send the lightest candidate;
     3. else: send dense.
 
-    A candidate's turn, while searching, has `settle` steps and then `window` steps:
+    During a search each candidate is tried for `settle` and then `window` steps:
 
-    4. score of the candidate = compression gain x steps per second, both of the `window` alone, if it was good enough
-       to be sent; once it is not, it is not sent again in this turn;
-    5. the two best scores differ by less than `omega`: settle on the one that sends less;
-    6. else the next heavier candidate has its turn; after the last, or one that was not good enough, settle on the
-       best score.
+    4. its score is compression gain x steps per second over the `window`. A candidate that falls below `epsilon` has no
+       score, and is not sent again in this trial;
+    5. if the two best scores differ by less than `omega`, settle on the one that sends less;
+    6. else try the next heavier candidate; after the last, or one below `epsilon`, settle on the best score.
 
-    Rules 1 to 3 go on after the search. Compression gains are measured on the gradients of the last step and hold for
-    the next one. Since gradients change while training goes on, the search starts again `search_every` steps after it
-    has ended.
+    Rules 1 to 3 continue after the search. Gradients change during training, so the search is repeated `search_every`
+    steps after it ended.
 
-    Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the
-    compression gain looks better than it will be. With a compression gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every
-    step, so the residual before is forgotten with a time constant of at most 1 / c steps; a candidate that is sent has
-    ``c >= epsilon``.
+    Why `settle`: right after a switch the residual is still that of the lighter candidate, and the compression gain
+    looks too good. With a gain c, ``|e|^2 <- (1 - c) |g + e|^2`` per step: the old residual decays with a time constant
+    of at most ``1 / c <= 1 / epsilon`` steps.
 
     Args:
-        candidates: At least two that go from light to heavy, such as
-            ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
-        dense: What is sent when no candidate is good enough.
+        candidates: At least two, from light to heavy, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
+        dense: Sent when no candidate is good enough.
         epsilon: Smallest compression gain, in (0, 1]. Larger: more information, less compression.
-        omega: Scores that differ relatively by less count as equal. Larger: the search ends earlier.
-        window: Steps of which a candidate is judged. Longer: steadier figures, a longer search.
-        settle: Steps before that, until the residual is the candidate's own. None: three time constants, ``3 /
-            epsilon`` steps and 15 at least, as moving averages like LoCo's need. 0 judges at once.
+        omega: Scores with a smaller relative difference count as equal. Larger: the search ends earlier.
+        window: Steps that a candidate is judged by. Longer: less noise, a longer search.
+        settle: Steps before the window, until the residual is the candidate's own. None: three time constants,
+            ``3 / epsilon`` steps, at least 15 for moving averages like LoCo's. 0: none.
         ewma: Weight of a new compression gain in the average.
-        measure_every: Steps between two measurements of compression gains; each costs an encode and a decode of what
-            is tried.
-        search_every: Steps from the end of a search to the next one; None searches once. A search takes ``settle +
-            window`` steps per candidate, most of them with more bytes than the best candidate sends.
+        measure_every: Steps between two measurements; each costs an encode and a decode of what is tried.
+        search_every: Steps from the end of a search to the next one; None: search once. A search takes
+            ``settle + window`` steps per candidate, most of them with more bytes than the best candidate sends.
 
     Raises:
         ValueError: A field is out of range or the candidates are not in order.
@@ -109,7 +103,7 @@ class GraVAC(Controller):
         """`num` configurations whose `option` goes from `first` to `last` in equal ratios.
 
         Raises:
-            ValueError: `base` has no such option, or there is nothing to go through.
+            ValueError: `base` has no such option, or the range is empty.
         """
         if option not in {entry.name for entry in dataclasses.fields(base)}:
             raise ValueError(f"{base.name} has no option {option!r}")
@@ -124,7 +118,7 @@ class GraVAC(Controller):
 
     @property
     def settle_steps(self) -> int:
-        """`settle`, worked out if it is None."""
+        """`settle`, or its default."""
         if self.settle is not None:
             return self.settle
         return math.ceil(_FORGOTTEN * max(1 / self.epsilon, _SLOWEST_AVERAGE))
@@ -138,10 +132,10 @@ class GraVAC(Controller):
             "settled_step": 0,
             "turn_start": 0,
             "compression_gains": {},
-            "own_compression_gains": [],  # of the candidate in this turn, while it is sent and judged
-            "seconds": [],  # likewise
-            "fresh": True,  # the step after a switch is slower than the level is
-            "refused": False,  # the candidate was not good enough in this turn
+            "own_compression_gains": [],  # of the candidate, within its window
+            "seconds": [],  # the same
+            "fresh": True,  # the first step after a switch is slower
+            "refused": False,  # the candidate fell below epsilon in this trial
             "scores": {},
             "started": False,
         }
@@ -171,7 +165,7 @@ class GraVAC(Controller):
         )
 
     def _learn(self, telemetry: Telemetry, new: State) -> None:
-        """Take in what was measured in the step before; changes `new`."""
+        """Add the measurements of the last step to `new`."""
         searched = not new["settled"] and new["in_force"] == new["candidate"]
         judged = searched and telemetry.progress.step - new["turn_start"] > self.settle_steps
         for level, energies in telemetry.energy.items():
@@ -182,7 +176,7 @@ class GraVAC(Controller):
             is_own = searched and level == new["candidate"]
             old = new["compression_gains"].get(str(level))
             if is_own and not new["own_compression_gains"]:
-                old = None  # so far the compression gains of a residual that was not its own: nothing to average with
+                old = None  # so far measured with another candidate's residual: not comparable
             averaged = measured if old is None else (1 - self.ewma) * old + self.ewma * measured
             new["compression_gains"][str(level)] = averaged
             if is_own and judged:
@@ -191,7 +185,7 @@ class GraVAC(Controller):
             new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
     def _search_again(self, new: State, step: int) -> str:
-        """Start from the lightest candidate if it is time to; changes `new`. Returns why, for the log."""
+        """Restart the search in `new` if it is due. Returns the reason, for the log."""
         if self.search_every is None or not new["settled"] or step - new.get("settled_step", 0) < self.search_every:
             return ""
         new.update(candidate=1, settled=False, turn_start=step, refused=False)
@@ -199,7 +193,7 @@ class GraVAC(Controller):
         return f"searches again after {self.search_every} steps"
 
     def _end_turn(self, new: State, step: int) -> str:
-        """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
+        """Score the candidate, then try the next one or settle, in `new`. Returns the reason, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
         compression_gains, seconds = new["own_compression_gains"], new["seconds"]
         mean = sum(compression_gains) / len(compression_gains) if compression_gains else 0.0
@@ -217,7 +211,7 @@ class GraVAC(Controller):
         return f"settled: {'best of all candidates' if good else 'the compression gain of a heavier one is too small'}"
 
     def _best(self, scores: Mapping[str, float]) -> tuple[int, bool]:
-        """The best candidate, and whether the two best are as good as equal (then the one that sends less)."""
+        """The best candidate, and whether the two best are about equal (then the one that sends less)."""
         if not scores:
             return 1, False
         ranked = sorted((int(level) for level in scores), key=lambda level: -scores[str(level)])
@@ -229,7 +223,7 @@ class GraVAC(Controller):
 
     def _admissible(self, state: State) -> tuple[int, str]:
         candidate, compression_gains = state["candidate"], state["compression_gains"]
-        own = compression_gains.get(str(candidate), math.inf)  # infinite: not known
+        own = compression_gains.get(str(candidate), math.inf)  # infinite: unknown
         if not state["refused"] and own >= self.epsilon:
             return candidate, "to be measured" if own == math.inf else f"compression gain at least {self.epsilon:g}"
         if candidate != 1 and compression_gains.get("1", math.inf) >= self.epsilon:
@@ -237,7 +231,7 @@ class GraVAC(Controller):
         return _DENSE, f"compression gain of the lightest candidate below {self.epsilon:g}"
 
     def _probed(self, state: State, step: int) -> tuple[int, ...]:
-        """The candidate, and the lightest one while the candidate is not good enough."""
+        """The candidate, and the lightest one while the candidate is below epsilon."""
         candidate = state["candidate"]
         levels = (candidate,) if state["in_force"] == candidate else tuple(sorted({1, candidate}))
         due = step % self.measure_every == 0 or any(str(level) not in state["compression_gains"] for level in levels)

@@ -1,4 +1,4 @@
-"""Guard: notice when compression hurts, warn, and fall back to a lighter level until it no longer does."""
+"""Guard: warn when compression errors exceed bounds, and fall back to a lighter level until they no longer do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _END_TO_END = "end-to-end error"
 
 
 class Verdict(NamedTuple):
-    """Groups that have just come to be out of bounds for long enough (and why), or ceased; all that are, in `state`."""
+    """Groups that were out of bounds `patience` times (and why), groups that are back within, and the next state."""
 
     raised: Mapping[str, str]
     cleared: tuple[str, ...]
@@ -46,13 +46,13 @@ class Verdict(NamedTuple):
 
 @configuration
 class Bounds:
-    """What a group's error and residual may be.
+    """Bounds on a group's error and residual.
 
     Args:
-        max_error: Bounds the relative error; None: not looked at. Two bits have about 0.5, four bits 0.1.
-        max_residual: Bounds the residual's norm relative to gradient plus residual; None: not looked at.
-        max_end_to_end: Bounds the error of the whole reduction, the result against the true mean over ranks; None: not
-            looked at. It is measured with what is in force, so a group that falls back for it does not return.
+        max_error: Of the relative error; None: not checked. Two bits have about 0.5, four bits 0.1.
+        max_residual: Of the residual's norm relative to gradient plus residual; None: not checked.
+        max_end_to_end: Of the whole reduction's error, result against true mean over ranks; None: not checked. It is
+            measured for the level in force, so a group that falls back for it does not return.
         patience: Observations in a row that raise or clear the alarm.
 
     Raises:
@@ -77,7 +77,7 @@ class Bounds:
         return {"counts": {}, "alarmed": {}}
 
     def update(self, readings: Mapping[str, Reading], state: State) -> Verdict:
-        """One observation: ``counts`` are those in a row that speak against the group's present standing."""
+        """One observation. ``counts``: observations in a row that contradict the group's present state."""
         counts, alarmed = dict(state["counts"]), dict(state["alarmed"])
         raised, cleared = {}, []
         for group, reading in readings.items():
@@ -108,18 +108,18 @@ class Bounds:
 
 @configuration
 class Guard(Controller):
-    """Around another controller: watches what it chose and overrides it where that goes wrong.
+    """Watches the levels that another controller chooses, and overrides them where errors are too large.
 
-    Every `observe_every` steps the levels in force are tried on the gradients plus residuals. A group that is out of
-    bounds `patience` times in a row gets `fallback`; the level that the inner controller chooses for it goes on being
-    tried, and gets it back after as many good ones.
+    Every `observe_every` steps the inner controller's levels are measured on gradients plus residuals. A group that is
+    out of bounds `patience` times in a row gets `fallback`, and returns to the inner controller's level after
+    `patience` good measurements of it.
 
     Args:
-        inner: Decides where nothing is wrong; ``Static(LoCo(bits=2))`` if nothing else does.
-        bounds: When something is wrong.
+        inner: The controller to watch; ``Static(LoCo(bits=2))`` for a fixed compressor.
+        bounds: Bounds on the errors.
         fallback: A lighter configuration; None: only warn.
         observe_every: Steps between two observations.
-        group_by: What is judged and falls back together.
+        group_by: Which parameters are judged and fall back together.
 
     Raises:
         ValueError: `fallback` is no lighter than the heaviest inner level, or a field is out of range.
@@ -189,7 +189,7 @@ class Guard(Controller):
     def _readings(
         self, telemetry: Telemetry, wanted: Mapping[str, int], alarmed: Mapping[str, str]
     ) -> dict[str, Reading]:
-        """The readings of each group that was measured in the last step."""
+        """Of each group that was measured in the last step."""
         readings = {}
         names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
         for group, members in grouped(names, self.group_by).items():
@@ -199,7 +199,7 @@ class Guard(Controller):
                 error = sum(energy.error for energy in energies)
                 residual = sum(telemetry.residual_norm.get(name, 0.0) ** 2 for name in members)
                 both_hops = (
-                    math.inf  # what the heavier level would have now is not known
+                    math.inf  # unknown for a level that is not in force
                     if _END_TO_END in alarmed.get(group, "") and self.fallback is not None
                     else end_to_end_error(telemetry, members)
                 )

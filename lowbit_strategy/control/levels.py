@@ -1,10 +1,11 @@
-"""Comparing configurations: their bytes, their order, a few words for each, and one compressor made of several."""
+"""Comparing configurations: bytes, order, a short description, and one compressor made of several."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -26,17 +27,17 @@ def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:
     Raises:
         ValueError: One does not.
     """
-    sizes = [reference_nbytes(level) for level in levels]
-    for at in range(1, len(levels)):
-        if sizes[at] >= sizes[at - 1]:
+    sized = [(level, name, reference_nbytes(level)) for level, name in zip(levels, names, strict=True)]
+    for (lighter, lighter_name, more), (heavier, heavier_name, fewer) in pairwise(sized):
+        if fewer >= more:
             raise ValueError(
-                f"{names[at]} must compress more than {names[at - 1]}, but {describe(levels[at])} sends {sizes[at]:,}"
-                f" bytes where {describe(levels[at - 1])} sends {sizes[at - 1]:,}: swap them, or change their options"
+                f"{heavier_name} must compress more than {lighter_name}, but {describe(heavier)} sends {fewer:,}"
+                f" bytes where {describe(lighter)} sends {more:,}: swap them, or change their options"
             )
 
 
 def describe(level: Compressor) -> str:
-    """The configuration in a few words: its name, how strong it is, and what differs from the defaults."""
+    """Name, strength, and what differs from the defaults."""
     options = []
     for entry in dataclasses.fields(level):
         value = getattr(level, entry.name)
@@ -46,14 +47,14 @@ def describe(level: Compressor) -> str:
 
 
 def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
-    """A description for each level; numbered where two would read the same."""
+    """A description of each level, numbered where two would read the same."""
     texts = [describe(level) for level in levels]
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))
 
 
 @dataclass(frozen=True)
 class Named:
-    """A selector of parameters by their names, however many there are."""
+    """Selects parameters by name."""
 
     names: frozenset[str]
     label: ClassVar[str] = "chosen by the controller"
@@ -63,6 +64,6 @@ class Named:
 
 
 def per_parameter(levels: Sequence[Compressor], choice: Mapping[str, int]) -> Partition:
-    """One of `levels` for each parameter; those that `choice` does not name get the first."""
+    """One of `levels` for each parameter; those that are not in `choice` get the first."""
     names = {at: frozenset(name for name, chosen in choice.items() if chosen == at) for at in range(1, len(levels))}
     return Partition(rules=tuple((Named(each), levels[at]) for at, each in names.items() if each), default=levels[0])

@@ -1,4 +1,4 @@
-"""One configuration from start to end: the controller that a guard wraps when nothing else decides."""
+"""One compressor throughout, and phases: which compressor from when to when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowbit_strategy.options.configuration import configuration, positional_conf
 
 @positional_configuration
 class Static(Controller):
-    """Every parameter has the same level at every step.
+    """One compressor for all parameters, at every step: the smallest controller, and what a `Guard` may wrap.
 
     Args:
         level: The compressor.
@@ -42,9 +42,9 @@ class Phase:
     """One compressor for a while.
 
     Args:
-        compressor: Reduces gradients in this phase.
-        start: First optimizer step or epoch, or share of the whole run, that the phase covers.
-        end: First one that it does not cover; None: until the next phase starts, or for ever.
+        compressor: For this phase.
+        start: First optimizer step or epoch of the phase, or share of the run.
+        end: First one after it; None: until the next phase starts, or to the end of the run.
         unit: What `start` and `end` count.
 
     Raises:
@@ -99,7 +99,7 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
 
 @positional_configuration
 class Schedule(Controller):
-    """Phases one after the other: "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
+    """Phases in order. "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
 
         Schedule([
             Phase(compressor=LoCo(bits=8)),
@@ -108,7 +108,7 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: They follow each other in the order of their starts; the first starts at 0, and there are no gaps.
+        phases: In the order of their starts, the first from 0, without gaps.
 
     Raises:
         ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.
@@ -152,7 +152,7 @@ class Schedule(Controller):
         )
 
     def _check_phases(self, progress: Progress) -> None:
-        """All phases against each other, now that units can be compared."""
+        """Checks phases in different units, now that the number of steps is known."""
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
                 start, end = phase.first_step(progress), phase.end_step(progress)

@@ -1,9 +1,8 @@
-"""Orthonormal columns and products of thin matrices, bit for bit the same on every rank.
+"""What low-rank methods share, first of all orthonormal columns and products that are the same bits on every rank.
 
-Each rank computes them for itself, and ranks may have GPUs of different types: a decomposition or a matrix product of a
-library adds in an order that the library chooses for the device. Here every number comes from additions,
-multiplications, divisions and square roots of single elements, in an order that is written down; those are rounded
-alike everywhere.
+Each rank computes them itself, possibly on another type of GPU, and library routines add in an order that depends on
+the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in a
+fixed order, which are rounded alike everywhere.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
-_ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and are made orthogonal once more
+_ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
 _CACHE_ELEMENTS = 1 << 16  # of a product on the CPU at a time
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor]:
-    """`orthogonalize` of each; matrices of one shape take one call together, which on a GPU is far fewer launches."""
+    """`orthogonalize` of each, one call per shape: far fewer kernel launches."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
@@ -46,8 +45,8 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
 
     Args:
         matrix_BNR: Finite; any batch dims in front.
-        epsilon: Times the norm of the matrix, added to the norms of columns, so that a column that depends on earlier
-            ones shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zeros.
+        epsilon: Times the norm of the matrix, added to the norms of columns, so that a linearly dependent column
+            shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zeros.
     """
     columns_BRN = matrix_BNR.transpose(-1, -2).contiguous()
     for _ in range(1 if matrix_BNR.shape[-1] <= _ONE_PASS_COLUMNS else 2):
@@ -69,13 +68,13 @@ def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
 
 
 def _sum(x_BN: Tensor) -> Tensor:
-    """Over the last dim, halves added to each other until one element is left; zeros make it a power of two."""
+    """Over the last dim, as a binary tree, padded with zeros."""
     numel = x_BN.shape[-1]
     return tree_sum(torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel)))
 
 
 def _root(x: Tensor) -> Tensor:
-    """Rounded once, which the square root of float32 is not on every device."""
+    """Correctly rounded, which float32's square root is not on every device."""
     return x.double().sqrt().float()
 
 
@@ -98,13 +97,13 @@ def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
 
 
 def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
-    """Normal numbers, a parameter's own, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
+    """Normal numbers, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
     return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
 
 
 def keep_factor_(factor: Tensor, mean: Tensor) -> None:
-    """The mean becomes the next step's factor; a column that has vanished or is not finite stays what it was."""
+    """The mean becomes the next step's factor; columns that are zero or not finite keep their old values."""
     usable = mean.isfinite().all(0) & (mean != 0).any(0)
     factor.copy_(torch.where(usable, mean, factor))
 
@@ -116,7 +115,7 @@ def keep_error_(residual_N: Tensor, error: Tensor) -> None:
 
 
 def observe_(view: View, compensated: Tensor, sent: Tensor) -> None:
-    """Fill in what monitors asked for. Call before the mean is written, perhaps over the gradient."""
+    """Fill in what monitors asked for, before the mean may overwrite the gradient."""
     if view.compensated is not None:
         view.compensated.copy_(compensated.reshape(-1))
     if view.sent is not None:
@@ -125,7 +124,7 @@ def observe_(view: View, compensated: Tensor, sent: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRankReducer(Reducer):
-    """Sends two thin matrices in the place of each parameter."""
+    """Sends two thin matrices per parameter."""
 
     rank: int
 
@@ -154,7 +153,7 @@ class LowRankCompressor(Compressor):
     Args:
         rank: Of the approximation.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: Relative, added to norms in the orthonormalisation.
+        epsilon: Relative, added to norms in the orthonormalization.
     """
 
     rank: int = 4
@@ -171,7 +170,7 @@ class LowRankCompressor(Compressor):
             raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
     def pays(self, spec: TensorSpec) -> bool:
-        """Whether two thin matrices are enough smaller than the parameter."""
+        """Whether two thin matrices are small enough compared with the parameter."""
         rows, columns = matrix_shape(spec)
         is_smaller = (rows + columns) * self.rank * self.min_compression_rate < rows * columns
         return is_smaller and self.rank <= min(rows, columns)

@@ -1,4 +1,4 @@
-"""Auto: no compressor of its own; a session tries several, none included, and keeps the fastest."""
+"""Auto: a session tries several compressors and none, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Auto(Compressor):
-    """The package chooses while training runs, and steps aside where it cannot help.
+    """Chooses during training, and removes itself if it cannot help.
 
     1. the first steps are the framework's own, and are timed
     2. LoCo at 4 bits and bfloat16 are tried for a few steps each; under FSDP2 LoCo with coded weights and with exact

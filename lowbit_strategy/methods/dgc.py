@@ -42,7 +42,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01
-_SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
+_SAMPLE_KEPT = 128  # elements of the sample above the threshold, at least: the count is then off by 9 %
 _MAX_ROUNDS = 10
 _LEAST = 0.8
 
@@ -51,8 +51,8 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
     """About the k largest elements of the sum, 0.8 k to k of them, in a few passes and without sorting it.
 
     A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
-    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of it, the
-    largest are taken.
+    if it selects more than k, the largest of those are taken. If the sample would be a quarter of the sum, the
+    selection is exact.
     """
     numel = total.numel()
     num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
@@ -69,7 +69,7 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
 
 
 def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
-    """What was selected; of more than `most` the largest."""
+    """What was selected, at most the `most` largest."""
     if indices.numel() > most:
         chosen, values = top_k(Sum(values), most)
         indices = indices.index_select(0, chosen)
@@ -83,14 +83,14 @@ _WHOLE = CommonPositionsReducer(density=1.0, codec=DenseCodec("float32"))
 class DGCReducer(SparseReducer):
     """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent.
 
-    For local clipping all gradients of the model (under FSDP2: of the module) must be there, those of exempt parameters
-    too: they count in the norm, are scaled by it, and are sent whole.
+    Local clipping needs all gradients of the model (under FSDP2: of the module), those of exempt parameters too: they
+    count in the norm, are clipped, and are sent whole.
     """
 
     momentum: float
     nesterov: bool
     clip_norm: float | None
-    exempt: tuple[Selector, ...]  # in the norm; none without clipping
+    exempt: tuple[Selector, ...]  # that count in the norm; () without clipping
 
     @property
     def whole_model(self) -> bool:  # type: ignore[override]
@@ -128,7 +128,7 @@ class DGCReducer(SparseReducer):
                 tensors["momentum"].mul_(factor)
 
     def is_dense(self, spec: TensorSpec) -> bool:
-        """Whether all of a parameter is sent: nothing is masked then, so that momentum goes on as in the optimizer."""
+        """Whether a parameter is sent whole: nothing is masked then, and momentum is as in the optimizer."""
         return self.density == 1.0 or matching(self.exempt, spec) is not None
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
@@ -136,7 +136,7 @@ class DGCReducer(SparseReducer):
         if not views:
             return
         if self.whole_model:
-            views = in_order(views, state)  # of which the norm's sum must not depend
+            views = in_order(views, state)  # the norm must not depend on the order of buckets
         found, totals = self.accumulate_(views, state, comm)
         sparse, whole = (
             [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
@@ -150,8 +150,8 @@ class DGCReducer(SparseReducer):
             yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm, step)
 
     def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
-        """Momentum and velocity move on. With momentum a gradient of zeros is one like any other: momentum decays, and
-        the velocity goes on growing by it.
+        """Update momentum and velocity. With momentum a gradient of zeros is not idle: momentum decays, and is added to
+        the velocity.
         """
         if not (self.momentum or self.whole_model or self.density == 1.0):
             return pending_sums(views, state)
@@ -183,7 +183,7 @@ class DGCReducer(SparseReducer):
             velocity.add_(tensors["momentum"].mul_(self.momentum).add_(gradient, alpha=factor))
 
     def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
-        """Take an overflow back, to rounding; what is not finite is dropped."""
+        """Undo an overflow, up to rounding; what is not finite is dropped."""
         velocity = tensors["residual"]
         if self.momentum == 0.0 or self.nesterov:
             velocity.sub_(gradient, alpha=factor)
@@ -201,7 +201,7 @@ class DGCReducer(SparseReducer):
         return select_by_sample(total, self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
-        if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
+        if self.momentum:  # factor masking: stale momentum of what was sent
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
@@ -230,29 +230,26 @@ class DGC(SparseCompressor):
 
     With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
     density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay
-    belongs to the optimizer, which applies it after the mean.
+    is the optimizer's, after the mean.
 
     Args:
-        density: The warm-up ends with it, in (0, 1].
-        values, residual: See `TopK`. The momentum stays in float32, another 4 bytes per parameter.
-        momentum: Lies in [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once.
-            Keep 0 with Adam and its relatives, which average gradients themselves.
+        density: After the warm-up, in (0, 1].
+        values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
+        momentum: In [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and the like,
+            which average gradients themselves.
         nesterov: Nesterov's momentum; needs ``momentum > 0``.
-        clip_norm: Largest norm of the mean gradient that step 1 aims at; None: no clipping. Under DDP the parameters
-            then wait for the last bucket, under FSDP2 each module is clipped by itself. With a loss scaler it is in
-            units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on the
-            sparse mean, which has left the residual already: what it cuts off is lost, so use this one.
-        warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
-        warmup_densities: What the stages have; those below `density` are skipped.
+        clip_norm: Bound on the norm of the mean gradient, approached by step 1; None: no clipping. Under DDP the
+            parameters then wait for the last bucket, under FSDP2 each module is clipped separately. With a loss scaler
+            it is in units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on
+            the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
+        warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
+        warmup_densities: Of the stages; those below `density` are skipped.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
-        arXiv 1712.01887, algorithms 1 and 4, section 3. More than k are cut to the largest k; the authors' code takes
-        the first k.
+        arXiv 1712.01887, algorithms 1 and 4, section 3. Of more than k the largest are sent; the authors' code sends
+        the first.
     """
 
     name: ClassVar[str] = "dgc"

@@ -1,4 +1,4 @@
-"""Error feedback as a wrapper: what a compressor does not send is added to the next gradient."""
+"""Error feedback as a wrapper: the compression error is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class ErrorFeedback(Wrapper):
-    """Any compressor without a residual, with one, on both ways.
+    """Adds a residual to a compressor that has none, on both hops.
 
     1. ``h = g + e``
-    2. the wrapped compressor reduces h; the others decode this rank's part of it as Q
+    2. the wrapped compressor reduces h; the other ranks decode this rank's part as Q
     3. ``e' = decay * (h - Q)``
 
-    Rounding at random is replaced by rounding to the nearest value: feedback removes the bias, and a code that errs by
-    more than its input, as unbiased codes with few values do, would make the residual grow without bound. A code that
-    does so when rounding to the nearest value is refused.
+    Stochastic rounding is replaced by rounding to nearest: feedback removes the bias, and a code whose error can exceed
+    its input, as with unbiased codes of few values, would make the residual grow without bound. Codes that do so even
+    when rounding to nearest are refused.
 
     Args:
-        compressor: One without feedback of its own.
+        compressor: One without feedback.
         decay: Below 1 old errors fade, and nothing is conserved.
-        residual: ``float32`` costs 4 bytes per parameter on every rank; ``int8`` costs 1 (quantisers only).
-        exempt: Parameters that are exempt besides.
+        residual: ``float32`` costs 4 bytes per parameter on every rank; ``int8`` costs 1 (quantizers only).
+        exempt: More exempt parameters.
 
     Raises:
-        ValueError: A field is out of range; the compressor has feedback of its own, or its code does not shrink.
+        ValueError: A field is out of range; the compressor has feedback already, or its code does not contract.
 
     References:
         Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,

@@ -29,9 +29,9 @@ from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompres
 from lowbit_strategy.methods._sparse_base.sparse_reducer import in_order, num_kept, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
-_BAND = 1.1  # counts further than this factor from the target: the threshold is estimated anew
-_CALM = 0.03  # largest move of an estimate, in its logarithm, that the online rule can follow
-_PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # feedback sums up: a percent more threshold can halve the count
+_BAND = 1.1  # counts off the target by more than this factor: the threshold is estimated again
+_CALM = 0.03  # largest change of an estimate, in its logarithm, that the online rule can follow
+_PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # residuals pile up: a percent more threshold can halve the count
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
 
 
@@ -42,18 +42,18 @@ class ExclusiveReducer(CommonPositionsReducer):
     adjust: bool
 
     whole_model: ClassVar[bool] = True
-    position_messages: ClassVar[int] = 2  # once thresholds follow the trend; an estimate costs one more
+    position_messages: ClassVar[int] = 2  # an estimate of the threshold costs one more
 
     @property
     def label(self) -> str:
         return f"{'exdyna' if self.adjust else 'micro'} {self.density:g}"
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """The controls of a model are kept with its first parameter: under FSDP2 every module is a model of its own.
+        """The controls of a model (under FSDP2: of a module) are kept with its first parameter.
 
-        ``threshold``; ``drift``: logarithm of its growth in a step; ``calm``: whether the last estimate hardly moved;
-        ``ratio``: chosen over wanted in the last step; ``loads``: chosen in each block, older steps weighing less;
-        ``sizes``: blocks of each partition.
+        ``threshold``; ``drift``: logarithm of its growth per step; ``calm``: whether the last estimate hardly moved;
+        ``ratio``: chosen over wanted in the last step; ``loads``: moving average of the chosen elements per block;
+        ``sizes``: blocks per partition.
         """
         state = zero_residuals(specs, device)
         for tensors in state.values():
@@ -87,7 +87,7 @@ class ExclusiveReducer(CommonPositionsReducer):
     def _threshold(
         self, model: FlatModel, control: StateTensors, bounds: Sequence[int]
     ) -> Generator[Pending, None, float]:
-        """Follow the last count and the trend; estimate where there is nothing to follow yet."""
+        """Follow the last count and the trend, or estimate from a sample."""
         if self.density == 1.0:
             return 0.0
         before, ratio, drift, calm = (float(control[key]) for key in ("threshold", "ratio", "drift", "calm"))
@@ -104,7 +104,7 @@ class ExclusiveReducer(CommonPositionsReducer):
         return float(control["threshold"])
 
     def _sizes(self, model: FlatModel, control: StateTensors) -> list[int]:
-        """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
+        """Blocks per partition; equal at the start, and when the number of ranks or blocks has changed."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         if len(equal) == 1:
             return equal
@@ -136,7 +136,7 @@ def _keep_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
 
 @configuration
 class ExDyna(SparseCompressor):
-    """Sparsification without sorting and without build-up: the ranks never choose the same position.
+    """Sparsification without sorting, in which ranks never choose the same position.
 
     The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of
     a multiple of 32 elements, contiguous blocks form W partitions. In step t, on every rank r:
@@ -146,23 +146,19 @@ class ExDyna(SparseCompressor):
        ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
     3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
     4. all ranks get all positions, and each contributes its own ``h`` there; ``e' = h``, 0 there
-    5. between neighbouring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
+    5. between neighboring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
        block changes sides; no partition falls below a quarter of an equal share
 
-    Where the authors' rules would take hundreds of steps, others are used. Theirs moves the threshold by 0.5 % a step
-    from a start of ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose
-    from, at the start, while such estimates move by more than 3 % per step, and whenever the count is further than a
-    factor of 1.1 from the target. Theirs moves partitions by one block per step; here they are cut anew where a load is
-    more than a tenth above the mean. Loads are counts averaged over some steps. Where more than four times the wanted
-    number reach the threshold, only the largest are sent.
+    The authors' rules take hundreds of steps to settle. Theirs moves the threshold by 0.5 % per step from a start of
+    ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose from: at the start,
+    while estimates move by more than 3 % per step, and when the count is off by more than a factor of 1.1. Theirs moves
+    partitions by one block per step; here they are cut again when a load is more than a tenth above the mean. Loads are
+    moving averages of counts. At most four times the wanted number is sent.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
         values: See `TopK`; the owner's rounding error stays in the owner's residual.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Yoon & Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",

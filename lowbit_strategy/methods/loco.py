@@ -27,10 +27,10 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-ROTATED = 32  # elements where there is no residual, as in SDP4Bit
+ROTATED = 32  # elements rotated together without a residual, as in SDP4Bit
 Codebook = Literal["uniform", "e2m1", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
 _Make = Callable[[int, int], BlockFormat]
-_FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
+_FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # possible bits, and the format by bits and block size
     "uniform": (range(2, 9), uniform),
     "e2m1": (range(4, 5), lambda bits, block_size: e2m1(block_size)),
     "fitted": (range(1, 5), fitted),
@@ -107,51 +107,46 @@ class LoCo(Compressor):
     2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
     3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale per block
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
-    5. DDP only: the owner sends the mean back the same way (the downlink), with a residual of its own
+    5. DDP only: the owner sends the mean back the same way (the downlink), with its own residual
 
-    Step 2 is the published one, ``codebook="uniform"``. An even grid is as coarse for an element that is small in its
-    block as for the largest. Its noise there can exceed the element, and Adam, which divides by each element's root
-    mean square, then takes smaller steps for it. With 4 bits the default is ``codebook="e2m1"``, the floats of 4 bits:
-    ``s = absmax(h) / 12`` and q of 0, 1, 2, 3, 4, 6, 8, 12 with their signs. They are finer by a factor of 1.7 for
-    small elements and coarser for the few largest, in the same bytes.
+    Step 2 is as published, ``codebook="uniform"``. An even grid is as coarse for the small elements of a block as for
+    the largest. Its noise can exceed such an element, and Adam, which divides by each element's root mean square, then
+    takes smaller steps for it. At 4 bits the default is ``codebook="e2m1"``, 4-bit floats: ``s = absmax(h) / 12`` and q
+    of 0, 1, 2, 3, 4, 6, 8, 12 with a sign. They are 1.7 times finer for small elements and coarser for the few largest,
+    in the same bytes.
 
-    Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
-    its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
-    sends -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
-    Both have the least error and shrink what they send: 1 bit sends 0.64 of a Gaussian, and 0.41 after two hops. The
-    average in step 3 supplies the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and
-    ``ternary_unit_gain`` are the fitted values divided by that share: all of a gradient is sent at once, with more
-    noise, and the average holds noise alone, so that it can be short.
-    At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
-    error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
+    Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` has the Lloyd-Max values of a
+    Gaussian, in units of the block's root mean square; what is clipped is fed back. ``codebook="ternary"`` sends -1, 0
+    or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits. Both minimize the
+    error, and shrink what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in step 3 adds
+    the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and ``ternary_unit_gain`` are the fitted values
+    divided by that share: the whole gradient is sent at once, with more noise, and the average holds only noise.
+    At 1 bit none of them is a contraction for every block: for a block of 64 with a single nonzero element the error
+    has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: A code has so many: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer
-            bytes, more error to feed back.
-        codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described. None: ``e2m1``
-            at 4 bits, ``uniform`` at other widths and where codes are rounded at random.
-        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
-        beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
-            quantisation noise and answers more slowly.
-        reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
-            then, below 4 bits the sum of three to four gradients: use None there.
+        bits: Per code: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more
+            error to feed back.
+        codebook: Values of the codes: ``uniform``: step 2; the others as above. None: ``e2m1`` at 4 bits, otherwise,
+            and with stochastic rounding, ``uniform``.
+        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size more bits.
+        beta: Weight of the old error in the residual, in [0, 1). 0: classic error feedback. Larger: smoother noise,
+            slower response.
+        reset_steps: Optimizer steps between two resets of the residual; None: never. A reset loses the residual's
+            content, below 4 bits the sum of three to four gradients: use None there.
         residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
-            and stores the average exactly. ``none`` costs nothing: codes are then rounded at random and blocks are
+            and stores the average exactly. ``none`` costs nothing: codes are then rounded stochastically and blocks are
             rotated by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The
-            rotation runs in plain PyTorch beside the kernels, and is slower.
-        rounding: How codes are rounded. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured as good;
-            ``stochastic``: increments below half a step are kept on average.
-        return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
-        return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
-            downlink; None: as given for the uplink. At least `bits`; where the uplink has more bits than these
-            (parameters of high precision) the downlink has the uplink's codes. What is lost on the downlink is lost
-            for all ranks alike: no other rank's noise evens it out.
-        high_precision_bits: Codes of embeddings and output heads, which carry most of the error, have so many.
+            rotation runs in plain PyTorch outside the kernels, and is slower.
+        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured to be as good;
+            ``stochastic``: keeps increments below half a step on average.
+        return_beta: As `beta`, for the owner's residual on the downlink.
+        return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for the downlink; None:
+            the uplink's. At least `bits`; for parameters of high precision, at least the uplink's codes. A downlink
+            error is the same on all ranks: it is not averaged.
+        high_precision_bits: Of embeddings and output heads, which have most of the error.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
@@ -208,19 +203,19 @@ class LoCo(Compressor):
             )
 
     def _values(self, codebook: Codebook | None, bits: int) -> Codebook:
-        """What None stands for."""
-        evenly = self.residual == "none" or self.rounding == "stochastic"  # at random: only between even values
+        """The codebook, or its default."""
+        evenly = self.residual == "none" or self.rounding == "stochastic"  # stochastic rounding needs an even grid
         return codebook or ("e2m1" if bits == 4 and not evenly else "uniform")
 
     @property
     def fmt(self) -> BlockFormat:
-        """Of parameters that are neither exempt nor of high precision."""
+        """Of parameters that are neither exempt nor of high precision, on the uplink."""
         _, make = _FORMATS[self._values(self.codebook, self.bits)]
         return make(self.bits, self.block_size)
 
     @property
     def _downlink(self) -> tuple[int, Codebook, int]:
-        """Bits, codebook and block size there."""
+        """Bits, codebook and block size."""
         bits = self.bits if self.return_bits is None else self.return_bits
         return (
             bits,
@@ -229,7 +224,7 @@ class LoCo(Compressor):
         )
 
     def _return_format(self, codes: BlockFormat) -> BlockFormat:
-        """Of the downlink, where the uplink has `codes`."""
+        """Of the downlink, given the uplink's `codes`."""
         bits, codebook, block_size = self._downlink
         _, make = _FORMATS[codebook]
         chosen = make(bits, block_size)
@@ -260,5 +255,5 @@ class LoCo(Compressor):
 
 
 def _unbiased(codes: BlockFormat) -> PlainCodec:
-    """A hop that keeps nothing."""
+    """A hop without a residual."""
     return PlainCodec(RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED))

@@ -1,4 +1,4 @@
-"""Different compressors for different parameters."""
+"""Different compressors for different parameters, or for the first steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Rule = tuple[Selector, Compressor]
 
 @configuration
 class Partition(Compressor):
-    """The first rule whose selector chooses a parameter gives its compressor; the others get `default`.
+    """The first rule whose selector matches a parameter gives its compressor; all others get `default`.
 
-    Each compressor decides for its own parameters what is exempt and what gets high precision.
+    Each compressor decides which of its parameters are exempt, and which get high precision.
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
-        default: Serves everything else.
-        exempt: Parameters that are exempt whatever the rules are.
+        default: For all other parameters.
+        exempt: More exempt parameters; they take precedence over the rules.
         high_precision: Not used: the chosen compressor decides.
 
     Raises:
@@ -90,13 +90,13 @@ class Partition(Compressor):
 class WarmUp(Compressor):
     """`first` for `steps` optimizer steps, then `compressor`.
 
-    Gradients are largest and turn fastest at the start, which is where compression does harm. A compressor with phases
-    of its own begins them after the warm-up. Residuals of `first` go on in `compressor`.
+    Compression hurts most at the start, where gradients are largest and change fastest. The phases of `compressor`, if
+    it has any, begin after the warm-up. Residuals are carried over.
 
     Args:
         compressor: After the warm-up.
-        steps: Its length in optimizer steps.
-        first: During it; uncompressed by default.
+        steps: Optimizer steps of the warm-up.
+        first: During the warm-up; uncompressed by default.
         exempt, high_precision: Not used: the two compressors decide.
 
     Raises:

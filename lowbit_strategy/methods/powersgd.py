@@ -1,4 +1,4 @@
-"""PowerSGD: a low-rank gradient, by one step of subspace iteration a step."""
+"""PowerSGD: a low-rank gradient, by one subspace iteration per step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PowerSGDReducer(LowRankReducer):
         qs = orthogonalize_all(qs, self.epsilon)
 
         ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
-        # Q must not become NaN, which would stay for ever: the matrix is taken to be zero, and the result is NaN.
+        # Q must never become NaN, which would stay: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
@@ -95,7 +95,7 @@ class PowerSGDReducer(LowRankReducer):
 class PowerSGD(LowRankCompressor):
     """Every matrix as a product of two thin ones, with error feedback.
 
-    For a parameter of n x m (first dim, all others), with Q [m, rank] of the step before, on every rank:
+    For a parameter of n x m (first dim, all others), with Q [m, rank] of the last step, on every rank:
 
     1. ``M = g + e``
     2. orthonormalise Q; ``P = M Q``; sum P over ranks; orthonormalise P
@@ -103,21 +103,20 @@ class PowerSGD(LowRankCompressor):
     4. the result is ``P Q^T``, the same on all ranks
     5. ``e' = M - P Q^T``
 
-    Sums are formed in rank order, so that results depend neither on the buckets nor on the backend, and steps 2 and 4
-    take no decomposition or product from a library, so that ranks with GPUs of different types get the same bits. Many
-    buckets work on gloo. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced and each
-    rank forms its own rows.
+    Sums are formed in rank order, so results depend neither on buckets nor on the backend. Steps 2 and 4 use no library
+    decomposition or product, so ranks with different types of GPUs get the same bits. Under FSDP2 every rank has the
+    whole local gradient: the same factors are reduced, and each rank forms its own rows.
 
     Args:
         rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
-        start_step: Uncompressed until then: early gradients are the least low-rank.
+        start_step: Uncompressed until this step: early gradients are the least low-rank.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        warm_start: Keep Q from step to step; otherwise one step of iteration starts from a random Q every time.
-        feedback: Keep the error. Without it what a low rank cannot express is lost.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalisation (Gram-Schmidt, twice for
-            more than two columns). Relative, so that the loss scale and the size of gradients make no difference.
+        warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
+        feedback: Keep the error. Otherwise what a low rank cannot express is lost.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for
+            more than two columns). Relative, so the scale of gradients makes no difference.
         exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no method of higher precision.
+        high_precision: Not used.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

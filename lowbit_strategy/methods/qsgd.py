@@ -1,4 +1,4 @@
-"""QSGD: unbiased stochastic quantisation, no residual."""
+"""QSGD: unbiased stochastic quantization, no residual."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ class QSGD(Compressor):
 
     1. ``Q(v_i) = norm(v) / s * sign(v_i) * xi_i``, ``xi_i = floor(s |v_i| / norm) + Bernoulli(frac)``
     2. codes and the bucket's norm go to the owner, which adds all ranks' Q in float32 and divides by W
-    3. DDP only: the owner quantises the mean again, with `return_bits`, and sends it back. That error is not averaged
+    3. DDP only: the owner quantizes the mean again, with `return_bits`, and sends it back. That error is not averaged
        over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: A code has so many, 2 to 8. One bit less means four times the variance.
-        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more per element.
-        norm: ``max``: least variance in practice; ``l2``: the publication's, sparser codes.
-        return_bits: A code on the downlink has so many; None takes `bits`.
-        high_precision_bits: Codes of embeddings and output heads have so many.
+        bits: Per code, 2 to 8. One bit less means four times the variance.
+        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size more bits per element.
+        norm: ``max``: least variance in practice; ``l2``: as published, sparser codes.
+        return_bits: Per code on the downlink; None: `bits`.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,

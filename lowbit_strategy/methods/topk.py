@@ -47,44 +47,40 @@ class TopK(SparseCompressor):
 
     1. ``h = g + e``
     2. the ``k = max(1, round(density * n))`` largest ``|h|`` are sent with their positions; of equal ones the first
-    3. ``e' = h``, 0 where sent (or what the codec lost)
+    3. ``e' = h``, 0 where sent (or the codec's error)
     4. the mean over ranks of what was sent, 0 where no rank sent
 
     DDP: one all-gather, traffic grows as k * W. FSDP2: each entry goes only to the owner of its row.
 
-    With ``selection="chunk"`` the largest of every 4,096 elements are taken, the same number of each. All sizes are
-    fixed then: no counts travel, positions take 12 bits, and the host waits for nothing on a GPU. Messages travel as
-    those of quantisers do: each owner adds up its part; under DDP it sends the `return_density` largest of every 4,096
-    means back and keeps the rest in a residual of its own, so that traffic does not grow with W.
+    ``selection="chunk"`` takes the same number of elements from every 4,096. All sizes are then fixed: no counts
+    travel, positions take 12 bits, and the host never waits for the GPU. As with quantizers each owner adds up its
+    part; under DDP it sends back the `return_density` largest of every 4,096 means and keeps the rest in its own
+    residual, so traffic does not grow with W.
 
-    With ``selection="group"`` the largest of every 4, 16 or 256 elements is taken. Everything of ``chunk`` holds, and
-    positions take 2, 4 or 8 bits: with ``density=1/16`` and ``values="int2"`` all is below half a bit per element.
+    ``selection="group"`` takes the largest of every 4, 16 or 256 elements. It works like ``chunk``, with positions of
+    2, 4 or 8 bits: with ``density=1/16`` and ``values="int2"`` below half a bit per element.
 
-    With `decay` below 1 step 3 is ``e' = decay * h``, 0 where sent: h is then a momentum whose largest elements are
-    sent and taken out of it, which is DeMo's rule. What is never among the largest fades.
+    With `decay` below 1 step 3 is ``e' = decay * h``, 0 where sent: DeMo's rule, in which h is a momentum and its
+    largest elements are sent and removed.
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
         values: How they travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            What a coarser one loses stays in the residual.
+            Rounding errors stay in the residual.
         residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16`` (``exact`` only): 2; ``int8``: 1.
-            The smaller ones are rounded at random.
-        selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements. Coarser, for
-            gradients differ between rows, but faster, and without pauses of a GPU; ``group``: one of every
-            ``1 / density``, the same again with the shortest positions.
-        return_density: With ``chunk`` under DDP the owner sends this share of the means back; None takes `density`.
-            The ranks together send up to W times `density`, so more returns what they chose sooner.
-        cosines: With ``chunk``, the largest coefficients of a discrete cosine transform of so many consecutive
-            elements, a power of two, in the place of the largest elements; None: no transform. With `decay` and
-            `gather` it is DeMo, but for its two-dimensional transform and the sign that its optimizer takes.
-        gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
-            nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where
-            few elements are sent on few ranks.
-        decay: With ``chunk`` and ``group`` this share of the residual is left in the next step, in (0, 1].
+            The smaller ones are rounded stochastically.
+        selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements, which is coarser,
+            since gradients differ between rows, but faster, and never waits for the GPU; ``group``: one of every
+            ``1 / density``, with the shortest positions.
+        return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: `density`.
+            The ranks together send up to W times `density`: a larger share returns more of it at once.
+        cosines: With ``chunk``, take the largest coefficients of a discrete cosine transform of this many consecutive
+            elements, a power of two; None: no transform. With `decay` and `gather` this is DeMo, without its
+            two-dimensional transform and its optimizer's sign.
+        gather: With ``chunk`` and ``group``, send every message to all ranks instead of an owner: nothing is selected
+            or coded twice, but traffic grows with W. Fewer bytes for few elements on few ranks.
+        decay: With ``chunk`` and ``group``, the factor of the residual per step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;

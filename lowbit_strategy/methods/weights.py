@@ -1,8 +1,8 @@
-"""What every way of sending weights has in common: which parameters it codes, and what ranks keep of what they receive.
+"""How FSDP2's weights travel from their owners to the other ranks: exactly, as codes, or as codes of differences.
 
-Under FSDP2 each rank owns a shard of every parameter, and all ranks gather all shards before a module runs. The owner's
-shard stays exact, whatever travels: the optimizer, checkpoints and evaluation see exact weights, and in training all
-ranks, the owner too, compute with what the others decode.
+Each rank owns a shard of every parameter, and all ranks gather all shards before a module runs. The owner's shard stays
+exact: the optimizer, checkpoints and evaluation see exact weights. In training all ranks, the owner too, compute with
+what the others decode.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WeightCoding(ABC):
 
     @abstractmethod
     def codec(self, spec: TensorSpec) -> Codec | None:
-        """The code of one parameter; None: it travels as it is."""
+        """The code of one parameter; None: it travels exactly."""
 
     @property
     @abstractmethod
@@ -48,7 +48,7 @@ class WeightCoding(ABC):
 
 @configuration
 class BlockWeights(WeightCoding):
-    """What the blockwise codes share: bits by a parameter's role."""
+    """Blockwise codes, with bits by a parameter's role."""
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
@@ -75,15 +75,12 @@ class BlockWeights(WeightCoding):
 
 @configuration
 class Exact(WeightCoding):
-    """Weights travel as FSDP2 sends them: every element in the type that the forward runs in.
+    """Weights travel as FSDP2 sends them: every element in the dtype of the forward pass.
 
     Args:
-        keep: ``nothing``: gathered in forward and again in backward, of every micro-batch, as FSDP2 does by itself.
+        keep: ``nothing``: gathered in forward and again in backward, for every micro-batch, as FSDP2 does.
             ``replica``: gathered once per optimizer step and kept until the next one: half the bytes, fewer still with
             gradient accumulation, for a whole copy of the weights on every rank.
-
-    Raises:
-        ValueError: There are no codes to keep.
     """
 
     name: ClassVar[str] = "exact"
@@ -109,23 +106,19 @@ class WeightCode(BlockWeights):
     2. one all-gather of bytes per sharded module and optimizer step
     3. every rank, the owner too, decodes the same bytes straight into the weights that the module computes with
 
-    The error of a step does not reach the next one: the owner's shard is exact, and the codes are made from it anew.
-    Blocks without an element of at least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below
-    the smallest normal number.
+    Errors do not accumulate: each step's codes are made from the owner's exact shard. Blocks without an element of at
+    least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below the smallest normal number.
 
     Args:
-        bits: A code has so many: 8, 6 or 4. 8 is not seen in the loss; fewer are (`WeightDelta` costs as few bytes).
+        bits: Per code: 8, 6 or 4. 8 does not show in the loss; fewer do (use `WeightDelta` then).
         keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing.
             ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
-            in the type that the forward runs in (2 or 4 bytes per parameter). ``nothing``: FSDP2's own memory, and
-            every gather sends.
+            in the dtype of the forward pass (2 or 4 bytes per parameter). ``nothing``: no extra memory, and every
+            gather sends.
         exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
         high_precision: Parameters that have at least `high_precision_bits`.
         high_precision_bits: 8, 6, 5 or 4.
         block_size: Elements that share a scale: a power of two from 32 to 4,096.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         The blockwise weight all-gather of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective Communication
@@ -146,33 +139,28 @@ class WeightCode(BlockWeights):
 
 @configuration
 class WeightDelta(BlockWeights):
-    """Differences travel, so that a few bits are enough: what one step's code leaves out is in the next difference.
+    """Differences travel, so that a few bits suffice: the error of one step's code is part of the next difference.
 
-    All ranks keep the same replica h of the weights, in the type that the forward runs in.
+    All ranks keep the same replica h of the weights, in the dtype of the forward pass.
 
-    1. in the first step the owners send their shards x exactly, and h is these
-    2. from then on, once per optimizer step: ``c = C(x - h)`` for the own shard, where C is the blockwise code of
-       `WeightCode`
+    1. in the first step the owners send their shards x exactly: ``h = x``
+    2. then, once per optimizer step: ``c = C(x - h)`` for the own shard, with C the blockwise code of `WeightCode`
     3. one all-gather of the codes c of all owners per sharded module
     4. every rank, the owner too: ``h += c``; the module computes with h
 
-    Where a weight is NaN its block is NaN on all ranks in that step, and differences begin from 0 in the next.
+    If a weight is NaN its block is NaN on all ranks in that step, and differences start from 0 in the next.
 
-    So errors do not add up: ``|x - h|`` is what C leaves of one difference, and differences are as small as the
-    optimizer's steps. A checkpoint has each owner's part of h; when it is resumed these are sent exactly once.
+    Errors do not accumulate: ``|x - h|`` is C's error of one difference, and differences are as small as the
+    optimizer's steps. A checkpoint has each owner's part of h; after a resume these are sent exactly once.
 
     Args:
-        bits: A code has so many: 8, 4 or 2.
-        keep: Differences need the replica: 4 bytes per parameter on every rank, 2 where the forward's weights are in
-            16 bits. No other value is allowed.
+        bits: Per code: 8, 4 or 2.
+        keep: Only ``replica``: 4 bytes per parameter on every rank, 2 if the forward pass is in 16 bits.
         exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
-        high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica
-            makes up for their errors too.
+        high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica corrects
+            their errors too.
         high_precision_bits: 8, 6, 5 or 4.
         block_size: Elements that share a scale: a power of two from 32 to 4,096.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
@@ -206,7 +194,7 @@ WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "d
 
 register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} beside a compressor (FSDP2)")
 
-# Everything that reports compare, and what a configuration file may name in one word.
+# What reports compare.
 CHOICES: tuple[WeightCoding, ...] = (
     Exact(),
     Exact(keep="replica"),
@@ -218,16 +206,13 @@ CHOICES: tuple[WeightCoding, ...] = (
 
 
 def default_weights(compressor: Compressor) -> WeightCoding:
-    """What a strategy does with weights where the user has not chosen: LoCo's codes them at 8 bits.
-
-    Other compressors leave them exact: nothing about weights has been measured with them.
-    """
+    """By default LoCo's strategies code weights at 8 bits; with other compressors this is unmeasured."""
     return WeightCode() if isinstance(compressor, LoCo) else Exact()
 
 
 def check_weights(weights: WeightCoding | None, *, scatter: bool) -> None:
     """Raises:
-    ValueError: Weights are to be coded where no rank gathers any.
+    ValueError: Coded weights were requested without FSDP2.
     """
     if weights is not None and not scatter:
         raise ValueError(
@@ -237,7 +222,7 @@ def check_weights(weights: WeightCoding | None, *, scatter: bool) -> None:
 
 
 def as_weights(value: object) -> WeightCoding:
-    """`Exact`, `WeightCode` or `WeightDelta` as it is, or what a name such as ``"delta4"`` or a mapping stands for.
+    """An `Exact`, `WeightCode` or `WeightDelta`, from a name such as ``"delta4"`` or a mapping.
 
     Raises:
         ValueError: None of them, or an unknown name or option.

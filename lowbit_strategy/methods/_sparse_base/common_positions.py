@@ -1,4 +1,4 @@
-"""What methods share in which all ranks send the same positions: neither positions nor counts travel with values."""
+"""Sparse methods in which all ranks send the same positions, so that only values travel."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
 class CommonPositionsReducer(DensityReducer):
     """Error feedback around a sum at positions that all ranks know.
 
-    A rank whose gradient is idle sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
+    A rank with an idle gradient sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
     """
 
-    position_messages: ClassVar[int] = 0  # that are needed to agree on positions, one after the other
+    position_messages: ClassVar[int] = 0  # in series, to agree on positions
 
     def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
         return accumulate_(views, state)
@@ -46,11 +46,11 @@ class CommonPositionsReducer(DensityReducer):
         yield  # a generator that has nothing to wait for
 
     def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
-        """What a live gradient's rank has to send at the positions, float32."""
+        """What this rank sends at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
     def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
-        """Leave in the residual what was not sent."""
+        """Take what was sent out of the residual."""
         take_out_(tensors["residual"], chosen, sent)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
@@ -72,7 +72,7 @@ class CommonPositionsReducer(DensityReducer):
         comm: Comm,
         step: StepContext,
     ) -> Iterator[Pending]:
-        """Send the values at the positions, take them out of the residuals, write the means."""
+        """Send the values there, take them out of the residuals, write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
         names, cuts = [view.spec.name for view in views], [view.cut for view in views]
         exchange = ValueSum(names, chosen, cuts, self.codec, comm, scatter=views[0].scatter, seed=step.seed)

@@ -1,4 +1,4 @@
-"""How a flattened model is cut into partitions of whole blocks, and how they move with their loads."""
+"""The parameters of a step as one flat model, cut into partitions of whole blocks that follow their loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_
 
 MAX_BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-_LOPSIDED = 0.1  # loads further than this above the mean, chance aside: partitions are cut anew
+_LOPSIDED = 0.1  # loads further than this above the mean, noise aside: partitions are cut again
 
 
 class Grid(NamedTuple):
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
     num_blocks: int
 
     def bounds(self, sizes: Sequence[int]) -> list[int]:
-        """First element of each partition, and the end, for partitions of so many blocks."""
+        """First element of each partition, and the end; `sizes` are in blocks."""
         *starts, _ = accumulate(sizes, initial=0)
         return [*(block * self.block_numel for block in starts), self.numel]
 
@@ -45,7 +45,7 @@ def make_grid(numel: int) -> Grid:
 
 
 def equal_sizes(num_blocks: int, world_size: int) -> list[int]:
-    """Blocks of each partition at the start; no more partitions than blocks."""
+    """Blocks per partition at the start; at most one partition per block."""
     count = min(num_blocks, world_size)
     return [num_blocks * (p + 1) // count - num_blocks * p // count for p in range(count)]
 
@@ -65,7 +65,7 @@ def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list
 
 
 def cut_anew(block_loads: Sequence[float], num_partitions: int) -> list[int]:
-    """Blocks of each partition such that each has about as many chosen elements; at least one block each."""
+    """Blocks per partition, at least one, so that all have about the same number of chosen elements."""
     num_blocks, total = len(block_loads), sum(block_loads)
     sizes, at, seen = [], 0, 0.0
     for p in range(1, num_partitions):
@@ -83,8 +83,8 @@ def is_lopsided(loads: Sequence[float]) -> bool:
     return max(loads) > (1 + _LOPSIDED) * mean + 2 * math.sqrt(mean)
 
 
-_SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
-_MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network
+_SAMPLE_KEPT = 256  # elements of all samples above the threshold: the count is then off by 6 %
+_MOST = 4  # times the wanted count are sent at most: a spike must not fill the network
 
 
 class Selection(NamedTuple):
@@ -102,7 +102,7 @@ class Selection(NamedTuple):
 
 
 class FlatModel:
-    """The views of one step as one flat model, whose sums are formed by whoever first has to read them.
+    """The views of one step as one flat model, whose sums are formed when they are first read.
 
     Attributes:
         found: Conditions of the gradients; an overflow may show only when a sum is formed.
@@ -126,13 +126,13 @@ class FlatModel:
         return bounds[partition], bounds[partition + 1]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """What lies in [start, stop): of which view, where it begins, counted from `start`, and its elements."""
+        """What lies in [start, stop): index of the view, offset from `start`, and the view's elements."""
         for i, (view, first) in enumerate(zip(self.views, self.starts, strict=True)):
             if piece := range(max(start - first, 0), min(stop - first, view.spec.numel)):
                 yield i, max(start, first) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
-        """A threshold from samples of what each rank is about to choose from: their tails are put together."""
+        """A threshold from samples of what each rank is about to choose from: their tails are gathered."""
         form_(self.views, self.state, self.found, self._totals)
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
@@ -155,10 +155,10 @@ class FlatModel:
         yield self.comm.all_gather(tails, message)
         kept = num_kept(density, int(tails[:, 0].sum()))
         threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
-        return max(threshold, TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
+        return max(threshold, TINY)  # zeros are never chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
-        """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted.
+        """Choose in the own partition; tell all ranks. Together they choose at most four times `wanted`.
 
         Raises:
             RuntimeError: A rank has sent a table or a position that does not fit its partition.
@@ -194,9 +194,7 @@ class FlatModel:
         return Selection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
-        """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
-        them if they are more than `most`.
-        """
+        """Positions, from `start`, of live elements in [start, stop) from the threshold on; at most `most`."""
         reached: list[tuple[Tensor, Tensor]] = []
         for i, at, piece in self._pieces(start, stop):
             if self.found[i] is not Condition.LIVE:

@@ -1,7 +1,7 @@
-"""Sparse methods with residuals of one or two bytes per parameter instead of four.
+"""What configurations of sparse methods share, among them residuals of one or two bytes per parameter.
 
-A residual grows until its element is sent, so what a step adds is far smaller than what is there: rounding to the
-nearest value would lose it. Rounding at random keeps it on average.
+A residual grows until its element is sent, so a step's increment is far smaller than the residual: rounding to the
+nearest value would lose it. Stochastic rounding keeps it on average.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactResidualReducer(WrappedReducer):
-    """Any sparse method: its residual is float32 while a bucket is under way, and rounded at random afterwards.
+    """Any sparse method: its residual is float32 during the reduction, and rounded stochastically afterwards.
 
     Args:
         inner: The method.
@@ -90,7 +90,7 @@ class CompactResidualReducer(WrappedReducer):
         yield from self.inner.reduce(views, opened, comm, step)
         for name, old in before.items():
             residual = opened[name]["residual"]
-            if not torch.equal(residual, old):  # else exactly as it was, not rounded once more
+            if not torch.equal(residual, old):  # an unchanged residual is not rounded again
                 self._store_(state[name], residual, stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM))
 
     def _store_(self, tensors: StateTensors, values: Tensor, key: int) -> None:
@@ -107,12 +107,12 @@ class CompactResidualReducer(WrappedReducer):
 
 
 def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
-    """Down or up at random so that the mean is x: 16 random bits are added below those that stay.
+    """Stochastic rounding: 16 random bits are added below those that stay.
 
     Args:
-        x: float32 [N], finite; what would become infinite saturates.
+        x: float32 [N], finite; saturates.
         first: Index of its first element in the stream of random numbers.
-        key: Which stream of random numbers it is.
+        key: Of the stream of random numbers.
     """
     noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
     bits = x.contiguous().view(torch.int32) + noise
@@ -127,13 +127,13 @@ class SparseCompressor(Compressor):
     Args:
         density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
         values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            What a coarser one leaves out stays in the residual. A position costs 2 bytes besides.
+            Rounding errors stay in the residual. A position costs 2 more bytes.
         residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16``: 2; ``int8``: 1, with a scale per 128
-            elements. The smaller ones round at random: what they add on average is nothing, but noise.
+            elements. The smaller ones are rounded stochastically: noise, but no bias.
     """
 
     is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
+    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
 
     density: float = 0.01
     values: Values | Codec = "float32"

@@ -80,7 +80,7 @@ class Condition(Enum):
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
-    """Of each tensor, float [N]."""
+    """The condition of each tensor, float [N]."""
     return [
         (Condition.LIVE if peak else Condition.IDLE) if math.isfinite(peak) else Condition.NONFINITE
         for peak in sparse.peaks(tensors)
@@ -88,7 +88,7 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
 
 
 def nonzero(chosen: Chosen) -> Chosen:
-    """The entries without zeros, which need not be sent."""
+    """Without zeros, which need not be sent."""
     if chosen.values.all():
         return chosen
     keep = chosen.values.nonzero().view(-1)
@@ -96,19 +96,19 @@ def nonzero(chosen: Chosen) -> Chosen:
 
 
 def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
-    """The first `count` positions where nothing is chosen: NaN to inform all ranks, zeros to keep a message's size."""
+    """The first `count` positions, where nothing is chosen: NaN to tell all ranks, or zeros to fill a message."""
     value = math.nan if condition is Condition.NONFINITE else 0.0
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
 
 def in_order(views: Sequence[View], state: ReducerState) -> list[View]:
-    """The views in the order of the model, whatever the order of buckets."""
+    """The views in the order of the model."""
     order = {name: i for i, name in enumerate(state)}
     return sorted(views, key=lambda view: order[view.spec.name])
 
 
 def layout_of(views: Sequence[View], comm: Comm, *, scatter: bool) -> SparseLayout:
-    """Where the views' parameters stand in sparse messages."""
+    """Where the views' parameters are in sparse messages."""
     names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
     return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=scatter)
 
@@ -136,9 +136,9 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
 
 
 def pending_sums(views: Sequence[View], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
-    """The condition of each gradient and ``h = g + e``, on the CPU yet to be formed, in its residual.
+    """The condition of each gradient, and ``h = g + e``: on a CPU still to be formed, elsewhere in the residual.
 
-    Elsewhere, where every look at a result is a pause, the sums are formed at once.
+    A GPU would have to synchronize to see an overflow while choosing.
     """
     found = conditions([view.x for view in views])
     pending = views[0].x.device.type == "cpu"
@@ -157,7 +157,7 @@ def add_at_once_(
     add_: Callable[[StateTensors, Tensor], object],
     take_back_: Callable[[StateTensors, Tensor], object],
 ) -> None:
-    """Add live gradients to the state; where a residual overflows take that back, and mark it as not finite."""
+    """Add live gradients to the state; undo overflows, and mark them as not finite."""
     live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
     for i in live:
         add_(state[views[i].spec.name], views[i].flat())
@@ -169,7 +169,7 @@ def add_at_once_(
 
 
 def form_(views: Sequence[View], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:
-    """Form sums that are pending; where one overflows take it back, and mark it as not finite."""
+    """Form pending sums; undo overflows, and mark them as not finite."""
     for i, (view, total) in enumerate(zip(views, totals, strict=True)):
         try:
             total.formed()
@@ -179,9 +179,9 @@ def form_(views: Sequence[View], state: ReducerState, found: list[Condition], to
 
 
 def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
-    """``h = g + e`` in the residuals of live gradients; the others' stay. The condition of each gradient.
+    """``h = g + e`` in the residuals of live gradients. Returns the condition of each gradient.
 
-    A sum of finite numbers that overflows counts as not finite: what overflowed is dropped from the residual.
+    A sum that overflows counts as not finite, and is dropped from the residual.
     """
     found, totals = pending_sums(views, state)
     form_(views, state, found, totals)
@@ -189,12 +189,12 @@ def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
 
 
 def undo_(residual: Tensor, gradient: Tensor) -> None:
-    """Take an overflow back, to rounding; what is not finite is dropped."""
+    """Undo an overflow, up to rounding; what is not finite is dropped."""
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
-    """Fill in what monitors asked for. Call before the sent values are taken out of the residual."""
+    """Fill in what monitors asked for, before the sent values are taken out of the residual."""
     if view.compensated is not None:
         view.compensated.zero_() if residual is None else view.compensated.copy_(residual)
         if residual is None or condition is not Condition.LIVE:  # not accumulated
@@ -204,7 +204,7 @@ def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: 
 
 
 class ResidualReducer(Reducer):
-    """What each rank has not sent stays with it, float32. State: ``residual`` flat."""
+    """Keeps what a rank has not sent. State: ``residual``, float32, flat."""
 
     @property
     def residual_gain(self) -> float | None:
@@ -227,17 +227,17 @@ class DensityReducer(ResidualReducer):
         return f"{self.title} {self.density:g}"
 
     def num_kept(self, spec: TensorSpec) -> int:
-        """Entries that are meant to be sent for a parameter."""
+        """Entries to send for a parameter."""
         return num_kept(self.density, spec.numel)
 
 
 class SparseReducer(DensityReducer):
     """Methods in which each rank chooses its own positions, parameter by parameter."""
 
-    same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
+    same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
 
     def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
-        """Conditions, and the sums to choose from: an overflow may show only when they are formed."""
+        """Conditions, and the sums to choose from; an overflow may show only when these are formed."""
         return pending_sums(views, state)
 
     @abstractmethod
@@ -249,7 +249,7 @@ class SparseReducer(DensityReducer):
         """
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
-        """Whatever else must follow once entries have been sent."""
+        """Called once entries have been sent."""
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
@@ -284,7 +284,7 @@ class SparseReducer(DensityReducer):
     def _choose(
         self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
     ) -> tuple[Condition, Chosen]:
-        """Entries to send, and the condition, which an overflow changes."""
+        """Entries to send, and the condition, which an overflow may change."""
         if condition is Condition.LIVE:
             try:
                 return condition, self.choose(view, total, tensors, step)

@@ -20,18 +20,18 @@ from lowbit_strategy.options.configuration import configuration
 class DiLoCo(OuterRule):
     """An outer optimizer, SGD with Nesterov momentum by default, takes the mean pseudo-gradient as its gradient.
 
-    Its streaming form has several `fragments`, a `delay` in which ranks train on while bytes travel, and a `mix` of
-    each rank's own weights with the anchor.
+    Its streaming form has several `fragments`, a `delay` in which ranks train while bytes travel, and a `mix` of each
+    rank's own weights with the anchor.
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        lr: The outer optimizer steps with it. 1 with no momentum takes the mean of the weights.
-        momentum: The outer optimizer has it, in [0, 1). More: faster, less steady.
-        nesterov: Nesterov's momentum instead of the classic one.
-        optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or what makes an optimizer of
-            the anchors when it is called with them and ``lr``. `momentum` and `nesterov` are then its own business.
-        decay: How `lr` falls to zero over `num_steps` optimizer steps: ``"linear"``, ``"cosine"``, or ``"none"``. The
-            inner optimizer's schedule falls as well, and each rank's movements with it: this comes on top.
+        lr: Of the outer optimizer. 1 without momentum is the mean of the weights.
+        momentum: Of the outer optimizer, in [0, 1). More: faster, less stable.
+        nesterov: Nesterov's momentum.
+        optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or a callable that makes an
+            optimizer from the anchors and ``lr``. `momentum` and `nesterov` are not used then.
+        decay: How `lr` falls to zero over `num_steps` optimizer steps: ``"linear"``, ``"cosine"``, or ``"none"``. In
+            addition to the inner optimizer's schedule, which makes pseudo-gradients smaller already.
         fragments, delay, mix, average_state: See `OuterRule`.
         synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
@@ -95,23 +95,20 @@ class DiLoCo(OuterRule):
 
 @configuration
 class EagerDiLoCo(DiLoCo):
-    """`DiLoCo` whose bytes have a whole turn to travel, W ranks, ``d(t)`` the own pseudo-gradient of round t.
+    """`DiLoCo` whose bytes travel during the next round; W ranks, ``d(t)`` the own pseudo-gradient of round t.
 
     1. after round t the mean of round t - 1 has arrived: ``D = d(t) / W + mean(t - 1) - d(t - 1) / W``
-    2. each rank's outer optimizer steps with D from where its round has begun; ``d(t)`` is sent
+    2. each rank's outer optimizer steps with D from where its round began; ``d(t)`` is sent
     3. the next round is trained while it travels
 
-    Only the others' share is a round old, so that less is lost than with everything a round late. The anchor that all
-    ranks share, to validate and to save, is moved by the means that have arrived.
+    Only the other ranks' share is a round old, which loses less than a delay of everything. The shared anchor, for
+    validation and checkpoints, follows the means that have arrived.
 
     Args:
         fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         every, lr, momentum, nesterov, decay: See `DiLoCo`.
         delay, mix: Left at 0.
-        optimizer_class: Left at SGD: the anchor and a rank's own share add up because it is linear.
-
-    Raises:
-        ValueError: A field is out of range.
+        optimizer_class: Left at SGD: the anchor and a rank's own share only add up if it is linear.
 
     References:
         Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
@@ -147,9 +144,6 @@ class StreamingDiLoCo(DiLoCo):
         fragments, delay, mix, average_state: See `OuterRule`.
         synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         every, lr, momentum, nesterov, optimizer_class, decay: See `DiLoCo`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv 2501.18512 (4 bits in the

@@ -1,4 +1,4 @@
-"""Rounds whose length changes while training goes on."""
+"""Rounds whose length changes during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Interval(ABC):
     @property
     @abstractmethod
     def shortest(self) -> int:
-        """Optimizer steps of the shortest round that may come."""
+        """Optimizer steps of the shortest possible round."""
 
     @abstractmethod
     def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
@@ -24,9 +24,9 @@ class Interval(ABC):
 
         Args:
             step: Optimizer steps completed.
-            learning_rate: Of the inner optimizer; None if it is not known.
-            rising: Whether the last step's was higher than that of the step before: a warm-up.
-            progress: The mean loss of the last round that is known over that of the first one; None: not known.
+            learning_rate: Of the inner optimizer; None: unknown.
+            rising: Whether it rose in the last step: a warm-up.
+            progress: The mean loss of the last known round over that of the first one; None: unknown.
         """
 
 
@@ -34,17 +34,13 @@ class Interval(ABC):
 class Quadratic(Interval):
     """The quadratic rule: ``every = max(minimum, floor((alpha / learning rate)^2))``, at most `maximum`.
 
-    While the learning rate is high ranks synchronise often; as it falls rounds grow. While it rises, in a warm-up,
-    rounds are as long as they will be right after it.
+    Rounds grow as the learning rate falls. During a warm-up they are as long as right after it.
 
     Args:
         alpha: The learning rate at which rounds would have one step. Larger: longer rounds.
-        peak: The learning rate that the warm-up leads to. None: not known, and rounds have `minimum` until it is over.
+        peak: The learning rate at the end of the warm-up. None: unknown, rounds have `minimum` steps until then.
         minimum: Optimizer steps of the shortest round.
-        maximum: No interval is longer.
-
-    Raises:
-        ValueError: A field is out of range.
+        maximum: Optimizer steps of the longest round.
 
     References:
         Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", 2023, arXiv 2310.14423.
@@ -69,7 +65,7 @@ class Quadratic(Interval):
         return self.minimum
 
     def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
-        if rising or not learning_rate:  # or not known, or 0 at the start of a warm-up
+        if rising or not learning_rate:  # or unknown, or 0 at the start of a warm-up
             learning_rate = self.peak
         if learning_rate is None:
             return self.minimum
@@ -80,19 +76,16 @@ class Quadratic(Interval):
 class AdaComm(Interval):
     """AdaComm: ``every = ceil(start * sqrt(loss / first loss))``: rounds become shorter as the loss falls.
 
-    Far from the end long rounds cost little; near it ranks have to agree. The loss is the mean over all ranks of the
-    batches of one round, one round old. A loss that is not above 0 leaves rounds as they were at first.
+    Early in training long rounds cost little; near the end ranks must agree. The loss is the mean over all ranks of the
+    batches of the last round but one. If it is not positive, rounds keep their first length.
 
     Args:
         start: Optimizer steps of the first rounds.
         minimum: Optimizer steps of the shortest round.
 
-    Raises:
-        ValueError: A field is out of range.
-
     References:
         Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
-        SGD", 2018, arXiv 1810.08313, equation 17, per round and not per minute.
+        SGD", 2018, arXiv 1810.08313, equation 17, per round instead of per minute.
     """
 
     start: int = 60
@@ -115,11 +108,11 @@ class AdaComm(Interval):
 
 @configuration
 class Seconds(Interval):
-    """Rounds of so many seconds: machines of different speed take as many steps as they can. Needs ``elastic``.
+    """Rounds by time: machines of different speeds take as many steps as they can. Needs ``elastic``.
 
     Args:
-        seconds: From one turn to the next, on each replica's own clock.
-        expected: Optimizer steps of a round, for plans and reports before the first one has been taken.
+        seconds: Length of a round, on each replica's clock.
+        expected: Optimizer steps of a round, for plans and reports before the first round.
 
     Raises:
         ValueError: A field is not positive.
@@ -149,7 +142,7 @@ class Stepwise(Interval):
     """Round lengths by the number of optimizer steps completed.
 
     Args:
-        lengths: Pairs of a first step and a length, in order, the first one from step 0: ``((0, 5), (1000, 30))``.
+        lengths: Pairs of a first step and a length, in order, starting from step 0: ``((0, 5), (1000, 30))``.
 
     Raises:
         ValueError: They are not in order, do not begin at 0, or a length is not positive.

@@ -1,4 +1,4 @@
-"""Local SGD: ranks train by themselves, then take the mean of their weights."""
+"""Local SGD and its relatives: ranks train separately, then average their weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LocalSGD(OuterRule):
     """
 
     name: ClassVar[str] = "localsgd"
-    lr = 1.0  # of the outer SGD; both are options of rules that derive from this one
+    lr = 1.0  # of the outer SGD; both become options in subclasses
     momentum = 0.0
 
     @property
@@ -44,7 +44,7 @@ class LocalSGD(OuterRule):
 
 @configuration
 class OverlapLocalSGD(LocalSGD):
-    """At the end of a round each rank is pulled towards the anchor of the round before, then sends its weights.
+    """At the end of a round each rank is pulled towards the previous anchor, then sends its weights.
 
     1. ``weights = mix * weights + (1 - mix) * anchor``
     2. while the next round is trained, the ranks' weights travel
@@ -52,13 +52,10 @@ class OverlapLocalSGD(LocalSGD):
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        momentum: The anchor moves on with it, in [0, 1).
+        momentum: Of the anchor, in [0, 1).
         fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-        delay: Left at 0: it is the whole time until the next fragment is sent.
-        mix: Share of a rank's own weights that is kept in step 1.
-
-    Raises:
-        ValueError: A field is out of range.
+        delay: Left at 0: bytes travel until the next fragment is sent.
+        mix: Share of a rank's own weights in step 1.
 
     References:
         Wang et al., "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD",
@@ -81,18 +78,15 @@ class OverlapLocalSGD(LocalSGD):
 
 @configuration
 class PostLocalSGD(LocalSGD):
-    """Gradients are synchronised in each of the first steps, through the same compressor; local SGD goes on from there.
+    """Synchronous training for the first steps, through the same compressor; then local SGD.
 
-    Every rule has a synchronous part if it is asked for; this one has it by default.
+    All rules have this option; here it is the default.
 
     Args:
         synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
             synchronous training, more bytes.
         synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-        every, fragments, delay, mix, average_state: See `OuterRule`; of the local part.
-
-    Raises:
-        ValueError: A field is out of range.
+        every, fragments, delay, mix, average_state: See `OuterRule`.
 
     References:
         Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
@@ -108,26 +102,22 @@ class PostLocalSGD(LocalSGD):
             raise ValueError("synchronous must be a positive integer, or a share of the run: without it use LocalSGD")
 
 
-# The largest of Gaussian elements lie close together: two magnitudes, in units of their mean, are within 6 % of them.
+# The largest elements of a Gaussian are close together: two magnitudes, in units of their mean, fit them within 6 %.
 _VALUES = BlockFormat(bits=2, block_size=64, scale_rule="mean_abs", codebook=(-1.21875, -0.9453125, 0.9453125, 1.21875))
 
 
 @configuration
 class SparseLoCo(LocalSGD):
-    """The largest 64th of every 4,096 elements, 2 bits each; what is not sent stays, times 0.95 per round, for later.
+    """The largest 64th of every 4,096 elements, 2 bits each; the residual decays by 0.95 per round.
 
-    Every rank's message goes to all ranks, as published: their mean is exact.
-
-    There is no outer momentum: it would be spent on the few elements that have come. The residual takes its place.
+    Every rank's message goes to all ranks, as published: their mean is exact. The residual replaces outer momentum,
+    which would only move the few elements that were sent.
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        lr: The outer SGD steps with it.
+        lr: Of the outer SGD.
         fragments, delay, mix, average_state: See `OuterRule`.
         synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.

@@ -1,4 +1,4 @@
-"""What an outer rule is: how long ranks train by themselves, and which optimizer moves the anchor."""
+"""Outer rules: how long ranks train separately, and which optimizer moves the anchor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit_strategy.options.configuration import configuration
 
 AverageState = bool | Mapping[str, int] | tuple[tuple[str, int], ...]
 
-# What the optimizers of torch keep in the shape of a parameter, every round.
+# State of torch's optimizers in the shape of a parameter, averaged in every round.
 ALL_STATE = tuple(
     (key, 1)
     for key in (
@@ -42,40 +42,36 @@ _PROBE_NUMEL = 1024
 
 @configuration
 class OuterRule(ABC):
-    """Local steps between synchronisations.
+    """Local steps between synchronizations.
 
-    The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Until a
-    fragment's turn its weights are trained by each rank alone. In its turn, on every rank:
+    The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Between its turns
+    a fragment is trained by each rank separately. In its turn, on every rank:
 
     1. ``d = anchor - weights``, the pseudo-gradient, in float32
-    2. the mean of ``d`` over the ranks, reduced as a gradient is: same compressor, residual and exchange
-    3. the outer optimizer steps the anchor with it; all ranks compute the same
+    2. the mean of ``d`` over the ranks, reduced like a gradient: same compressor, residual and exchange
+    3. the outer optimizer steps the anchor with it, the same on all ranks
     4. ``weights = mix * weights + (1 - mix) * anchor``
 
-    Steps 3 and 4 come `delay` optimizer steps after step 2 has begun; ranks train on while the bytes travel.
+    Steps 3 and 4 come `delay` optimizer steps after step 2 began; ranks train while the bytes travel.
 
     Args:
-        every: Optimizer steps of a round, or how they are found (`Quadratic`, `AdaComm`, `Stepwise`); with ``elastic``
+        every: Optimizer steps of a round, or a rule for them (`Quadratic`, `AdaComm`, `Stepwise`); with ``elastic``
             also seconds, as in ``"30s"``. Larger: fewer bytes, ranks drift further apart.
         fragments: Parts of the model that take turns. More: shorter messages, spread evenly over the round.
-        delay: Optimizer steps between sending a fragment and applying what has come back, at most a turn's length.
-            Larger: slower links are hidden, the anchor is older.
-        mix: Share of a rank's own weights that is kept when the anchor comes, in [0, 1).
-        average_state: What the inner optimizers keep of each parameter, averaged with its weights: rounds between two
-            averages by the optimizer's own key, as in ``{"exp_avg": 3, "exp_avg_sq": 3}`` for Adam; True: whatever
-            torch's optimizers keep, every round. It travels at 8 bits without a residual. Ranks that begin a round with
-            equal moments drift less far apart; each key costs up to as many bytes as the weights.
-        synchronous: So many optimizer steps at the start gradients are synchronised, through the same compressor;
-            below 1 a share of `num_steps`. At the start of training weights move fastest, and ranks that train alone
-            drift furthest apart. What the compressor still holds of gradients is dropped at the change: it is in other
-            units than pseudo-gradients.
-        synchronous_end: So many at the end of `num_steps`, or a share of them, likewise: ranks meet at the mean of
-            their weights, and take over the first one's optimizer. Every rank must have as many steps.
+        delay: Optimizer steps between sending a fragment and applying the result, at most a turn's length. Larger:
+            hides slower links, with an older anchor.
+        mix: Share of a rank's own weights that is kept when the anchor arrives, in [0, 1).
+        average_state: State of the inner optimizers to average with the weights: rounds between two averages by the
+            optimizer's key, as in ``{"exp_avg": 3, "exp_avg_sq": 3}`` for Adam; True: all state of torch's optimizers,
+            every round. It travels at 8 bits without a residual. Ranks that start a round with equal moments drift less
+            far apart; each key costs up to as many bytes as the weights.
+        synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor;
+            below 1 a share of `num_steps`. Early in training weights move fastest, and separate ranks drift furthest
+            apart. The compressor's residual is dropped afterwards: its units are those of gradients.
+        synchronous_end: The same at the end of `num_steps`: ranks meet at the mean of their weights, and take over the
+            first one's optimizer. All ranks must have the same number of steps.
         synchronous_compressor: Of gradients in the synchronous parts; None: that of pseudo-gradients.
-        num_steps: Optimizer steps of the whole run, where something above refers to it.
-
-    Raises:
-        ValueError: A field is out of range.
+        num_steps: Optimizer steps of the whole run, if an option above refers to it.
 
     References:
         `average_state`: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
@@ -84,8 +80,8 @@ class OuterRule(ABC):
     """
 
     name: ClassVar[str]
-    eager: ClassVar[bool] = False  # a rank goes ahead with its own share of what it has sent
-    travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent, whatever `delay` is
+    eager: ClassVar[bool] = False  # a rank applies its own share of what it has sent at once
+    travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent; `delay` is not used
 
     every: int | Interval = 30
     fragments: int = 1
@@ -151,7 +147,7 @@ class OuterRule(ABC):
 
     @property
     def shortest_turn(self) -> int:
-        """Optimizer steps between two fragments, at least."""
+        """Minimum number of optimizer steps between two fragments."""
         return self._shortest // self.fragments
 
     @property
@@ -186,7 +182,7 @@ class OuterRule(ABC):
 
     @property
     def moment_nbytes(self) -> float:
-        """Bytes that the outer optimizer keeps for each element once it has stepped, as a small anchor shows."""
+        """Bytes of the outer optimizer's state per element, tried on a small anchor."""
         anchor = torch.zeros(_PROBE_NUMEL)
         optimizer = self.optimizer([anchor])
         anchor.grad = torch.zeros_like(anchor)
@@ -196,7 +192,7 @@ class OuterRule(ABC):
 
     @property
     def synchronous_steps(self) -> int:
-        """So many optimizer steps at the start gradients are synchronised, and nothing of this rule happens."""
+        """Optimizer steps at the start in which gradients are synchronized instead."""
         return self._steps_of(self.synchronous)
 
     @property
@@ -210,19 +206,19 @@ class OuterRule(ABC):
 
     @property
     def always_local(self) -> bool:
-        """Whether no gradient is ever synchronised."""
+        """Whether gradients are never synchronized."""
         return self.synchronous_steps == 0 and self._end_steps == 0
 
     def has_ended(self, step: int) -> bool:
-        """Whether, after `step` optimizer steps, only the synchronous part at the end is left."""
+        """Whether the synchronous part at the end has begun after `step` optimizer steps."""
         return self.num_steps is not None and self._end_steps > 0 and step >= self.num_steps - self._end_steps
 
     def is_local(self, step: int) -> bool:
-        """Whether the step after `step` optimizer steps is a local one."""
+        """Whether the next step after `step` optimizer steps is local."""
         return step >= self.synchronous_steps and not self.has_ended(step)
 
     def delay_of(self, turn_length: int) -> int:
-        """Optimizer steps between sending a fragment and applying what has come back.
+        """Optimizer steps between sending a fragment and applying the result.
 
         Args:
             turn_length: Optimizer steps until the next fragment is sent.
@@ -230,14 +226,14 @@ class OuterRule(ABC):
         return turn_length if self.travels_a_turn else self.delay
 
     def compressor(self) -> Compressor | None:
-        """What the publication compresses pseudo-gradients with; None: any compressor serves."""
+        """The publication's compressor of pseudo-gradients; None: any."""
         return None
 
     def rate_factor(self, steps: float) -> float:
-        """What the outer optimizer's learning rate is multiplied by, the same on all ranks.
+        """Factor of the outer optimizer's learning rate, the same on all ranks.
 
         Args:
-            steps: Optimizer steps that a rank had completed in the mean when it sent what is applied.
+            steps: Optimizer steps that ranks had completed on average when they sent what is applied.
         """
         return 1.0
 
@@ -252,16 +248,15 @@ class OuterRule(ABC):
 
 @configuration
 class StateCode(Compressor):
-    """Rounded to the nearest code of its block, as weights are under FSDP2.
+    """How `average_state` travels: blockwise codes, rounded to nearest, without a residual.
 
-    State is replaced by its mean, it does not add up: what an earlier round has left out is no part of it any more. Of
-    second moments, which lie decades apart within a block, 4 bits leave so little that rounds of 10 steps were better
-    without any averaging.
+    State is replaced by its mean, so errors do not accumulate. Second moments differ by decades within a block: at 4
+    bits, rounds of 10 steps were better without averaging.
 
     Args:
-        bits: Of a code.
+        bits: Per code.
         block_size: Elements that share a scale.
-        high_precision_bits: Of embeddings and output heads.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
     """
 

@@ -1,4 +1,4 @@
-"""ACP-SGD: the two factors of a low-rank gradient in turns, one all-reduce per step."""
+"""ACP-SGD: the two factors of a low-rank gradient alternate, one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ class ACPSGDReducer(LowRankReducer):
         return 2
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        """The mean of the two kinds of steps."""
+        """The mean of even and odd steps."""
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec)) // 2
 
 
 @configuration
 class ACPSGD(LowRankCompressor):
-    """As `PowerSGD` with one factor per step: half of its bytes, and half of its messages.
+    """`PowerSGD` with one factor per step: half of its bytes and messages.
 
     For a parameter of n x m (first dim, all others), on every rank:
 
     1. ``M = g + e``
-    2. even steps: orthonormalise Q of the step before, ``P = M Q``; odd steps: orthonormalise P, ``Q = M^T P``
+    2. even steps: orthonormalize Q of the last step, ``P = M Q``; odd steps: orthonormalize P, ``Q = M^T P``
     3. ``e' = M - P Q^T`` with this rank's own factor
     4. the mean of the factor over ranks; the result is ``P Q^T``, the same on all ranks
 

@@ -25,12 +25,12 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, v
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
-_MOST = 4  # times the expected count, whatever the gradient
+_MOST = 4  # times the expected count, at most
 
 
 def expected_per_bin(bin_size: int) -> int:
-    """Elements of a bin that are sent in a step: about log2 of its size, found by trial with normal, Laplacian and
-    heavier gradients. The first steps and gradients that repeat send several times as many.
+    """Elements of a bin that are sent per step: about log2 of its size, measured with normal, Laplacian and heavier
+    gradients. The first steps, and constant gradients, send several times more.
     """
     return max(1, round(math.log2(bin_size)))
 
@@ -42,7 +42,7 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int) -> Ten
         g: Gradient plus residual, float32 [N].
         gradient: float [N].
         bin_size: Elements of a bin.
-        most: Positions per bin; where more reach the largest, those that reach furthest, of equal ones the first.
+        most: Positions per bin; of more, those with the largest ``|g + gradient|``, of equal ones the first.
     """
     padding = -g.numel() % bin_size
     largest = torch.nn.functional.pad(g.abs(), (0, padding)).view(-1, bin_size).amax(1, keepdim=True)
@@ -59,7 +59,7 @@ class AdaCompReducer(SparseReducer):
     """Fields as in `AdaComp`."""
 
     bin_size: int
-    density: float = 1.0  # not used: the number follows from the gradient
+    density: float = 1.0  # not used
 
     @property
     def label(self) -> str:
@@ -88,13 +88,10 @@ class AdaComp(Compressor):
     4. the mean over ranks of what was sent, 0 where no rank sent
 
     Args:
-        bin_size: Elements of a bin in matrices. Larger: fewer are sent.
-        conv_bin_size: The same in tensors of three and more dims.
+        bin_size: Elements per bin in matrices. Larger: fewer are sent.
+        conv_bin_size: The same for tensors of three or more dims.
         values: How values travel: ``signs``, or as in `TopK`.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", 2018,

@@ -1,4 +1,4 @@
-"""ATOMO: some of a gradient's singular vectors, drawn so that the mean is right."""
+"""ATOMO: some of a gradient's singular vectors, sampled without bias."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class ATOMOReducer(LowRankReducer):
 
 
 def _drawn(g_NM: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """``u sigma / p`` [N, rank] and ``v`` [M, rank] of the atoms that were drawn; zeros for those that are lacking.
+    """``u sigma / p`` [N, rank] and ``v`` [M, rank] of the sampled atoms, padded with zeros.
 
-    One draw decides for all atoms: the chances are laid end to end, and every whole number plus the draw takes the atom
-    that it falls into. So each has its chance, and their number is always `rank`.
+    Systematic sampling: the probabilities are laid end to end, and every integer plus one common draw takes the atom
+    that it falls into. Each has its probability, and their number is always `rank`.
     """
     finite = bool(g_NM.isfinite().all())
     u, sigma, vh = torch.linalg.svd(g_NM if finite else torch.zeros_like(g_NM), full_matrices=False)
@@ -67,31 +67,31 @@ def _drawn(g_NM: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     edges = p.double().cumsum(0)
     hits = (edges - draw).ceil().clamp_(min=0)
     at = hits.diff(prepend=hits.new_zeros(1)).nonzero().view(-1)[:rank]
-    busy_NM = g_NM != 0  # rounding gives rows and columns of zeros a small part in singular vectors
+    busy_NM = g_NM != 0  # rounding errors make rows and columns of zeros nonzero in singular vectors
     scaled = torch.where(busy_NM.any(1, keepdim=True), u[:, at] * (sigma / p)[at], 0.0)
     vectors = torch.where(busy_NM.any(0)[:, None], vh[at].T, 0.0)
     if not finite:
         scaled = scaled.new_full((len(u), rank), torch.nan)
         vectors = vectors.new_ones(vh.shape[1], rank)
-    lacking = (0, rank - scaled.shape[1])
-    return torch.nn.functional.pad(scaled, lacking), torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
+    padding = (0, rank - scaled.shape[1]), (0, rank - vectors.shape[1])
+    return torch.nn.functional.pad(scaled, padding[0]), torch.nn.functional.pad(vectors, padding[1])
 
 
 @configuration
 class ATOMO(LowRankCompressor):
-    """A few of the gradient's singular vectors, drawn without bias: no residual.
+    """A few of the gradient's singular vectors, sampled without bias: no residual.
 
     For a parameter of n x m (first dim, all others), on every rank:
 
     1. the singular value decomposition of g, ``sum of sigma_i u_i v_i^T``
-    2. chances ``p_i = min(1, c sigma_i)`` that add up to `rank`; so many atoms are drawn, at once
-    3. all ranks get ``sigma_i / p_i u_i`` and ``v_i`` of every rank's, and add up
+    2. probabilities ``p_i = min(1, c sigma_i)`` that add up to `rank`; `rank` atoms are sampled
+    3. all ranks get ``sigma_i / p_i u_i`` and ``v_i`` of every rank, and add them up
 
-    Each rank's atoms are its own, so traffic grows with W; a decomposition per matrix and step costs far more than
-    `PowerSGD`'s products. Sampling leaves much noise: large batches or small learning rates.
+    Ranks choose different atoms, so traffic grows with W. A decomposition per matrix and step costs far more than
+    `PowerSGD`'s products. Sampling is noisy: use large batches or small learning rates.
 
     Args:
-        rank: Atoms that a rank sends. Bytes grow with it, noise falls.
+        rank: Atoms per rank and matrix. Larger: more bytes, less noise.
         epsilon: Not used.
         min_compression_rate, exempt, high_precision: See `PowerSGD`.
 
@@ -100,11 +100,11 @@ class ATOMO(LowRankCompressor):
 
     References:
         Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", 2018, arXiv 1806.04090,
-        algorithms 1 and 2, spectral. There atoms are drawn one by one, so that their number differs from step to step.
+        algorithms 1 and 2, spectral. There atoms are sampled independently, and their number varies.
     """
 
     name: ClassVar[str] = "atomo"
-    approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
+    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
 
     def method(self, spec: TensorSpec) -> ATOMOReducer:
         return ATOMOReducer(rank=self.rank)

@@ -1,4 +1,4 @@
-"""DEFT: the layers of a model are dealt out to the ranks, and each selects in its own."""
+"""DEFT: the layers of a model are assigned to ranks, and each rank selects in its own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _POSITION_NBYTES = 4
-_PARTS_PER_RANK = 4  # at least: larger parts could not be dealt out evenly
+_PARTS_PER_RANK = 4  # at least: larger parts cannot be assigned evenly
 
 
 class Piece(NamedTuple):
     """A part of a parameter in which one rank selects.
 
     Args:
-        view: The parameter's place among the views.
+        view: Index of the parameter's view.
         start, stop: Its elements.
-        kept: How many of them are selected.
-        rank: By whom.
+        kept: Number of selected elements.
+        rank: Which selects them.
     """
 
     view: int
@@ -53,10 +53,11 @@ def pieces_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int
 
 
 def deal(sizes: Sequence[int], norms: Sequence[float], density: float, world_size: int, turn: int) -> list[Piece]:
-    """Which rank selects how many elements of which part: the same wherever it is computed.
+    """Which rank selects how many elements of which part; the same on all ranks.
 
     1. the k of the model is split over parts by their norms, at least one each
-    2. by falling cost ``size * log2(k)`` each part goes to the rank that has least so far, ranks counted from `turn`
+    2. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far, ties in
+       order from rank `turn`
     """
     parts = pieces_of(sizes, world_size)
     lengths = [stop - start for _, start, stop in parts]
@@ -71,7 +72,7 @@ def deal(sizes: Sequence[int], norms: Sequence[float], density: float, world_siz
 
 
 def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """By norms; what a part has no room for goes to the others."""
+    """In proportion to norms; what exceeds a part's length goes to the others."""
     kept = [0] * len(lengths)
     open_parts = set(range(len(lengths)))
     while open_parts and wanted > 0:
@@ -122,27 +123,24 @@ class DEFTReducer(CommonPositionsReducer):
 
 @configuration
 class DEFT(SparseCompressor):
-    """Each rank selects in parts of the model that are its own; parts with large gradients may send more.
+    """Each rank selects in its own parts of the model; parts with large gradients send more.
 
     Every step, for all parameters (under FSDP2: of a module) together, on every rank:
 
     1. ``h = g + e``
-    2. parameters that are larger than a quarter of a rank's share of the model are cut into equal parts
-    3. one rank, each in its turn, sends the norms of its parts; the elements to be sent are split over parts by them
-    4. by falling cost, ``size * log2(k)``, each part goes to the rank that has least to do so far
-    5. each rank finds the largest of its parts exactly; all ranks get all positions
+    2. parameters larger than a quarter of a rank's share of the model are cut into equal parts
+    3. rank ``step mod W`` sends the norms of its parts; the number of elements is split over parts by them
+    4. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far
+    5. each rank finds the largest elements of its parts exactly; all ranks get all positions
     6. every rank contributes its own h there; ``e' = h``, 0 there
 
-    As with `ExDyna` no position is chosen twice. There a threshold follows the count; here the count is given, and
-    selection costs a top-k of a W-th of the model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
+    As with `ExDyna` no position is chosen twice, but counts are exact and selection costs a top-k of a W-th of the
+    model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
         values: See `TopK`; the summing rank's rounding error stays in its residual.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient

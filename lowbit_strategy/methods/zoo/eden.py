@@ -1,4 +1,4 @@
-"""EDEN: rotated blocks at one to four bits, each with the scale that keeps its own direction exactly."""
+"""EDEN: rotated blocks at one to four bits, each with the scale that keeps its component along itself exact."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class EdenCodec(BlockwiseCodec):
     2. ``c_i``: the nearest of the 2**bits values fitted to a Gaussian, of ``sqrt(n) y_i / |y|``
     3. the scale ``S = |x|^2 / <y, c>``; the block decodes to ``S`` times c, rotated back
 
-    So what is decoded has the same product with x as x itself, for every x; of a codebook of unit gain that
-    holds on Gaussian blocks only. The sum of what all ranks send is rotated back once.
+    So the decoded block has the same inner product with x as x itself, for every x (a codebook of unit gain has that
+    for Gaussian blocks only). The sum over all ranks is rotated back once.
 
     Args:
-        bits: Of a code, 1 to 4. At one bit c is the sign, and ``S = |x|^2 / |y|_1``.
+        bits: Per code, 1 to 4. At one bit c is the sign, and ``S = |x|^2 / |y|_1``.
         block_size: Elements that are rotated together and share a scale, a power of two.
-        least_error: ``S = <y, c> / |c|^2`` instead: the block shrinks, and the error is never larger than it.
+        least_error: ``S = <y, c> / |c|^2`` instead: the block shrinks, and the error never exceeds it.
     """
 
     bits: int = 1
@@ -109,7 +109,7 @@ _BITS = (1, 2, 3, 4)
 
 @configuration
 class EDEN(Compressor):
-    """Every block is rotated, coded with values fitted to a Gaussian, and scaled so that its own direction is kept.
+    """Every block is rotated, coded with values fitted to a Gaussian, and scaled to keep its component along itself.
 
     For each block x, on every rank, and again at the owner for the mean (DDP):
 
@@ -117,23 +117,20 @@ class EDEN(Compressor):
     2. ``c``: y in units of its root mean square, rounded to the nearest of 2**bits values (Lloyd-Max)
     3. c and ``S = |x|^2 / <y, c>`` are sent; the sum of all ranks' ``S c`` is rotated back once
 
-    At one bit this is DRIVE: signs, and ``S = |x|^2 / |y|_1``. In the publications D is drawn anew for every message,
-    which makes the estimate unbiased without a residual. Here it is fixed, so that ranks' sums are rotated back
-    together, and LoCo's moving average of the error takes care of what that leaves.
+    At one bit this is DRIVE: signs, and ``S = |x|^2 / |y|_1``. In the publications D is random in every message, which
+    makes the estimate unbiased without a residual. Here it is fixed, so that the ranks' sum is rotated back once, and
+    LoCo's moving average of the error corrects the bias.
 
     Args:
-        bits: Of a code, 1 to 4.
+        bits: Per code, 1 to 4.
         block_size: Elements that are rotated together and share S (bfloat16), a power of two from 32. Larger: closer to
             a Gaussian, fewer scales, a longer rotation.
-        return_bits: Of the downlink; None takes `bits`.
-        beta: Weight of the old error in the residual, as LoCo's, on both hops. 0: classic error feedback, with the
-            scale of least error. None: no residual; a constant gradient is then never met exactly.
-        residual: Where `beta` is given: ``float32`` costs 4 bytes per parameter on every rank, ``int8`` one.
-        high_precision_bits: Of embeddings and output heads.
+        return_bits: Per code on the downlink; None: `bits`.
+        beta: Weight of the old error in the residual, as in `LoCo`, on both hops. 0: classic error feedback, with the
+            scale of least error. None: no residual; a constant gradient then keeps a bias.
+        residual: With `beta`: ``float32`` costs 4 bytes per parameter on every rank, ``int8`` one.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", 2021, arXiv 2105.08339, section 4;

@@ -1,4 +1,4 @@
-"""EF21: compressed differences from an estimate that both sides keep."""
+"""EF21: compressed differences from an estimate that sender and receiver share."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class EF21(Wrapper):
-    """Markov compression with the codec of any quantiser, both ways (CD-Adam's rule).
+    """Markov compression with the codec of any quantizer, on both hops (CD-Adam's rule).
 
     1. every rank: ``v_r = momentum * v_r + (1 - momentum) * g_r``; ``c_r = C(v_r - ghat_r)``, ``ghat_r += c_r``; c goes
        to the owners
-    2. owner: ``G += mean of c_r``, which keeps G the mean of all ghat
-    3. DDP only: the owner sends ``C(G - gt)`` back, and all add it to gt, the result
+    2. owner: ``G += mean of c_r``, so G is the mean of all ghat
+    3. DDP only: the owner sends ``C(G - gt)`` back, and all ranks add it to gt, the result
 
-    Once v changes slowly the differences become small, and so does the error, without a residual that lags behind.
-    Without momentum v is the gradient itself, whose noise keeps the differences large where batches are small.
-    Rounding at random is replaced by rounding to the nearest value: C may be biased but must shrink. With C the scaled
-    sign of `EFSignSGD` and AMSGrad as the optimizer this is CD-Adam.
+    When v changes slowly, differences and errors become small, without a residual's lag. Without momentum v is the
+    gradient, and with small batches its noise keeps the differences large. Stochastic rounding is replaced by rounding
+    to nearest: C may be biased but must contract. With the scaled sign of `EFSignSGD` as C, and AMSGrad, this is
+    CD-Adam.
 
-    Memory under DDP: 8 bytes per parameter on every rank (12 with momentum), and 8 more per parameter that it owns.
+    Memory under DDP: 8 bytes per parameter on every rank (12 with momentum), and 8 more per owned parameter.
 
     Args:
-        compressor: Gives the codec C; feedback of its own is left out.
-        momentum: Weight of the old average in v, in [0, 1); 0 keeps no average. Larger: less noise, more delay. Use an
-            optimizer without momentum of its own then.
-        exempt: Parameters that are exempt besides.
+        compressor: Gives the codec C; its own feedback is removed.
+        momentum: Weight of the old average in v, in [0, 1); 0: no average. Larger: less noise, more delay. The
+            optimizer should have no momentum then.
+        exempt: More exempt parameters.
 
     Raises:
-        ValueError: A field is out of range; the compressor is not a quantiser, or its code does not shrink.
+        ValueError: A field is out of range; the compressor is not a quantizer, or its code does not contract.
 
     References:
         Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error

@@ -16,7 +16,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class EFSignSGD(Compressor):
-    """One bit per element, the error fed back in full, both ways.
+    """One bit per element, with full error feedback on both hops.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
@@ -27,18 +27,15 @@ class EFSignSGD(Compressor):
     The fused LoCo kernel with 1-bit codes and beta 0 does it in one pass.
 
     Args:
-        block_size: Elements that share a magnitude, a power of two; the publication has one per layer. Smaller: less
-            error, 16 / block_size bits more.
+        block_size: Elements that share a magnitude, a power of two; a layer in the publication. Smaller: less error,
+            16 / block_size more bits.
         residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Codes of embeddings and output heads have so many.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
-        arXiv 1901.09847, algorithm 1; both ways: Zheng, Huang, Kwok, 2019, arXiv 1905.10936.
+        arXiv 1901.09847, algorithm 1; on both hops: Zheng, Huang, Kwok, 2019, arXiv 1905.10936.
     """
 
     name: ClassVar[str] = "efsignsgd"

@@ -1,4 +1,4 @@
-"""GradiVeQ: slices of the gradient in the basis of their principal components, which the ranks share."""
+"""GradiVeQ: slices of the gradient in a common basis of principal components."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GradiVeQReducer(ResidualReducer):
         return f"{self.kept} of {self.slice_size} principal components"
 
     def keeps_zeros(self, *, scatter: bool) -> bool:
-        return False  # a slice may have the end of one row and the beginning of the next
+        return False  # a slice may span two rows
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = ResidualReducer.init(self, specs, device)
@@ -67,7 +67,7 @@ class GradiVeQReducer(ResidualReducer):
     def _learn_(
         self, slices: list[Tensor], bases: list[Tensor], comm: Comm, leader: int
     ) -> Generator[Pending, None, None]:
-        """The leader's principal components become everyone's basis."""
+        """The leader's principal components become the basis of all ranks."""
         found = bases[0].new_empty(sum(basis.numel() for basis in bases))
         if comm.rank == leader:
             found = flattened([_principal(x.nan_to_num(0.0, 0.0, 0.0), self.kept) for x in slices])
@@ -79,7 +79,7 @@ class GradiVeQReducer(ResidualReducer):
         return 2
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        """The basis as a mean over steps and over who sends it."""
+        """The basis as a mean over steps and senders."""
         coefficients = -(-spec.numel // self.slice_size) * self.kept
         basis = 4 * (world_size - 1) * self.slice_size * self.kept // (world_size * self.period)
         return ordered_nbytes(coefficients, 4, world_size) + (basis if spec.numel else 0)
@@ -93,32 +93,28 @@ def _principal(slices_SK: Tensor, kept: int) -> Tensor:
 
 @configuration
 class GradiVeQ(Compressor):
-    """Slices of the gradient as coefficients of their principal components; the coefficients are simply added.
+    """Slices of the gradient as coefficients of principal components, which are added up over ranks.
 
     For each parameter, cut into slices of `slice_size` elements, on every rank:
 
     1. ``h = g + e``
-    2. in every `period`-th step one rank, each in its turn, computes the principal components of its slices of h and
-       sends them to all
+    2. in every `period`-th step rank ``step mod W`` broadcasts the principal components of its slices of h
     3. each slice's coefficients in the first `slice_size / ratio` of them are added up over ranks, as floats
-    4. the result is what the mean coefficients stand for; ``e' = h`` minus what the own ones do
+    4. the result is decoded from the mean coefficients; ``e'`` is h minus what this rank's coefficients decode to
 
-    It pays where neighbouring elements of a gradient are correlated, as in the filters of convolutions.
+    It pays if neighboring elements of a gradient are correlated, as in the filters of convolutions.
 
     Args:
-        slice_size: Elements of a slice.
-        ratio: How many times fewer coefficients than elements are sent.
+        slice_size: Elements per slice.
+        ratio: Elements per coefficient that is sent.
         period: Steps between two bases.
-        exempt: Parameters that stay dense; see `Compressor`. Those with fewer than `slice_size` slices do as well.
-        high_precision: Not used: there is no method of higher precision.
-
-    Raises:
-        ValueError: A field is out of range.
+        exempt: Parameters that stay dense; see `Compressor`. So do those with fewer than `slice_size` slices.
+        high_precision: Not used.
 
     References:
         Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
-        Training", 2018, arXiv 1811.03617, section 4. There the basis is that of gradients that were sent uncompressed,
-        and what is left out is lost.
+        Training", 2018, arXiv 1811.03617, section 4. There the basis comes from gradients that were sent uncompressed,
+        and errors are lost.
     """
 
     name: ClassVar[str] = "gradiveq"

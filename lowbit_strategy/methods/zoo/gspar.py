@@ -1,4 +1,4 @@
-"""GSpar: elements drawn by their size, without bias and without a residual."""
+"""GSpar: elements sampled by their size, without bias and without a residual."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CLOSE = 1.001
 
 
 def chances(sizes_N: Tensor, count: float) -> Tensor:
-    """float32 [N] in [0, 1]: ``min(1, c * size)`` with the c that makes `count` of them be sent on average.
+    """Probabilities, float32 [N]: ``min(1, c * size)``, with c such that they add up to `count`.
 
-    What is drawn with chance p and sent as ``1 / p`` times itself is right on average, and of all chances with that sum
-    these have the least variance. Sizes of 0 get a chance of 0.
+    Sending ``x / p`` with probability p is unbiased, and these p have the least variance for their sum. Sizes of 0 get
+    a probability of 0.
 
     Args:
         sizes_N: float32, not negative, finite.
-        count: At most as many as there are are sent.
+        count: Expected number; from N on, all nonzero sizes get 1.
 
     References:
         Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", 2018, arXiv
@@ -54,7 +54,7 @@ def chances(sizes_N: Tensor, count: float) -> Tensor:
 
 
 class GSparReducer(SparseReducer):
-    """Fields as in `GSpar`. What a sparse method keeps is there for the length of a step."""
+    """Fields as in `GSpar`. The state of a sparse method exists for one step only."""
 
     title: ClassVar[str] = "unbiased"
     temporary_nbytes: ClassVar[float] = 3.7
@@ -81,25 +81,22 @@ class GSparReducer(SparseReducer):
 
 @configuration
 class GSpar(SparseCompressor):
-    """Unbiased sparsification: what is large is likely to be sent, and what is sent is divided by its chance.
+    """Unbiased sparsification: elements are sampled with probabilities proportional to their size.
 
     Every step, for each parameter of n elements, on every rank:
 
-    1. chances ``p = min(1, c |g|)`` that add up to ``density * n``: of all with that sum those of the least variance
-    2. each element is drawn with its chance, and sent as ``g / p``
+    1. probabilities ``p = min(1, c |g|)`` that add up to ``density * n``, those of least variance
+    2. each element is sampled with its probability, and sent as ``g / p``
     3. the mean over ranks of what was sent, 0 where no rank sent
 
-    There is no memory of any kind, and much noise: it suits large batches and densities of a tenth rather than a
-    hundredth. With a residual `TopK` sends ten times less for the same loss.
+    Stateless and noisy: use large batches, and densities of a tenth rather than a hundredth. `TopK` with its residual
+    sends ten times less for the same loss.
 
     Args:
-        density: Share of each parameter's elements that is sent on average, in (0, 1].
-        values: How values travel; see `TopK`. What a coarser one rounds away is lost.
-        residual: Not used: there is none.
+        density: Expected share of each parameter's elements that is sent, in (0, 1].
+        values: How values travel; see `TopK`. Rounding errors are lost.
+        residual: Not used.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", 2018, arXiv
@@ -113,4 +110,4 @@ class GSpar(SparseCompressor):
     def reducer(self, spec: TensorSpec) -> GSparReducer:
         return GSparReducer(density=self.density, codec=self.codec)
 
-    method = reducer  # there is no residual to be kept otherwise
+    method = reducer  # no residual

@@ -1,4 +1,4 @@
-"""Global top-k: the ranks' top-k are merged two by two, so that traffic does not grow with their number."""
+"""Global top-k: the ranks' top-k are merged in pairs, so traffic hardly grows with their number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GTopKReducer(DensityReducer):
         for view, condition, residual in zip(views, found, residuals, strict=True):
             k, is_live = self.num_kept(view.spec), condition is Condition.LIVE
             own.append(Chosen(*top_k(residual, k)) if is_live else filler(k, condition, residual.device))
-            observe_(view, residual, condition, own[-1], own[-1].values)  # rounding comes later and is put back
+            observe_(view, residual, condition, own[-1], own[-1].values)  # rounding errors are put back later
             if is_live:
                 residual.index_fill_(0, own[-1].indices, 0.0)
         result, dropped = yield from self._merged(own, layout_of(views, comm, scatter=False), comm, step.seed)
@@ -71,9 +71,9 @@ class GTopKReducer(DensityReducer):
     def _merged(
         self, own: Sequence[Chosen], layout: SparseLayout, comm: Comm, seed: int
     ) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
-        """The common result, and what this rank dropped in merges or lost by rounding, for each parameter.
+        """The common result, and this rank's entries that merges dropped or rounding lost, for each parameter.
 
-        A binary tree of merges with rank 0 at its root. All messages have the same size.
+        A binary tree of merges with rank 0 at the root. All messages have the same size.
         """
         current = list(own)
         dropped: list[list[Chosen]] = [[] for _ in own]
@@ -104,7 +104,7 @@ class GTopKReducer(DensityReducer):
         return self._unpack(result, counts, layout), dropped
 
     def _pack(self, chosen: Sequence[Chosen], dropped: list[list[Chosen]], layout: SparseLayout, seed: int) -> Tensor:
-        """The message; what its rounding loses is added to `dropped`."""
+        """The message; its rounding errors are added to `dropped`."""
         message = layout.pack(chosen, self.codec, seed=seed)
         if self.codec != DenseCodec("float32"):
             for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
@@ -123,7 +123,7 @@ class GTopKReducer(DensityReducer):
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), self.codec)
-        return 2 * message * (world_size - 1) // world_size  # the mean over ranks: the first sends the most
+        return 2 * message * (world_size - 1) // world_size  # mean over ranks; rank 0 sends most
 
 
 def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
@@ -141,23 +141,20 @@ class GTopK(SparseCompressor):
     1. ``h = g + e``; each rank takes the k largest ``|h|`` out of its residual, ``e' = h``, 0 there
     2. in ``log2(W)`` rounds a rank receives its partner's k entries, adds them to its own and keeps the k largest
     3. rank 0 broadcasts the result; the mean is the result over W
-    4. entries of a rank whose position is not in the result go back to its residual; what a merge dropped at a
-       position that came into the result by other ranks goes to the residual of the rank that merged
+    4. a rank's entries at positions that are not in the result go back to its residual; entries that a merge dropped,
+       at positions that are in the result, go to the residual of the rank that merged
 
-    Each rank sends k entries at most once before the broadcast, so traffic grows as k log W and not as k W. Under FSDP2
+    Each rank sends k entries at most once before the broadcast: traffic grows as k log W instead of k W. Under FSDP2
     every rank takes its rows from the result.
 
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
-        values: See `TopK`; each rank's rounding error goes to its residual.
+        values: See `TopK`; rounding errors go to the sender's residual.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
-        Networks", 2019, arXiv 1901.04359. There an entry that one merge drops and another brings back is lost.
+        Networks", 2019, arXiv 1901.04359. There the second kind of entries in step 4 is lost.
     """
 
     name: ClassVar[str] = "gtopk"

@@ -13,13 +13,10 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class MiCRO(SparseCompressor):
-    """As `ExDyna`, but partitions keep their size: simpler, and uneven where large gradients lie together.
+    """`ExDyna` with partitions of fixed size: simpler, but uneven where large gradients are close together.
 
     Args:
         density, values, residual, exempt, high_precision: See `ExDyna`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN

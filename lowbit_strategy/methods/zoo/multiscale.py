@@ -1,4 +1,4 @@
-"""Two shared scales: an element uses the finer one where all ranks agree that it fits."""
+"""Two shared scales: elements use the finer one if it fits on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiScaleReducer(SharedScaleReducer):
-    """As `SharedScaleReducer`; `ratio` is that of the two scales."""
+    """`SharedScaleReducer` with two scales; `ratio` is their quotient."""
 
     ratio: int
 
@@ -34,7 +34,7 @@ class MultiScaleReducer(SharedScaleReducer):
         ]
 
     def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
+        """For every view, flat booleans: where the finer scale fits on all ranks. One bit per element and direction."""
         rows_WN = shared.rows(fits)
         numel = rows_WN.shape[1]
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
@@ -52,25 +52,22 @@ class MultiScaleReducer(SharedScaleReducer):
 
 @configuration
 class MultiScale(SharedScale):
-    """As `SharedScale`, with a second step 2**finer_bits times finer for elements that are small on every rank.
+    """`SharedScale` with a second step, 2**finer_bits times finer, for elements that are small on every rank.
 
     With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
 
     1. all ranks agree on ``w = max over ranks of max|g|`` of each block
     2. all ranks agree, one bit per element and direction, where ``|g| <= w / r`` on every rank: there the step is
        ``w / (s r)``, elsewhere ``w / s``
-    3. every rank rounds to its integers in [-s, s] at random, without bias; they are summed exactly
+    3. every rank rounds to integers in [-s, s] at random, without bias; they are summed exactly
     4. the mean is the sum times the step over W
 
     Args:
-        bits: A code has so many, 2 to 8; two more go into the agreement.
-        finer_bits: log2 of how much finer the second step is, 1 to 8.
+        bits: Per code, 2 to 8; the agreement takes two more.
+        finer_bits: log2 of the quotient of the two steps, 1 to 8.
         block_size: Elements that share w, a power of two.
-        high_precision_bits: Codes of embeddings and output heads have so many, and one scale.
+        high_precision_bits: Per code of embeddings and output heads, which have one scale.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         arXiv 2109.12497, 2021, its multi-scale quantiser: sums are exact only where all ranks use the same step.

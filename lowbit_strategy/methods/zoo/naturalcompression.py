@@ -100,23 +100,20 @@ def _ceil_log2(x_K: Tensor) -> Tensor:
 
 @configuration
 class NaturalCompression(Compressor):
-    """Only signs and exponents travel.
+    """Sends only signs and exponents.
 
     1. ``2**e <= |g| < 2**(e+1)`` becomes ``2**(e+1)`` with probability ``|g| / 2**e - 1``, else ``2**e``
     2. the owner adds all ranks' values in float32 and divides by W
     3. DDP only: the owner rounds the mean the same way, with its own randomness, and sends it back
 
-    Unbiased, second moment at most 9/8 of the input's. The publication sends 9 bits, sign and exponent; here the
-    exponent counts from the block's largest, so 8 bits reach ``2**-126`` of it and lose nothing in practice, and fewer
-    bits make smaller values 0 or the smallest power, still without bias (the publication's natural dithering).
+    Unbiased, second moment at most 9/8 of the input's. The publication sends 9 bits, sign and exponent. Here the
+    exponent counts from the block's largest: 8 bits reach ``2**-126`` of it and lose nothing in practice; with fewer,
+    smaller values become 0 or the smallest power, still without bias (the publication's natural dithering).
 
     Args:
-        bits: A code has so many, 2 to 8.
+        bits: Per code, 2 to 8.
         block_size: Elements that share the byte of the largest exponent, a power of two.
-        exempt, high_precision: Which parameters; see `Compressor`. There is no method of higher precision.
-
-    Raises:
-        ValueError: A field is out of range.
+        exempt, high_precision: Which parameters; see `Compressor`. High precision is not used.
 
     References:
         Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv 1905.10988, definitions 1, 2.

@@ -25,7 +25,7 @@ _MEAN_NBYTES = 4  # both means, bfloat16
 
 @dataclass(frozen=True, slots=True)
 class TwoMeansCodec(BlockwiseCodec):
-    """1-bit SGD's quantiser: of the 1-bit codes of a block that split it at 0, the one with the least squared error.
+    """1-bit SGD's quantizer: the 1-bit code of least squared error that splits a block at 0.
 
     1. the bit says whether ``h >= 0``
     2. it decodes to the mean of the block's elements that share it
@@ -59,21 +59,18 @@ class TwoMeansCodec(BlockwiseCodec):
 
 @configuration
 class OneBitSGD(EFSignSGD):
-    """One bit per element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
+    """One bit per element, which decodes to the mean of the elements that share it. Error feedback on both hops.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
     1. ``h = g + e``
-    2. send the bits ``h >= 0``, eight to a byte, and the means of the negative and of the other elements
+    2. send the bits ``h >= 0``, eight to a byte, and the means of the negative and the other elements
     3. ``e' = h - Q``
 
     Args:
-        block_size: Elements that share two means (bfloat16), a power of two; the publication has two per column.
+        block_size: Elements that share two means (bfloat16), a power of two; a column in the publication.
         residual, high_precision_bits: See `EFSignSGD`.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of

@@ -1,4 +1,4 @@
-"""Random-k: positions from a seed that all ranks share, so that no position travels."""
+"""Random-k: positions from a shared seed, so that only values travel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RandomKReducer(CommonPositionsReducer):
             return CommonPositionsReducer.values(self, view, tensors, indices)
         num = indices.numel()
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
-        return view.flat().index_select(0, indices).float() * edges.diff()  # one over the chance of each position
+        return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
 
     def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if not self.scale:
@@ -73,18 +73,14 @@ class RandomK(SparseCompressor):
 
     1. the ranks draw the same ``k = max(1, round(density * n))`` positions: one at random from each of k equal parts,
        by a hash of the step's shared seed, the parameter's name and the part
-    2. every rank sends its ``h = g + e`` there, without positions; ``e' = h``, 0 there
+    2. every rank sends its ``h = g + e`` there; ``e' = h``, 0 there
     3. the mean over ranks there, 0 elsewhere
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
-        values: See `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
-            what the codec loses is lost.
-        scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
+        values: See `TopK`; the owner's rounding errors stay in its residual. With `scale` they are lost.
+        scale: Send ``g / probability`` instead, without a residual: unbiased, with n / k times the variance.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599; Wangni et al., 2018, arXiv 1710.09854.

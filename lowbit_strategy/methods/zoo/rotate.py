@@ -1,4 +1,4 @@
-"""Hadamard rotation as a wrapper around any quantiser."""
+"""Hadamard rotation around any quantizer."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Rotate(Wrapper):
-    """Blocks are rotated before they are coded, and back after the ranks' values have been added.
+    """Rotates blocks before they are coded, and back after the ranks' values have been added.
 
     1. ``y = H D x / sqrt(n)`` for every n = `size` elements, H the Hadamard matrix, D fixed random signs
     2. the wrapped compressor works on y
-    3. the sum of what the ranks have sent is rotated back
+    3. the sum over ranks is rotated back
 
-    An outlier is spread over its block, so an even grid wastes fewer of its values, and a block looks more like the
-    Gaussian that fitted codebooks are made for: on real gradients the relative error of a fitted code falls from 0.42
-    to 0.35 at 1 bit and from 0.150 to 0.108 at 2 bits. A residual is kept as it was, unrotated. LoCo runs through the
-    general feedback code instead of its fused kernel, and without its reset.
+    Outliers are spread over their block, so an even grid wastes fewer values, and blocks look more like the Gaussian
+    that fitted codebooks are made for: on real gradients the relative error of a fitted code falls from 0.42 to 0.35 at
+    1 bit, and from 0.150 to 0.108 at 2 bits. Residuals are not rotated. LoCo then runs without its fused kernel, and
+    without resets.
 
     Args:
-        compressor: A quantiser.
-        size: Elements rotated together, a power of two that divides the block size; None takes the block size.
-        exempt: Parameters that are exempt besides.
+        compressor: A quantizer.
+        size: Elements rotated together, a power of two that divides the block size; None: the block size.
+        exempt: More exempt parameters.
 
     Raises:
-        ValueError: `size` does not fit; the compressor is not a quantiser.
+        ValueError: `size` does not fit; the compressor is not a quantizer.
 
     References:
         SDP4Bit, 2024, arXiv 2410.15526, section 3.3 (32 elements, no random signs); Suresh et al., 2017,

@@ -1,4 +1,4 @@
-"""ScaleCom: one rank chooses for all, each in its turn."""
+"""ScaleCom: one rank chooses for all, in turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def largest_of_chunks(x: Tensor, chunk: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleComReducer(CommonPositionsReducer):
-    """Fields as in `ScaleCom`. With ``beta < 1`` the residual holds ``beta`` of what has not been sent."""
+    """Fields as in `ScaleCom`. The residual is ``beta`` times what has not been sent."""
 
     beta: float
     selection: Selection
@@ -104,18 +104,15 @@ class ScaleCom(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
-        values: See `TopK`; the summing rank's rounding error stays in its residual.
-        beta: The low-pass filter has it, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates,
-            where the ranks' residuals otherwise drift apart.
-        selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
+        values: See `TopK`; the owner's rounding errors stay in its residual.
+        beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning rates,
+            which otherwise make the ranks' residuals diverge.
+        selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbors, in one pass.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
-        Training", 2020, arXiv 2104.11125. The filter is from memory of the publication, its constants unchecked.
+        Training", 2020, arXiv 2104.11125. The filter's constants are unchecked.
     """
 
     name: ClassVar[str] = "scalecom"

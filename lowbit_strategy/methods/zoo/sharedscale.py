@@ -1,4 +1,4 @@
-"""Quantisation with a scale that all ranks share: integers add up exactly."""
+"""Quantization with a shared scale: integers add up exactly."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def all_of_bits(bits_WB: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]
 
 
 def clipped_absmax(h_KB: Tensor, counts_K: Tensor, clip_sigmas: float | None) -> Tensor:
-    """float32 [K]: largest magnitude of zero-padded blocks after clipping at so many standard deviations."""
+    """float32 [K]: largest magnitude of zero-padded blocks after clipping at `clip_sigmas` standard deviations."""
     absmax_K = h_KB.abs().amax(-1)
     if clip_sigmas is None:
         return absmax_K
     unit_KB = torch.where(absmax_K[:, None] > 0, h_KB / absmax_K[:, None], 0.0)  # squares neither overflow nor vanish
     mean_K = tree_sum(unit_KB) / counts_K
     variance_K = (tree_sum(unit_KB * unit_KB) / counts_K - mean_K * mean_K).clamp(min=0.0)
-    # A block of equal elements has no deviation but is no outlier either: never clip below its mean.
+    # Never clip below the mean: a block of equal elements has no deviation, but no outliers either.
     bound_K = torch.maximum(clip_sigmas * variance_K.sqrt(), mean_K.abs())
     return torch.minimum(absmax_K, bound_K * absmax_K)
 
@@ -103,9 +103,9 @@ class SharedViews:
         self.gradients = [view.flat().float() for view in self.views]
 
     def agree(self, norms: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """The largest norm over ranks of every block; NaN where any rank's is not finite.
+        """The largest norm over ranks of every block; NaN if any rank's is not finite.
 
-        Infinity stands for NaN on the way: a maximum of NaN means different things to different backends.
+        NaN travels as infinity: backends differ in the maximum of NaN.
         """
         local = torch.cat(list(norms))
         agreed = torch.where(local.isfinite(), local, torch.inf)
@@ -114,7 +114,7 @@ class SharedViews:
         return list(agreed.split([norm.numel() for norm in norms]))
 
     def spread(self, values_K: Tensor, index: int) -> Tensor:
-        """One number per block as one number per element, flat [numel]."""
+        """From one number per block to one per element, flat [numel]."""
         return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
 
     def round(
@@ -123,11 +123,11 @@ class SharedViews:
         """int32 [numel]: gradient over `scale_N` as a whole number; 0 where that is 0 or NaN.
 
         Args:
-            index: Which view it is.
-            scale_N: Distance of two whole numbers.
+            index: Of the view.
+            scale_N: Value of 1.
             limit: Largest magnitude of the result.
             rounding: ``stochastic``: without bias.
-            bound_N: The gradient is clipped to these magnitudes first; None: not at all.
+            bound_N: Clip the gradient to these magnitudes first; None: no clipping.
         """
         name, gradient = self.views[index].spec.name, self.gradients[index]
         key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
@@ -162,7 +162,7 @@ class SharedViews:
         return list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
 
     def write_(self, totals: Tensor, scales: Sequence[Tensor]) -> None:
-        """Every view's mean from the integer sums of `sum_integers` and the scales they count in."""
+        """Every view's mean from the integer sums of `sum_integers` and their scales."""
         world_size, rank = self.comm.world_size, self.comm.rank
         if not self.scatter:
             for view, total, scale_N in zip(self.views, self.unrows(totals), scales, strict=True):
@@ -175,7 +175,7 @@ class SharedViews:
             view.out[length:] = 0
 
     def observe_(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-        """For feedback and monitors: the gradient, and what the others decode of it."""
+        """For feedback and monitors: the gradient, and what the other ranks decode."""
         for view, gradient, code, scale_N in zip(self.views, self.gradients, codes, scales, strict=True):
             if view.compensated is not None:
                 view.compensated.copy_(gradient)
@@ -190,9 +190,9 @@ class SharedScaleReducer(Reducer):
     Args:
         limit: Largest code; 1 makes trits.
         block_size: Elements that share a scale.
-        clip_sigmas: Clip each block's elements at so many of this rank's standard deviations first; None does not.
+        clip_sigmas: Clip each block's elements first, in standard deviations of this rank's block; None: no clipping.
         rounding: ``stochastic``: no bias; ``nearest``: least error.
-        title: What reports call it.
+        title: For reports.
     """
 
     limit: int
@@ -225,12 +225,12 @@ class SharedScaleReducer(Reducer):
         shared.write_(totals, scales)
 
     def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """For every view the step of each element, from the norms that all ranks have agreed on."""
+        """For every view the step of each element, from the common norms."""
         yield from ()
         return [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
 
     def _norm(self, gradient_N: Tensor) -> Tensor:
-        """float32 [K]: largest magnitude of each block after clipping; not finite where the block is not."""
+        """float32 [K]: largest magnitude of each block after clipping; not finite if the block is not."""
         h_KB = to_blocks(gradient_N, self.block_size)
         counts_K = torch.full((h_KB.shape[0],), float(self.block_size), dtype=torch.float32, device=h_KB.device)
         counts_K[-1] -= h_KB.numel() - gradient_N.numel()
@@ -249,30 +249,27 @@ class SharedScaleReducer(Reducer):
 
 @configuration
 class SharedScale(Compressor):
-    """All ranks round to the same grid, so that an integer sum is the sum of what they sent.
+    """All ranks round to the same grid, so that their integers can be summed exactly.
 
     With ``s = 2**(bits-1) - 1``:
 
     1. all ranks agree on ``w = max over ranks of max|g|`` of each block (an all-reduce of one float per block)
     2. every rank rounds ``g * s / w`` to integers in [-s, s] at random, without bias
     3. integers are summed exactly: `bits` per element to the owners, int32 there, and ``log2(2 W s + 1)`` bits per
-       element from the owners (DDP), as wide as any world size needs
+       element from the owners (DDP)
     4. the mean is the sum times ``w / s / W``
 
-    Nothing is quantised twice, so the downlink costs bits instead of error. A rank with small gradients pays for
-    another rank's outliers.
+    Nothing is quantized twice, so the downlink costs bits instead of error. A rank with small gradients is rounded on
+    the grid of another rank's outliers.
 
     Args:
-        bits: A code has so many, 2 to 8.
-        block_size: Elements that share w, a power of two; the publication has one per tensor.
-        high_precision_bits: Codes of embeddings and output heads have so many.
+        bits: Per code, 2 to 8.
+        block_size: Elements that share w, a power of two; a tensor in the publication.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 
-    Raises:
-        ValueError: A field is out of range.
-
     References:
-        arXiv 2109.12497, 2021, on quantisers that suit an all-reduce: QSGD with a maximum norm that all ranks share.
+        arXiv 2109.12497, 2021, on quantizers for all-reduce: QSGD with a shared maximum norm.
     """
 
     name: ClassVar[str] = "sharedscale"

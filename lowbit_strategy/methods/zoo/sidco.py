@@ -1,4 +1,4 @@
-"""SIDCo: the threshold comes from a distribution fitted to the gradient."""
+"""SIDCo: thresholds from a distribution fitted to the gradient."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
 Distribution = Literal["exponential", "gamma", "pareto"]
-FIRST_SHARE = 0.25  # of the sample that the first of several stages keeps
-_FEWEST = 2  # survivors that another stage can be fitted to
+FIRST_SHARE = 0.25  # of the sample, kept by the first of several stages
+_FEWEST = 2  # elements that a stage can be fitted to
 
 
 def default_stages(density: float) -> int:
-    """Stages that each keep about a quarter."""
+    """The number of stages that each keep about a quarter."""
     return max(1, round(math.log(density) / math.log(FIRST_SHARE)))
 
 
 def most_stages(density: float) -> int:
-    """Stages that each keep at least a half."""
+    """The number of stages that each keep at least a half."""
     return max(1, math.ceil(-math.log2(density)))
 
 
 def exponential_quantile(mean: float, share: float) -> float:
-    """What a share of an exponential distribution exceeds."""
+    """The value that a share of an exponential distribution exceeds."""
     return -mean * math.log(share)
 
 
 def pareto_quantile(mean: float, variance: float, share: float) -> float:
-    """The same for a generalised Pareto distribution fitted by moments."""
+    """The same for a generalized Pareto distribution fitted by moments."""
     if variance <= 0.0:
         return mean
     ratio = mean * mean / variance
@@ -54,9 +54,9 @@ def pareto_quantile(mean: float, variance: float, share: float) -> float:
 
 
 def gamma_quantile(mean: float, mean_log: float, share: float) -> float:
-    """The same for a gamma distribution, its shape from the closed form that comes near maximum likelihood."""
+    """The same for a gamma distribution, its shape from the closed form close to maximum likelihood."""
     s = math.log(mean) - mean_log
-    if s <= 1e-9:  # all alike
+    if s <= 1e-9:  # all equal
         return mean
     shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
     low, high = 0.0, 1.0
@@ -78,14 +78,14 @@ def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distri
 
     1. the distribution is fitted to all magnitudes; its quantile is the first threshold: of the share `density` if
        there is one stage, else of a quarter
-    2. each further stage is fitted to what exceeds the last threshold, an exponential one or, after a gamma or Pareto
-       stage, a generalised Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
+    2. each further stage is fitted to what exceeds the last threshold, an exponential or, after a gamma or Pareto
+       stage, a generalized Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
 
     Args:
         magnitudes: float [n], not empty, all positive and finite.
-        density: Lies in (0, 1).
-        num_stages: More: nearer to the density, whatever the true distribution is.
-        distribution: What the first stage fits.
+        density: In (0, 1).
+        num_stages: More: closer to the density for any true distribution.
+        distribution: Of the first stage.
     """
     values = magnitudes.double()
     several = num_stages > 1 and density < FIRST_SHARE
@@ -116,12 +116,12 @@ def _first(values: Tensor, share: float, distribution: Distribution) -> float:
 
 
 _SAMPLE_NUMEL = 1 << 14
-_SAMPLE_KEPT = 128  # of the sample above the threshold: enough for the last stage's moments
+_SAMPLE_KEPT = 128  # elements of the sample above the threshold: enough for the last stage's moments
 _WINDOW = 5
-_LARGE = 1e9  # for infinity: no state may hold one
+_LARGE = 1e9  # instead of infinity: state must be finite
 _TOLERANCE = 1.2
-_MOST = 1.3  # times the wanted count, whatever the gradient: of more the largest are sent
-_REACH = 2.0  # the fit may be off by this factor; beyond it the sample's own quantile takes over
+_MOST = 1.3  # times the wanted count, at most
+_REACH = 2.0  # the fit may be off by this factor; beyond it the sample's quantile is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +135,9 @@ class SIDCoReducer(SparseReducer):
         return f"sidco {self.density:g} {self.distribution}, {self.codec.label}"
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """``stages``; ``steps`` since they were last adapted; ``ratio``: sum over those steps of what the fit would
-        have chosen over what was wanted; ``last_error``: logarithm of the average when stages last moved; ``sense``: 1
-        where fewer stages lower the count, -1 where more do.
+        """``stages``; ``steps`` since they were last adapted; ``ratio``: sum over those steps of the fit's count over
+        the wanted one; ``last_error``: logarithm of the average when stages last changed; ``sense``: 1 if fewer stages
+        lower the count, -1 if more do.
         """
         state = zero_residuals(specs, device)
         for tensors in state.values():
@@ -152,22 +152,22 @@ class SIDCoReducer(SparseReducer):
         wanted = self.num_kept(view.spec)
         few = math.ceil(_SAMPLE_KEPT / self.density)
         num = max(_SAMPLE_NUMEL, few)
-        if max(4 * num, 8 * few) >= total.numel():  # fitting a sample would take longer than the exact choice
+        if max(4 * num, 8 * few) >= total.numel():  # fitting would take longer than an exact selection
             return nonzero(Chosen(*top_k(total, wanted)))
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
-            total.formed()  # raises: there is nothing to be learned from an overflow
+            total.formed()  # raises
         indices, values = total.above(self._threshold(sample, tensors), expected=wanted)
         return largest_of(indices, values, math.floor(_MOST * wanted))
 
     def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
         """From the fit, but between the sample's quantiles of twice and half the density."""
-        # Rows that a step did not touch would distort the fit of the others.
+        # Zeros of rows without a gradient would distort the fit.
         nonzero_n = sample if float(sample.min()) > 0 else sample[sample > 0]
         n = nonzero_n.numel()
         share = self.density * sample.numel() / max(n, 1)
         if n == 0 or share >= 1.0:
-            return TINY  # from the smallest number on: zeros are never sent
+            return TINY  # zeros are never sent
         fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
         tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
         least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
@@ -176,10 +176,10 @@ class SIDCoReducer(SparseReducer):
         return max(TINY, min(max(fitted, least), most))
 
     def _learn_(self, tensors: StateTensors, ratio: float) -> None:
-        """One stage more or fewer where the fit's counts of the last steps were off on average.
+        """One stage more or fewer if the fit's counts of the last steps were off on average.
 
-        With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was
-        not possible, reverses the sense.
+        With light tails more stages raise the count, with heavy tails they lower it: a change that made it worse, or
+        was impossible, reverses the sense.
         """
         tensors["ratio"] += ratio
         tensors["steps"] += 1
@@ -201,33 +201,30 @@ class SIDCoReducer(SparseReducer):
 
 @configuration
 class SIDCo(SparseCompressor):
-    """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
+    """Sparsification by a fitted distribution: no sorting, one pass over the gradient.
 
     Every step, for each parameter, on every rank:
 
     1. ``h = g + e``
     2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
        fitted to what the last one kept, and the last one keeps the density
-    3. the threshold is that of the last stage, but between the sample's own quantiles of twice and half the density
-    4. ``|h|`` at or above it is sent, of more than 1.3 times the target the largest; ``e' = h``, 0 there
-    5. every five steps, where the fit's average count was too high by a fifth there is one stage less, where it was too
-       low one more, between 1 and ``log2(1 / density)``
+    3. the threshold is that of the last stage, but between the sample's quantiles of twice and half the density
+    4. ``|h|`` at or above it is sent, but at most the largest 1.3 times the target; ``e' = h``, 0 there
+    5. every five steps: one stage less if the fit's average count was too high by a fifth, one more if it was too low,
+       between 1 and ``log2(1 / density)``
     6. the mean over ranks of what was sent, 0 where no rank sent
 
-    Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
-    each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
-    that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
-    made it worse reverses the sense. Where a sample would be a large part of it the largest are taken exactly.
+    Zeros are left out of the fit. The authors fit to all of h instead of a sample, start with one stage, and have no
+    bounds, so that gradients of plus and minus one send everything. Their step 5 assumes tails lighter than the fitted
+    distribution; with heavier ones more stages lower the count, so here a change that made it worse reverses the sense.
+    If a sample would be a large part of the parameter, the selection is exact.
 
     Args:
-        density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
+        density: Target share of each parameter's elements, in (0, 1].
         values: How values travel, as in `TopK`.
-        distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
-            ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
+        distribution: ``pareto``: counts closest to the target in tests with any true distribution; ``gamma`` (then
+            Pareto): as close, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training

@@ -1,4 +1,4 @@
-"""signSGD with majority vote, and Signum: one bit per element to the owner, the vote back."""
+"""signSGD with majority vote, and Signum."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SignCodec(BlockwiseCodec):
         mean_K = tree_sum(h_KB.abs() / valid_KB.sum(-1, keepdim=True))
         mean_K = torch.where(finite_K, mean_K, torch.nan).to(torch.bfloat16)
         zero_KB = (h_KB == 0) & valid_KB
-        if zero_KB.is_cuda or bool(zero_KB.any()):  # on a GPU looking would cost more than drawing
+        if zero_KB.is_cuda or bool(zero_KB.any()):  # on a GPU the check costs more than the noise
             h_KB = torch.where(zero_KB, noise(CODE_STREAM), h_KB)
         return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
 
@@ -57,9 +57,9 @@ class SignCodec(BlockwiseCodec):
 
 @dataclass(frozen=True, slots=True)
 class VoteCodec(CodecWithRule):
-    """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain.
+    """Signs to the owner, which takes the sign of their sum; blocks of zeros abstain.
 
-    Where a rank's block is not finite, neither is the result.
+    If a rank's block is not finite, neither is the result.
     """
 
     codec: SignCodec
@@ -100,27 +100,23 @@ class SignSGD(Compressor):
     """The sign of the sum of signs.
 
     1. every rank sends the signs of its gradient, eight to a byte, with the mean magnitude of each block; with
-       `momentum` the signs of its own average ``m = momentum * m + (1 - momentum) * g`` (Signum)
-    2. the owner takes ``sign(sum of signs)``; a tie is 0. A zero votes for either sign at random, and a rank whose
-       block is all zero abstains
-    3. the result has the mean over ranks of those mean magnitudes (``scale="mean_abs"``), so that compressed and
-       exempt parameters keep their proportion and learning rates stay what they were, or magnitude 1 as published
+       `momentum` the signs of its average ``m = momentum * m + (1 - momentum) * g`` (Signum)
+    2. the owner takes ``sign(sum of signs)``; a tie is 0. A zero votes at random; a block of zeros abstains
+    3. the result has the mean over ranks of the mean magnitudes (``scale="mean_abs"``), which keeps learning rates
+       and the proportion to exempt parameters, or magnitude 1 as published
     4. DDP only: the owner sends the vote back in three values, five to a byte (1.6 bits), with a scale per block
 
-    Biased, without memory: where ranks disagree mostly by noise it does not converge to the optimum. `EFSignSGD` and
-    LoCo at 1 bit do better for the same bytes. Exempt and high-precision parameters get the same average, uncompressed
-    and at `high_precision_bits`, so that all parameters have one momentum.
+    Biased, and stateless: if ranks disagree mostly by noise it does not converge to the optimum. `EFSignSGD` and LoCo
+    at 1 bit do better for the same bytes. Exempt and high-precision parameters have the same momentum, uncompressed and
+    at `high_precision_bits`.
 
     Args:
         block_size: Elements that share a magnitude, a power of two.
         scale: ``mean_abs`` or ``one``.
-        momentum: Weight of the old average, in [0, 1); 0 votes with gradients. 0.9 is the publication's; use an
-            optimizer without momentum then (``SGD(momentum=0)``). Costs 4 bytes per parameter on every rank.
-        high_precision_bits: Codes of embeddings and output heads have so many, and no bias.
+        momentum: Weight of the old average, in [0, 1); 0 votes with gradients; 0.9 as published. Costs 4 bytes per
+            parameter on every rank. The optimizer should have no momentum then (``SGD(momentum=0)``).
+        high_precision_bits: Per code of embeddings and output heads, rounded without bias.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,

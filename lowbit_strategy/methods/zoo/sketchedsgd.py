@@ -1,4 +1,4 @@
-"""SketchedSGD: ranks add up small tables in which large elements can be found, then send those exactly."""
+"""SketchedSGD: the largest elements are found in a sum of count sketches, then sent exactly."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lowbit_strategy.options.configuration import configuration
 class CountSketch:
     """A linear table of a vector in which its largest elements can be found.
 
-    In each row every element has a sign of its own and a column that it shares with others. Columns of consecutive
-    elements are consecutive, from a random one on, so that a row is a sum of parts of the vector, in a fixed order, and
-    not of scattered elements: the same bits on every device.
+    In each row every element has a random sign and a column that it shares with others. Consecutive elements have
+    consecutive columns, from a random one on: a row is a sum of parts of the vector in a fixed order, with the same
+    bits on every device.
 
     Args:
         numel: Of the vector.
@@ -55,7 +55,7 @@ class CountSketch:
         return placed.sum(1)
 
     def estimate(self, table_RC: Tensor) -> Tensor:
-        """float32 [numel]: the median over rows of what each says of an element."""
+        """float32 [numel]: the median over rows of each element's estimates."""
         shape = self._columns_RPC.shape
         read = table_RC[:, None].expand(shape).gather(2, self._columns_RPC).view(shape[0], -1)[:, : self.numel]
         return (read * self._signs_RN).median(0).values
@@ -101,25 +101,22 @@ class SketchedSGD(SparseCompressor):
 
     1. ``h = g + e``
     2. a count sketch of h, `rows` tables of ``columns_per_entry * k`` sums, is added up over ranks
-    3. of each element the median of what the rows say; the ``k = density * n`` largest are the same on all ranks
+    3. each element is estimated by the median over rows; the ``k = density * n`` largest are the same on all ranks
     4. all ranks add up their exact h there; ``e' = h``, 0 there
 
-    Its traffic does not grow with the ranks, and what is chosen is large in the sum and not on one rank only. A table
-    costs ten times what top-k sends for the same k, so it pays from some tens of ranks on.
+    Traffic does not grow with the number of ranks, and the elements are the largest of the sum. A table costs ten times
+    as much as top-k for the same k, so it pays from some tens of ranks on.
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
-        values: See `TopK`; the summing rank's rounding error stays in its residual.
+        values: See `TopK`; the owner's rounding errors stay in its residual.
         rows: Of the sketch. More: fewer small elements are taken for large ones.
-        columns_per_entry: Columns per element that is to be found. More: likewise.
+        columns_per_entry: Columns per element to find. More: the same.
         residual, exempt, high_precision: See `TopK`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Ivkin et al., "Communication-efficient Distributed SGD with Sketching", 2019, arXiv 1903.04488, algorithm 2;
-        Rothchild et al., "FetchSGD", 2020, arXiv 2007.07682, whose sketches of residuals stay on a server.
+        Rothchild et al., "FetchSGD", 2020, arXiv 2007.07682, with sketches of residuals on a server.
     """
 
     name: ClassVar[str] = "sketchedsgd"

@@ -71,28 +71,25 @@ Scaler = Literal["shared", "rank"]
 
 @configuration
 class TernGrad(Compressor):
-    """Gradients as -1, 0 and 1 times a scaler, drawn so that the mean is right.
+    """Gradients as -1, 0 and 1 times a scaler, rounded without bias.
 
     For each block, on every rank:
 
     1. clip at `clip_sigmas` standard deviations of the rank's own block
     2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float per block)
     3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits per element
-    4. shared: trits are summed as integers and go back exactly in as many bits as ``-W ... W`` needs, so nothing is
-       quantised twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
+    4. shared: trits are summed as integers and sent back exactly, with the bits that ``-W ... W`` needs: nothing is
+       quantized twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
 
-    Unbiased but for the clipping; the variance is large, so it needs large batches or small learning rates.
+    Unbiased except for the clipping. The variance is large: use large batches or small learning rates.
 
     Args:
-        block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.
-        clip_sigmas: Smaller: less variance, more bias. None does not clip.
-        scaler: ``shared`` or each ``rank`` its own.
-        return_bits: With a scaler per rank, codes of the downlink (DDP) have so many, 2 to 8.
-        high_precision_bits: Codes of embeddings and output heads have so many.
+        block_size: Elements that share a scaler and a clipping bound, a power of two; a layer in the publication.
+        clip_sigmas: Smaller: less variance, more bias. None: no clipping.
+        scaler: One ``shared`` by all ranks, or one per ``rank``.
+        return_bits: With a scaler per rank, per code on the downlink (DDP), 2 to 8.
+        high_precision_bits: Per code of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
-
-    Raises:
-        ValueError: A field is out of range.
 
     References:
         Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,

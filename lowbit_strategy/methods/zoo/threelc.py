@@ -1,4 +1,4 @@
-"""3LC: three values, five to a byte, and runs of zeros as one byte."""
+"""3LC: three values, five to a byte, with run-length coding of zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit_strategy.options.configuration import configuration
 
 _ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242
 _FIRST_RUN, _SHORTEST, _LONGEST = 243, 2, 14
-_EXPECTED = 4  # times shorter than five to a byte, as Gaussian gradients are with a sparsity of 1
+_EXPECTED = 4  # times shorter than five to a byte, for Gaussian gradients with a sparsity of 1
 
 
 def code_runs(plain_B: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class ThreeLCReducer(ResidualReducer):
             view.out.copy_(total if view.scatter else total / comm.world_size)
 
     def _quantized(self, view: View, residual: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
-        """The scale and int32 trits of one parameter; what they lack becomes the residual."""
+        """The scale and int32 trits of one parameter; their error becomes the residual."""
         largest = residual.abs().max()
         scale = largest * self.sparsity if condition is Condition.LIVE else torch.zeros_like(largest)
         usable = scale >= torch.finfo(torch.float32).tiny
@@ -117,7 +117,7 @@ def _read(wire: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
 
 @configuration
 class ThreeLC(Compressor):
-    """Three values per element and an error that is fed back; five elements to a byte, runs of zeros as one byte.
+    """Three values per element with error feedback; five elements to a byte, runs of zeros as one byte.
 
     For each parameter, on every rank:
 
@@ -125,21 +125,18 @@ class ThreeLC(Compressor):
     2. ``M = sparsity * max|h|``; ``q = round(h / M)`` is -1, 0 or 1
     3. ``e' = h - M q``
     4. five q to a byte, values 0 to 242; 2 to 14 bytes of zeros in a row are one byte, 243 to 255
-    5. DDP: all ranks get all messages, as long as the longest; FSDP2: each owner gets its rows. The mean of ``M q``
+    5. DDP: all ranks get all messages, padded to the longest; FSDP2: each owner gets its rows. The mean of ``M q``
 
-    One large element makes all others zeros: few bytes, and old errors. It is a top-k with signs, whose number of
-    elements follows from the gradient.
+    One large element turns all others into zeros: few bytes, stale errors. In effect a top-k with signs, whose count
+    depends on the gradient.
 
     Args:
-        sparsity: From 1 on, below 2. Larger: more zeros.
-        exempt, high_precision: Which parameters; see `Compressor`. There is no method of higher precision.
-
-    Raises:
-        ValueError: A field is out of range.
+        sparsity: In [1, 2). Larger: more zeros.
+        exempt, high_precision: Which parameters; see `Compressor`. High precision is not used.
 
     References:
         Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",
-        2019, arXiv 1802.07389, section 3. There a server codes the mean once more.
+        2019, arXiv 1802.07389, section 3. There a server codes the mean again.
     """
 
     name: ClassVar[str] = "threelc"
