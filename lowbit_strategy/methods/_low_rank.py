@@ -151,9 +151,11 @@ class LowRankCompressor(Compressor):
     """Configurations of low-rank methods.
 
     Args:
-        rank: Of the approximation.
+        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: Relative, added to norms in the orthonormalization.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for more than
+            two columns). Relative, so the scale of gradients makes no difference.
+        high_precision: Not used.
     """
 
     rank: int = 4

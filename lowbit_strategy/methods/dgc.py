@@ -244,7 +244,6 @@ class DGC(SparseCompressor):
             the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
         warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
         warmup_densities: Of the stages; those below `density` are skipped.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,

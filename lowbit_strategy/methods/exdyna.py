@@ -157,8 +157,7 @@ class ExDyna(SparseCompressor):
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the owner's rounding error stays in the owner's residual.
-        residual, exempt, high_precision: See `TopK`.
+        values: See `TopK`; the owner's rounding errors stay in its residual.
 
     References:
         Yoon & Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",

@@ -146,7 +146,6 @@ class LoCo(Compressor):
             the uplink's. At least `bits`; for parameters of high precision, at least the uplink's codes. A downlink
             error is the same on all ranks: it is not averaged.
         high_precision_bits: Of embeddings and output heads, which have most of the error.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,

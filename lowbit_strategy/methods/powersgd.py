@@ -108,15 +108,9 @@ class PowerSGD(LowRankCompressor):
     whole local gradient: the same factors are reduced, and each rank forms its own rows.
 
     Args:
-        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
         start_step: Uncompressed until this step: early gradients are the least low-rank.
-        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
         feedback: Keep the error. Otherwise what a low rank cannot express is lost.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for
-            more than two columns). Relative, so the scale of gradients makes no difference.
-        exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

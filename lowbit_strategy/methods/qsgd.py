@@ -33,7 +33,6 @@ class QSGD(Compressor):
         norm: ``max``: least variance in practice; ``l2``: as published, sparser codes.
         return_bits: Per code on the downlink; None: `bits`.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,

@@ -80,7 +80,6 @@ class TopK(SparseCompressor):
         gather: With ``chunk`` and ``group``, send every message to all ranks instead of an owner: nothing is selected
             or coded twice, but traffic grows with W. Fewer bytes for few elements on few ranks.
         decay: With ``chunk`` and ``group``, the factor of the residual per step, in (0, 1].
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;

@@ -24,7 +24,6 @@ class DiLoCo(OuterRule):
     rank's own weights with the anchor.
 
     Args:
-        every: Optimizer steps of a round; see `OuterRule`.
         lr: Of the outer optimizer. 1 without momentum is the mean of the weights.
         momentum: Of the outer optimizer, in [0, 1). More: faster, less stable.
         nesterov: Nesterov's momentum.
@@ -32,8 +31,6 @@ class DiLoCo(OuterRule):
             optimizer from the anchors and ``lr``. `momentum` and `nesterov` are not used then.
         decay: How `lr` falls to zero over `num_steps` optimizer steps: ``"linear"``, ``"cosine"``, or ``"none"``. In
             addition to the inner optimizer's schedule, which makes pseudo-gradients smaller already.
-        fragments, delay, mix, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range, or ``torch.optim`` has no such class.
@@ -105,8 +102,6 @@ class EagerDiLoCo(DiLoCo):
     validation and checkpoints, follows the means that have arrived.
 
     Args:
-        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-        every, lr, momentum, nesterov, decay: See `DiLoCo`.
         delay, mix: Left at 0.
         optimizer_class: Left at SGD: the anchor and a rank's own share only add up if it is linear.
 
@@ -139,11 +134,6 @@ class EagerDiLoCo(DiLoCo):
 @configuration
 class StreamingDiLoCo(DiLoCo):
     """`DiLoCo` with fragments, a delay and mixing; pseudo-gradients have 2 bits unless another compressor is given.
-
-    Args:
-        fragments, delay, mix, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-        every, lr, momentum, nesterov, optimizer_class, decay: See `DiLoCo`.
 
     References:
         Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv 2501.18512 (4 bits in the

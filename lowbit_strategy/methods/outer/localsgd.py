@@ -22,10 +22,6 @@ class LocalSGD(OuterRule):
 
     With ``every=1``, an exact codec and plain SGD inside, this is synchronous training.
 
-    Args:
-        every, fragments, delay, mix, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-
     References:
         Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767.
     """
@@ -51,9 +47,7 @@ class OverlapLocalSGD(LocalSGD):
     3. ``v = momentum * v + mean(weights) - anchor``, ``anchor = anchor + v``
 
     Args:
-        every: Optimizer steps of a round; see `OuterRule`.
         momentum: Of the anchor, in [0, 1).
-        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         delay: Left at 0: bytes travel until the next fragment is sent.
         mix: Share of a rank's own weights in step 1.
 
@@ -85,8 +79,6 @@ class PostLocalSGD(LocalSGD):
     Args:
         synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
             synchronous training, more bytes.
-        synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
-        every, fragments, delay, mix, average_state: See `OuterRule`.
 
     References:
         Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
@@ -114,10 +106,7 @@ class SparseLoCo(LocalSGD):
     which would only move the few elements that were sent.
 
     Args:
-        every: Optimizer steps of a round; see `OuterRule`.
         lr: Of the outer SGD.
-        fragments, delay, mix, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
     References:
         Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.

@@ -257,7 +257,6 @@ class StateCode(Compressor):
         bits: Per code.
         block_size: Elements that share a scale.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
     """
 
     name: ClassVar[str] = "statecode"

@@ -93,8 +93,6 @@ class ACPSGD(LowRankCompressor):
 
     Sums and products are formed as `PowerSGD` forms them.
 
-    Args:
-        rank, min_compression_rate, epsilon, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

@@ -91,7 +91,7 @@ class AdaComp(Compressor):
         bin_size: Elements per bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same for tensors of three or more dims.
         values: How values travel: ``signs``, or as in `TopK`.
-        residual, exempt, high_precision: See `TopK`.
+        residual: See `TopK`.
 
     References:
         Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", 2018,

@@ -93,7 +93,6 @@ class ATOMO(LowRankCompressor):
     Args:
         rank: Atoms per rank and matrix. Larger: more bytes, less noise.
         epsilon: Not used.
-        min_compression_rate, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

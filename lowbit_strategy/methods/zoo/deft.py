@@ -139,8 +139,7 @@ class DEFT(SparseCompressor):
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the summing rank's rounding error stays in its residual.
-        residual, exempt, high_precision: See `TopK`.
+        values: See `TopK`; the owner's rounding errors stay in its residual.
 
     References:
         Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient

@@ -130,7 +130,6 @@ class EDEN(Compressor):
             scale of least error. None: no residual; a constant gradient then keeps a bias.
         residual: With `beta`: ``float32`` costs 4 bytes per parameter on every rank, ``int8`` one.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", 2021, arXiv 2105.08339, section 4;

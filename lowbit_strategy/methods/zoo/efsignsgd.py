@@ -31,7 +31,6 @@ class EFSignSGD(Compressor):
             16 / block_size more bits.
         residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,

@@ -96,7 +96,6 @@ class GSpar(SparseCompressor):
         density: Expected share of each parameter's elements that is sent, in (0, 1].
         values: How values travel; see `TopK`. Rounding errors are lost.
         residual: Not used.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", 2018, arXiv

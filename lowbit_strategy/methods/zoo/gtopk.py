@@ -150,7 +150,6 @@ class GTopK(SparseCompressor):
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
         values: See `TopK`; rounding errors go to the sender's residual.
-        residual, exempt, high_precision: See `TopK`.
 
     References:
         Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth

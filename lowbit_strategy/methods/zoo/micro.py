@@ -15,9 +15,6 @@ from lowbit_strategy.options.configuration import configuration
 class MiCRO(SparseCompressor):
     """`ExDyna` with partitions of fixed size: simpler, but uneven where large gradients are close together.
 
-    Args:
-        density, values, residual, exempt, high_precision: See `ExDyna`.
-
     References:
         Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
         Training", 2023, arXiv 2310.00967. From the definition, not from the authors' code.

@@ -67,7 +67,6 @@ class MultiScale(SharedScale):
         finer_bits: log2 of the quotient of the two steps, 1 to 8.
         block_size: Elements that share w, a power of two.
         high_precision_bits: Per code of embeddings and output heads, which have one scale.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         arXiv 2109.12497, 2021, its multi-scale quantiser: sums are exact only where all ranks use the same step.

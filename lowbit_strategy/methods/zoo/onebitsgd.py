@@ -69,8 +69,6 @@ class OneBitSGD(EFSignSGD):
 
     Args:
         block_size: Elements that share two means (bfloat16), a power of two; a column in the publication.
-        residual, high_precision_bits: See `EFSignSGD`.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of

@@ -77,10 +77,8 @@ class RandomK(SparseCompressor):
     3. the mean over ranks there, 0 elsewhere
 
     Args:
-        density: Share of each parameter's elements that is sent, in (0, 1].
         values: See `TopK`; the owner's rounding errors stay in its residual. With `scale` they are lost.
         scale: Send ``g / probability`` instead, without a residual: unbiased, with n / k times the variance.
-        residual, exempt, high_precision: See `TopK`.
 
     References:
         Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599; Wangni et al., 2018, arXiv 1710.09854.

@@ -103,12 +103,10 @@ class ScaleCom(SparseCompressor):
     Traffic does not grow with the number of ranks.
 
     Args:
-        density: Share of each parameter's elements that is sent, in (0, 1].
         values: See `TopK`; the owner's rounding errors stay in its residual.
         beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning rates,
             which otherwise make the ranks' residuals diverge.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbors, in one pass.
-        residual, exempt, high_precision: See `TopK`.
 
     References:
         Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed

@@ -266,7 +266,6 @@ class SharedScale(Compressor):
         bits: Per code, 2 to 8.
         block_size: Elements that share w, a power of two; a tensor in the publication.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         arXiv 2109.12497, 2021, on quantizers for all-reduce: QSGD with a shared maximum norm.

@@ -224,7 +224,6 @@ class SIDCo(SparseCompressor):
         values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts closest to the target in tests with any true distribution; ``gamma`` (then
             Pareto): as close, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-        residual, exempt, high_precision: See `TopK`.
 
     References:
         Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training

@@ -116,7 +116,6 @@ class SignSGD(Compressor):
         momentum: Weight of the old average, in [0, 1); 0 votes with gradients; 0.9 as published. Costs 4 bytes per
             parameter on every rank. The optimizer should have no momentum then (``SGD(momentum=0)``).
         high_precision_bits: Per code of embeddings and output heads, rounded without bias.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,

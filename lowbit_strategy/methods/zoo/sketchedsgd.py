@@ -108,11 +108,9 @@ class SketchedSGD(SparseCompressor):
     as much as top-k for the same k, so it pays from some tens of ranks on.
 
     Args:
-        density: Share of each parameter's elements that is sent, in (0, 1].
         values: See `TopK`; the owner's rounding errors stay in its residual.
         rows: Of the sketch. More: fewer small elements are taken for large ones.
         columns_per_entry: Columns per element to find. More: the same.
-        residual, exempt, high_precision: See `TopK`.
 
     References:
         Ivkin et al., "Communication-efficient Distributed SGD with Sketching", 2019, arXiv 1903.04488, algorithm 2;

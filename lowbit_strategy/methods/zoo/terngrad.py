@@ -89,7 +89,6 @@ class TernGrad(Compressor):
         scaler: One ``shared`` by all ranks, or one per ``rank``.
         return_bits: With a scaler per rank, per code on the downlink (DDP), 2 to 8.
         high_precision_bits: Per code of embeddings and output heads.
-        exempt, high_precision: Which parameters; see `Compressor`.
 
     References:
         Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,
