@@ -1,6 +1,6 @@
-"""What a compressor of your own is made of, and `register_compressor`, which gives it its names.
+"""Base classes for your own compressor, and `register_compressor`, which gives it its names.
 
-The page "Write a compressor" shows how; the architecture says which base class serves what.
+See the pages "Write a compressor" and "Architecture".
 """
 
 from lowbit_strategy.codecs.base import Codec

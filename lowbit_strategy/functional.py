@@ -1,9 +1,9 @@
-"""Compressed collectives of tensors, over any process group: for what is neither a gradient nor a weight.
+"""Compressed collectives of any tensors, over any process group.
 
-Embeddings of recommenders, tokens of experts, activations between stages. Each function takes a tensor and gives a new
-one; all ranks of the group call it, with the same `codec`. Nothing is remembered from call to call: what a code leaves
-out is lost, or within the bound of a `Bounded`. All are differentiable, any number of times: gradients go back through
-the opposite collective, coded, as do the gradients' own. So all ranks must differentiate alike.
+For embeddings of recommenders, tokens of experts, activations between stages. Each function returns a new tensor; all
+ranks of the group call it with the same `codec`. There is no state: errors are lost, or within the bound of `Bounded`.
+All are differentiable, any number of times: gradients take the opposite collective, coded, so all ranks must
+differentiate alike.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BLOCK_SIZE = 128
 def all_reduce(
     x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
 ) -> Tensor:
-    """The mean, or the sum, over the ranks; bit-identical on all of them. Its gradient is reduced likewise.
+    """The mean or sum over ranks, bit-identical on all of them. Its gradient is reduced in the same way.
 
-    1. the tensor is cut into a chunk per rank; each is coded and sent to its owner
-    2. the owner adds up what it decodes, in rank order, and codes the result
+    1. the tensor is cut into one chunk per rank; each is coded and sent to its owner
+    2. the owner decodes and adds in rank order, and codes the result
     3. all ranks gather and decode the results
 
     Args:
@@ -45,13 +45,13 @@ def all_reduce(
         codec: Bits of a blockwise code, any codec, or `Bounded`, whose bound holds for the result.
         op: ``mean`` or ``sum``.
         group: The default group if None.
-        seed: Of codecs that round at random: another one per call.
+        seed: Of codecs that round at random: a different one per call.
 
     Returns:
-        A tensor of the shape and type of `x`.
+        A tensor of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `codec` is no code, or `op` no operation.
+        ValueError: `codec` or `op` is none of those above.
     """
     result: Tensor = _AllReduce.apply(x, codec, op, group, seed)
     return result
@@ -60,7 +60,7 @@ def all_reduce(
 def reduce_scatter(
     x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
 ) -> Tensor:
-    """The mean, or the sum, over the ranks; rank r gets the r-th of W equal parts of dim 0. Gradients are gathered.
+    """The mean or sum over ranks; rank r gets the r-th of W equal parts of dim 0. Gradients are gathered.
 
     Args:
         x: Floats, ``[W * n, ...]``.
@@ -70,10 +70,10 @@ def reduce_scatter(
         seed: As in `all_reduce`.
 
     Returns:
-        ``[n, ...]`` in the type of `x`.
+        ``[n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Dim 0 cannot be divided by the number of ranks; `codec` is no code, or `op` no operation.
+        ValueError: Dim 0 is not divisible by the number of ranks; `codec` or `op` is none of those above.
     """
     result: Tensor = _ReduceScatter.apply(x, codec, op, group, seed)
     return result
@@ -87,20 +87,20 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """All ranks' tensors, one after the other along dim 0. Differentiable: gradients are summed by `reduce_scatter`.
+    """All ranks' tensors, concatenated along dim 0. Gradients are summed by `reduce_scatter`.
 
     Args:
         x: Floats, ``[n, ...]``, of the same shape on all ranks.
-        codec: As in `all_reduce`. The own part is decoded as well: all ranks have the same result.
-        backward: Of the gradients; None: as `codec`.
+        codec: As in `all_reduce`. The own part is decoded too: all ranks have the same result.
+        backward: Of the gradients; None: `codec`.
         group: The default group if None.
         seed: As in `all_reduce`.
 
     Returns:
-        ``[W * n, ...]`` in the type of `x`.
+        ``[W * n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: `codec` is no code.
+        ValueError: `codec` is none of those above.
     """
     result: Tensor = _AllGather.apply(x, codec, codec if backward is None else backward, group, seed)
     return result
@@ -116,23 +116,22 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Parts of dim 0 to the ranks in order, as ``torch.distributed.all_to_all_single``. Differentiable: gradients go
-    back the same way.
+    """Parts of dim 0 to the ranks in order, as ``torch.distributed.all_to_all_single``. Gradients go back the same way.
 
     Args:
         x: Floats, ``[n, ...]``.
-        codec: As in `all_reduce`. What stays on this rank is coded like the rest.
-        output_splits: Rows from every rank; None: as `input_splits`.
+        codec: As in `all_reduce`. The part that stays on this rank is coded too.
+        output_splits: Rows from every rank; None: `input_splits`.
         input_splits: Rows to every rank; None: equal parts.
-        backward: Of the gradients; None: as `codec`.
+        backward: Of the gradients; None: `codec`.
         group: The default group if None.
         seed: As in `all_reduce`.
 
     Returns:
-        ``[sum(output_splits), ...]`` in the type of `x`.
+        ``[sum(output_splits), ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Splits do not fit; `codec` is no code.
+        ValueError: Splits do not fit; `codec` is none of those above.
     """
     world_size = dist.get_world_size(group)
     ins = _splits(x, input_splits, world_size, "input_splits")
@@ -150,7 +149,7 @@ class _AllReduce(torch.autograd.Function):
         comm, code = GroupComm(group), _Coder.of(codec)
         cut = flat_cut(x.numel(), comm.world_size, code.block_size)
         sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
-        # half of a bound for each hop; the errors of a sum add up
+        # half of the bound for each hop; errors of a sum add up
         up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
         own = _sum(x.reshape(-1).split(sizes), up, comm, op, seed)
         parts = _gather(own, down, comm, sizes, seed + 1)
@@ -215,7 +214,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Coder:
-    """Either kind of code with one interface."""
+    """One interface to both kinds of codes."""
 
     def __init__(self, code: Codec | Bounded) -> None:
         self._code = code
@@ -233,12 +232,12 @@ class _Coder:
         return _BLOCK_SIZE if isinstance(self._code, Bounded) else self._code.block_size
 
     def within(self, share: float) -> _Coder:
-        """The same with this share of its bound, if it has one."""
+        """With this share of the bound, if there is one."""
         code = self._code
         return _Coder(replace(code, bound=code.bound * share)) if isinstance(code, Bounded) else self
 
     def nbytes(self, numel: int) -> int | None:
-        """Of a message; None: it depends on the values."""
+        """Bytes of a message; None: depends on the values."""
         return None if isinstance(self._code, Bounded) else self._code.wire_nbytes(numel)
 
     def encode(self, x_N: Tensor, seed: int) -> Tensor:
@@ -253,27 +252,27 @@ class _Coder:
 
 
 def _send(messages: Sequence[Tensor], code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
-    """One tensor to each rank, one of `numels` elements from each; decoded, float32."""
+    """Sends one tensor to each rank, and decodes one of `numels` elements from each, float32."""
     wires = [code.encode(message, seed + rank) for rank, message in enumerate(messages)]
     received = _transport(wires, comm, [code.nbytes(numel) for numel in numels])
     return [code.decode(wire, numel) for wire, numel in zip(received, numels, strict=True)]
 
 
 def _gather(x_N: Tensor, code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
-    """The same tensor to all ranks."""
+    """Sends one tensor to all ranks, and decodes theirs."""
     wire = code.encode(x_N.detach(), seed)
     received = _transport([wire] * comm.world_size, comm, [code.nbytes(numel) for numel in numels])
     return [code.decode(each, numel) for each, numel in zip(received, numels, strict=True)]
 
 
 def _transport(wires: Sequence[Tensor], comm: Comm, sizes: Sequence[int | None]) -> list[Tensor]:
-    """Bytes to and from every rank. Sizes that the receiver cannot know travel before."""
+    """Bytes to and from every rank. Sizes that the receiver cannot know are sent first."""
     known = [size for size in sizes if size is not None]
     return finished(scatter_uneven(wires, comm, known if len(known) == len(sizes) else None))
 
 
 def _sum(parts: Sequence[Tensor], code: _Coder, comm: Comm, op: Operation, seed: int) -> Tensor:
-    """float32: the own part of all ranks, added in rank order."""
+    """float32: all ranks' tensors for this rank, added in rank order."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
     received = _send(parts, code, comm, [parts[comm.rank].numel()] * comm.world_size, seed)

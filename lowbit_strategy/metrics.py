@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Pair(Metric):
-    """Squares of the compensated gradient, of what was sent and of the difference; and their product."""
+    """Squares of the compensated gradient h, of what was sent and of the difference; and the product of h and sent."""
 
     is_differentiable = False
     full_state_update = False
@@ -96,7 +96,7 @@ class CompressionGain(_Pair):
 
 
 class ResidualNorm(Metric):
-    """Norm of residuals: of all the tensors of one update and all ranks together, mean over updates (root mean square).
+    """Norm of residuals: of all tensors of an update, over all ranks, root mean square over updates.
 
     Example:
         >>> metric = ResidualNorm()
@@ -129,7 +129,7 @@ class ResidualNorm(Metric):
 
 
 class _Wire(Metric):
-    """Bytes and elements, integers that do not round; summed over ranks."""
+    """Bytes and elements, as integers, summed over ranks."""
 
     is_differentiable = False
     full_state_update = False

@@ -42,8 +42,8 @@ _UNUSED = {"": None, "_find_unused_parameters_true": True, "_find_unused_paramet
 
 
 def register_compressor(name: str, compressor: Compressor) -> None:
-    """Make a compressor known by name: strategies ``<name>_ddp``, ``<name>_fsdp``, ``<name>_hsdp``, and `name` wherever
-    a compressor is expected. Call it where every process comes by, at the end of the module that has the compressor.
+    """Register a compressor: strategies ``<name>_ddp``, ``<name>_fsdp``, ``<name>_hsdp``, and `name` wherever a
+    compressor is expected. Call it at the end of the compressor's module, so that every process does.
 
     Args:
         name: Lower-case letters, digits and underscores.
@@ -70,7 +70,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
 
 
 def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Each strategy's name with that of its compressor or rule, its kind (``DDP`` or ``FSDP``), its other arguments."""
+    """For each strategy: its name, its compressor or rule, ``DDP`` or ``FSDP``, other arguments."""
     for name in (*COMPRESSORS, _AUTO, *RULES):
         if name not in RULES:
             yield f"{name}_fsdp", name, "FSDP", {}
@@ -83,7 +83,7 @@ def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 
 def register_names(module: ModuleType) -> None:
-    """Put all names into the registry of `module`, a framework's ``strategies``."""
+    """Add all names to the registry of `module`, a framework's ``strategies``."""
     registry_name, ours = _REGISTRIES[module.__name__]
     registry = getattr(module, registry_name)
     for name, base, kind, options in strategy_names():
@@ -96,12 +96,12 @@ def register_names(module: ModuleType) -> None:
 
 
 def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
-    """A Trainer asks for it."""
+    """Called by the registry."""
     return getattr(import_module(ours), strategy)(**named(base), **options)
 
 
 def named(base: str) -> dict[str, Any]:
-    """What the name of a compressor or an outer rule stands for: arguments of a strategy."""
+    """A strategy's arguments for the name of a compressor or an outer rule."""
     from lowbit_strategy.methods.auto import Auto
     from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
     from lowbit_strategy.methods.registry import preset
@@ -112,9 +112,7 @@ def named(base: str) -> dict[str, Any]:
 
 
 class _Names(list[str]):
-    """The names of a registry. Frameworks look a strategy up in it, and their error for an unknown one has no hint: a
-    warning before it gives one.
-    """
+    """The names of a registry. Looking up an unknown one gives a hint, which the frameworks' own errors lack."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
@@ -125,7 +123,7 @@ class _Names(list[str]):
 
 
 def _advice(name: str, known: list[str]) -> str:
-    """What to write instead of a name that looks like one of ours; empty if it does not."""
+    """A hint for an unknown name that looks like one of ours; "" if it does not."""
     from lowbit_strategy.options.suggestions import nearest
 
     if name in COMPRESSORS:

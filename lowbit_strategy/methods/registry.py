@@ -41,25 +41,18 @@ from lowbit_strategy.methods.zoo.threelc import ThreeLC
 
 __all__ = ["PRESETS", "as_compressor", "from_options", "preset"]
 
+_WITH_DEFAULTS = (
+    ACPSGD, ATOMO, AdaComp, DEFT, Dense, EDEN, EF21, EFSignSGD, ErrorFeedback, ExDyna, GradiVeQ, GSpar, GTopK, LoCo,
+    MiCRO, MultiScale, NaturalCompression, OneBitSGD, Partition, PowerSGD, QSGD, RandomK, Rotate, ScaleCom, SharedScale,
+    SIDCo, SignSGD, SketchedSGD, TernGrad, ThreeLC, TopK, WarmUp,
+)  # fmt: skip
+
+# Below 4 bits LoCo is never reset: the residual then holds several gradients, which a reset would lose.
 _UNIT_GAIN = LoCo(bits=3, codebook="unit_gain", block_size=64, reset_steps=None)
 
-# Below 4 bits LoCo is never reset: its residual then holds several gradients that a reset would throw away.
 PRESETS: dict[str, Compressor] = {
-    "acpsgd": ACPSGD(),
-    "adacomp": AdaComp(),
-    "atomo": ATOMO(),
-    "deft": DEFT(),
-    "dense": Dense(),
+    **{compressor.name: compressor() for compressor in _WITH_DEFAULTS},
     "dgc": DGC(warmup_steps=100),
-    "eden": EDEN(),
-    "ef21": EF21(),
-    "efsignsgd": EFSignSGD(),
-    "errorfeedback": ErrorFeedback(),
-    "exdyna": ExDyna(),
-    "gradiveq": GradiVeQ(),
-    "gspar": GSpar(),
-    "gtopk": GTopK(),
-    "loco": LoCo(),
     "loco1": replace(
         _UNIT_GAIN,
         bits=1,
@@ -72,27 +65,10 @@ PRESETS: dict[str, Compressor] = {
     "loco2": replace(_UNIT_GAIN, bits=2, return_beta=0.8),
     "loco3": _UNIT_GAIN,
     "loco4": LoCo(),
-    "loco_uniform": LoCo(codebook="uniform"),  # as published
     "loco_ternary": replace(_UNIT_GAIN, bits=2, codebook="ternary_unit_gain", return_beta=0.8),
-    "micro": MiCRO(),
-    "multiscale": MultiScale(),
-    "naturalcompression": NaturalCompression(),
-    "onebitsgd": OneBitSGD(),
-    "partition": Partition(),
-    "powersgd": PowerSGD(),
-    "qsgd": QSGD(),
-    "randomk": RandomK(),
-    "rotate": Rotate(),
-    "scalecom": ScaleCom(),
-    "sharedscale": SharedScale(),
-    "sidco": SIDCo(),
-    "signsgd": SignSGD(),
+    "loco_uniform": LoCo(codebook="uniform"),  # as published
     "signum": SignSGD(momentum=0.9),
-    "sketchedsgd": SketchedSGD(),
-    "terngrad": TernGrad(),
-    "threelc": ThreeLC(),
-    "topk": TopK(),
-    "warmup": WarmUp(),
 }
+PRESETS = dict(sorted(PRESETS.items()))
 
 register_presets(PRESETS)
