@@ -151,9 +151,9 @@ class ExDyna(SparseCompressor):
 
     The authors' rules take hundreds of steps to settle. Theirs moves the threshold by 0.5 % per step from a start of
     ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose from: at the start,
-    while estimates move by more than 3 % per step, and when the count is off by more than a factor of 1.1. Theirs moves
-    partitions by one block per step; here they are cut again when a load is more than a tenth above the mean. Loads are
-    moving averages of counts. At most four times the wanted number is sent.
+    while estimates move by more than 3 % per step, and when the count is further than a factor of 1.1 from the target.
+    Theirs moves partitions by one block per step; here they are cut again when a load is more than a tenth above the
+    mean. Loads are moving averages of counts. No more than four times the wanted number is sent.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
