@@ -38,7 +38,7 @@ def timed(elastic: Elastic, width: int, turns: int) -> list[float]:
     """Seconds of each turn of one replica."""
     replica = Replica(elastic, rule=RULE, model=net(width))
     replica.outer.join()
-    replica.outer.on_turn = lambda: None  # the model's notes, which digest all anchors once more
+    replica.outer.on_sync = lambda: None  # the model's notes, which digest all anchors once more
     found = [seconds(replica.model, functools.partial(replica.outer.after_step, 0.1)) for _ in range(turns)]
     replica.outer.finish()
     replica.membership.leave()

@@ -56,13 +56,13 @@ def main() -> None:
         wall = time.monotonic() - start
         (Path(name) / "stop").touch()
         results = run.results(*STAY)
-        num_turns = check(Path(name), results)
+        num_syncs = check(Path(name), results)
     report = {
         "heartbeat_s": HEARTBEAT_S,
         "round_s": ROUND_S,
         "faults": sum(map(len, found.values())),
         "wall_s": round(wall, 1),
-        "turns": num_turns,
+        "turns": num_syncs,
         "recovery_s": {
             moment: {"median": round(statistics.median(times), 2), "worst": round(max(times), 2), "times": len(times)}
             for moment, times in found.items()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.shared_state import from_first_rank
+from lowbit_strategy.attach.shared_state import from_first_rank, resharded
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
@@ -25,7 +25,6 @@ from lowbit_strategy.model.parameters import canonical_name, trainable_parameter
 from lowbit_strategy.model.parts import local_part
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
-from lowbit_strategy.rounds.fragment import sharded_like
 from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
 
 _log = logging.getLogger("lowbit_strategy")
@@ -133,7 +132,7 @@ class LocalSteps:
         state = {name: part.state_dict() for name, part in parts.items()}
         shared = from_first_rank(state, self.sync.ranks.peers, self.sync.device)
         for name, part in parts.items():
-            part.load_state_dict(sharded_like(part, shared[name]))
+            part.load_state_dict(resharded(part, shared[name]))
         self._train_together()
 
     def _train_together(self) -> None:
@@ -157,7 +156,7 @@ class LocalSteps:
         if self._check_digest:
             shared = ChainMap(outer.anchors, outer.model.buffers.shared)
             digest = ParameterDigest(lambda: shared, self.sync.ranks.peers, self.sync.device)
-            outer.on_turn = lambda: digest.after_step(self.sync.step_index)
+            outer.on_sync = lambda: digest.after_step(self.sync.step_index)
         return outer
 
     def _parts(self) -> Mapping[str, Stateful]:
@@ -245,7 +244,7 @@ class LocalSteps:
             self.outer.after_step(self._learning_rate)
         is_local = self.rule.is_local(self.sync.step_index)
         if is_local and self.outer is None:
-            self._start().model.buffers.meet(self.sync.ranks.peers, self.sync.device)
+            self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
         elif not is_local and self.outer is not None:
             self._stop()
 
@@ -255,7 +254,7 @@ class LocalSteps:
         """
         if self.outer is None:
             return
-        now = (self.sync.step_index, self.outer.num_turns)
+        now = (self.sync.step_index, self.outer.num_syncs)
         before, self._validated = self._validated, now
         if self._warned or now[0] == before[0] or now[1] > before[1]:
             return
@@ -350,7 +349,7 @@ class LocalSteps:
             parts = self.own()
             for name, saved in state["own"].items():
                 if name in parts:
-                    parts[name].load_state_dict(sharded_like(parts[name], saved))
+                    parts[name].load_state_dict(resharded(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
     def adopt(self, earlier: LocalSteps) -> None:
@@ -360,7 +359,7 @@ class LocalSteps:
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
         if self.outer is None or earlier.outer is None or not earlier.outer.finished:
             return
-        if self.outer.model.has_other_weights(earlier.outer.anchors):
+        if self.outer.model.differs(earlier.outer.anchors):
             self._loaded = None
 
 

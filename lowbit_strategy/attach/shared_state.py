@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
 from lowbit_strategy.model.parts import local_part
@@ -60,3 +61,26 @@ def _replaced(value: Any, kind: type[Any], replace: Callable[[Any], Any]) -> Any
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_replaced(each, kind, replace) for each in value)
     return value
+
+
+def resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state, its tensors sharded again as their parameters are."""
+    groups = getattr(part, "param_groups", None)
+    if groups is None:  # a gradient scaler
+        return dict(saved)
+    params = [param for group in groups for param in group["params"]]
+    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _like(param: Tensor, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

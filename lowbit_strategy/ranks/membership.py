@@ -98,7 +98,7 @@ class Membership:
         self._num_failures = 0  # exchanges, since one has succeeded
         self._has_met = False  # others, who fit
 
-    def meet(self, round_index: int) -> Members:
+    def rendezvous(self, round_index: int) -> Members:
         """Wait until all who live are there, and connect to them if they are others than before.
 
         Args:

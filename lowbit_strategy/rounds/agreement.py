@@ -1,9 +1,10 @@
-"""What members who meet agree on: who is right, who is new, what each counts in the mean. Pure functions of numbers.
+"""What replicas agree on when they meet: torchft's `Manager` votes inside one replica, and compares step numbers alone.
 
-A turn is committed in two steps, as any transaction among several: all have received everything (they are prepared),
-and all know it. A member that is lost between the two leaves some who know and some who do not. So every member has a
-history, a number that names all turns committed so far, and those who are prepared know which it would become. When
-members meet again, whoever has committed tells the others by its history.
+With it one replica commits while another does not, and two with other weights after the same number of steps continue
+as two runs. Here a synchronization is committed in two steps: all have received everything (they are prepared), and all
+know it. If a member is lost in between, some know and some do not. So each member has a history, a number that names
+all synchronizations committed so far, and a prepared one knows what it would become. When members meet again, those who
+have committed tell the others by their history. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ NO_HISTORY = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What one member says when members meet; integers only.
+class MemberState:
+    """What one member reports when members meet; integers only.
 
     Args:
         clock: Agreements so far, of all members that it has met; 0: it is new.
-        history: Of the turns that it has committed.
-        prepared: What `history` becomes if the turn that it is prepared for was committed; `NO_HISTORY`: it is not.
+        history: Of the synchronizations that it has committed.
+        prepared: What `history` becomes if the one that it is prepared for was committed; `NO_HISTORY`: it is not.
         digest: Of all that members share: anchors, outer optimizer, averaged buffers.
         steps: Optimizer steps.
-        trained: Samples since the last turn of the fragment that comes next.
-        due: Its turn has come; otherwise it is there to join.
-        group: Digest of the members among which its residuals lie.
+        trained: Samples since the next fragment was last synchronised.
+        due: It is ready to synchronise; otherwise it only joins.
+        group: Digest of the members to which its residuals belong.
         position: How far the stream of samples has been used.
     """
 
@@ -49,15 +50,15 @@ class Agreement:
     """The same on all members.
 
     Args:
-        helper: The member whose state is everybody's.
+        helper: The member whose state is everyone's.
         clock: Agreements so far, with this one.
         history: The helper's.
         to_commit: Members that are prepared for the helper's history: they commit what they have.
-        to_heal: Members that are somewhere else: they get the helper's state.
-        diverged: Of those, the ones that have the helper's history, and other weights all the same.
+        to_heal: Members that have another state: they get the helper's.
+        diverged: Of those, the ones with the helper's history, but other weights.
         steps: Optimizer steps that count for all.
-        position: Where the stream of samples goes on.
-        exchanges: Whether a turn is taken.
+        position: Where the stream of samples continues.
+        exchanges: Whether they synchronise now.
     """
 
     helper: int
@@ -71,58 +72,76 @@ class Agreement:
     exchanges: bool
 
 
-def of_replica(standings: Sequence[Standing]) -> Standing:
-    """What a replica says.
-
-    Args:
-        standings: Of its ranks, in their order, which differ in what each has of the model and of the samples.
-    """
-    digests = ",".join(str(each.digest) for each in standings)
+def merge_ranks(states: Sequence[MemberState]) -> MemberState:
+    """What a replica reports, from its ranks in order, which differ in their shards and samples."""
+    digests = ",".join(str(each.digest) for each in states)
     return replace(
-        standings[0],
+        states[0],
         digest=int.from_bytes(hashlib.sha256(digests.encode()).digest()[:7], "big"),
-        trained=sum(each.trained for each in standings),
-        position=max(each.position for each in standings),
+        trained=sum(each.trained for each in states),
+        position=max(each.position for each in states),
     )
 
 
-def agree(standings: Sequence[Standing]) -> Agreement:
-    """Args:
-    standings: Of all members, in the order of ranks.
-    """
-    ranks = range(len(standings))
-    # whoever has met others last is right: those who went on without somebody have agreed to. Of those, one who knows
-    helper = max(ranks, key=lambda rank: (standings[rank].clock, standings[rank].prepared == NO_HISTORY, -rank))
-    right = standings[helper]
-    to_commit = tuple(
-        rank
-        for rank in ranks
-        if standings[rank].prepared not in (NO_HISTORY, standings[rank].history)
-        and standings[rank].prepared == right.history
-    )
-    same = [rank for rank in ranks if standings[rank].history == right.history]
-    diverged = tuple(rank for rank in same if standings[rank].digest != right.digest and standings[rank].clock)
-    healed = {*ranks} - {*same} - {*to_commit} | {rank for rank in same if standings[rank].digest != right.digest}
-    unchanged = [each for rank, each in enumerate(standings) if rank not in healed]
+def agree(states: Sequence[MemberState]) -> Agreement:
+    """From all members, in the order of ranks."""
+    ranks = range(len(states))
+    # the last to have met others is right: those who continued without someone agreed to. Among those, one who knows
+    helper = max(ranks, key=lambda rank: (states[rank].clock, states[rank].prepared == NO_HISTORY, -rank))
+    right = states[helper]
+    same = [rank for rank in ranks if states[rank].history == right.history]
+    knows = right.history != NO_HISTORY
+    to_commit = tuple(r for r in ranks if knows and r not in same and states[r].prepared == right.history)
+    diverged = tuple(rank for rank in same if states[rank].digest != right.digest and states[rank].clock)
+    healed = {*ranks} - {*same} - {*to_commit} | {rank for rank in same if states[rank].digest != right.digest}
+    unchanged = [each for rank, each in enumerate(states) if rank not in healed]
     return Agreement(
         helper=helper,
-        clock=1 + max(each.clock for each in standings),
+        clock=1 + max(each.clock for each in states),
         history=right.history,
         to_commit=to_commit,
         to_heal=tuple(sorted(healed)),
         diverged=diverged,
         steps=max(each.steps for each in unchanged),
         position=max(each.position for each in unchanged),
-        exchanges=any(each.due for each in standings),
+        exchanges=any(each.due for each in states),
     )
 
 
 def history_after(history: int, clock: int) -> int:
-    """What a history becomes when the turn that was agreed on as number `clock` is committed; never `NO_HISTORY`."""
+    """What a history becomes when the synchronization of agreement number `clock` is committed; never `NO_HISTORY`."""
     return hash32(hash32(history) + clock) or 1
 
 
-def weights_of(trained: Sequence[int]) -> tuple[float, ...]:
-    """What each member counts in the mean, 1 on average; exactly 1 where all have trained as much, or nobody has."""
+def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
+    """Each member's weight in the mean, 1 on average; exactly 1 if all have trained equally many samples, or none."""
     total = sum(trained)
     return tuple(each * len(trained) / total if total else 1.0 for each in trained)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembersChange:
+    """The members are others than at the synchronization before.
+
+    Args:
+        step: Optimizer steps completed before.
+        members: The names of all, in the order of ranks.
+        joined: Those that are new; at first all.
+        lost: Those that are gone.
+        seconds: From the end of a round, or the start, until all that are left had met and had the same state.
+    """
+
+    step: int
+    members: tuple[str, ...]
+    joined: tuple[str, ...]
+    lost: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        changes = [
+            f"{what}: {', '.join(names)}" for what, names in (("joined", self.joined), ("lost", self.lost)) if names
+        ]
+        return (
+            f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
+            f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
+        )

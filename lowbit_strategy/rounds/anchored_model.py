@@ -1,16 +1,19 @@
-"""Which weights a model has on one rank: its own, or the anchors that all ranks share."""
+"""Which weights and buffers a model has on one rank: its own, or those that all ranks share."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
+from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.model.parts import local_part
 from lowbit_strategy.rounds.fragment import Fragment
 
 _log = logging.getLogger("lowbit_strategy")
@@ -22,14 +25,14 @@ class AnchoredModel:
     Args:
         fragments: Its parameters, each with an anchor.
         buffers: Of the model.
-        sync: Learns where its weights have changed beside an optimizer's steps.
+        sync: Is told where weights change outside of optimizer steps.
     """
 
     def __init__(self, fragments: Sequence[Fragment], buffers: AveragedBuffers, sync: GradientSync) -> None:
         self.fragments = list(fragments)
         self.buffers = buffers
         self._sync = sync
-        # this rank's own weights and buffers, while the model has what all ranks share
+        # this rank's own weights and buffers, while the model has the shared ones
         self._aside: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
 
     @property
@@ -39,21 +42,21 @@ class AnchoredModel:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """What the model computes with, by name."""
+        """The model's current weights, by name."""
         return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
 
     @property
     def own_weights(self) -> dict[str, Tensor]:
-        """This rank's, whatever the model has at present."""
+        """This rank's, also inside `shared`."""
         return self.params if self._aside is None else self._aside[0]
 
     def state_of_buffers(self) -> dict[str, dict[str, Tensor]]:
-        """Likewise: this rank's own, what all ranks share of them, and what has no mean."""
+        """The shared ones, this rank's own of those (also inside `shared`), and what is not averaged."""
         own = self.buffers.own if self._aside is None else self._aside[1]
         return {"shared": self.buffers.shared, "own": own, "private": self.buffers.private}
 
     def compare_buffers(self) -> None:
-        """In a turn, on all ranks: average what differs between them, and warn of what has no mean."""
+        """On all ranks: average what differs between them, and warn about what has no mean."""
         comm = self._sync.ranks.peers
         before = comm.sent_nbytes
         names = self.buffers.compare(comm, self._sync.device)
@@ -78,51 +81,23 @@ class AnchoredModel:
         try:
             yield
         finally:
-            if self._aside is not None:  # nobody has called `keep`
+            if self._aside is not None:  # `keep` was not called
                 weights, buffers = self._aside
                 self.use(weights)
                 self.buffers.use(buffers)
                 self._aside = None
 
+    def keep(self) -> None:
+        """In `shared`: this rank continues from what the model has now."""
+        self._aside = None
+
     @torch.no_grad()
     def use(self, weights: Mapping[str, Tensor]) -> None:
-        """Put these, as far as there are any, into the model."""
+        """Copy `weights` into the model; parameters without an entry stay."""
         for name, param in self.params.items():
             if name in weights:
                 param.copy_(weights[name])
         self._changed()
-
-    def differs(self, anchors: Mapping[str, Tensor]) -> bool:
-        """Whether the model has other weights than `anchors`, as far as there are any."""
-        kept = {name: param for name, param in self.params.items() if name in anchors}
-        return any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in kept.items())
-
-    def has_other_weights(self, anchors: Mapping[str, Tensor]) -> bool:
-        """Whether the model has other weights than these, on this rank or on one that has the same model."""
-        differs = torch.tensor(int(self.differs(anchors)), device=self._sync.device)
-        if self._sync.ranks.intra_node is not None:
-            self._sync.ranks.intra_node.all_reduce_max(differs).wait()
-        return bool(differs)
-
-    def keep(self) -> None:
-        """In `shared`: this rank goes on from what the model has."""
-        self._aside = None
-
-    def rebase(self) -> None:
-        """What the model has are the anchors from now on."""
-        for fragment in self.fragments:
-            fragment.rebase()
-        self.buffers.rebase()
-
-    @torch.no_grad()
-    def rebase_on_mean(self, names: Iterable[str]) -> None:
-        """Each rank has these in its own way: their anchors are the mean. On all ranks."""
-        peers = self._sync.ranks.peers.twin()  # beside the engine's counters
-        for name in names:
-            total = self.anchors[name].contiguous()
-            peers.all_reduce(total).wait()
-            self.anchors[name].copy_(total / peers.world_size)
-        peers.end()
 
     def use_shared(self) -> None:
         """The model has the anchors and the averaged buffers from now on."""
@@ -134,3 +109,183 @@ class AnchoredModel:
     def _changed(self) -> None:
         if self._sync.weights is not None:
             self._sync.weights.invalidate()
+
+    def differs(self, anchors: Mapping[str, Tensor]) -> bool:
+        """Whether the model has other weights than `anchors`, on this rank or on one that shards the same model."""
+        kept = {name: param for name, param in self.params.items() if name in anchors}
+        here = any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in kept.items())
+        differs = torch.tensor(int(here), device=self._sync.device)
+        if self._sync.ranks.intra_node is not None:
+            self._sync.ranks.intra_node.all_reduce_max(differs).wait()
+        return bool(differs)
+
+    def rebase(self) -> None:
+        """Set the anchors to the model's current weights and buffers."""
+        for fragment in self.fragments:
+            fragment.rebase()
+        self.buffers.rebase()
+
+    @torch.no_grad()
+    def rebase_on_mean(self, names: Iterable[str]) -> None:
+        """On all ranks: set these anchors to the mean over the ranks."""
+        peers = self._sync.ranks.peers.twin()  # beside the engine's counters
+        for name in names:
+            total = self.anchors[name].contiguous()
+            peers.all_reduce(total).wait()
+            self.anchors[name].copy_(total / peers.world_size)
+        peers.end()
+
+
+class AveragedBuffers:
+    """What a model has in addition to trained parameters: averaged over ranks, or each rank's own.
+
+    * Floating-point buffers, such as BatchNorm's, are averaged. Their change since the last average is sent, so one
+      that never changes, such as a mask with infinite entries, stays the same bit for bit.
+    * Frozen parameters are watched: one that differs between ranks (a teacher that follows the rank's student) is
+      averaged from then on. The others cost nothing.
+    * Anything else, such as counts, has no mean: it stays this rank's own, and is saved with its weights.
+
+    Args:
+        beside: Gives buffers and frozen parameters by name, the same names on all ranks. Called whenever they are
+            needed: a model may replace its buffers.
+
+    Attributes:
+        shared: By name.
+    """
+
+    def __init__(self, beside: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._beside = beside
+        found = beside().items()
+        names = [name for name, each in found if each.is_floating_point() and not isinstance(each, nn.Parameter)]
+        self.shared = {name: each.detach().clone() for name, each in self._live(names).items()}
+        self._reported: set[str] = set()  # has no mean, and differs between ranks
+        self._agreed = self._digests()
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """The model's current values of what is averaged, live."""
+        return self._live(self.shared)
+
+    @property
+    def private(self) -> dict[str, Tensor]:
+        """The rest, live, without frozen parameters that have not changed since all ranks agreed."""
+        now, beside = self._digests(), self._beside()
+        as_agreed = {name for name, digest in now.items() if digest == self._agreed.get(name)}
+        same = {name for name in as_agreed if isinstance(beside[name], nn.Parameter)}
+        return self._live(name for name in beside if name not in self.shared and name not in same)
+
+    def _live(self, names: Iterable[str]) -> dict[str, Tensor]:
+        beside = self._beside()
+        return {name: local_part(beside[name]) for name in names if name in beside}
+
+    def _digests(self) -> dict[str, int]:
+        """Of all that is not averaged and may have to be."""
+        return self._digests_of(name for name in self._beside() if name not in {*self.shared, *self._reported})
+
+    def _digests_of(self, names: Iterable[str]) -> dict[str, int]:
+        found = self._live(names)
+        tensors = list(found.values())
+        return dict(zip(found, digests(tensors, tensors[0].device).tolist(), strict=True)) if found else {}
+
+    def align(self, comm: Comm, device: torch.device) -> None:
+        """Local steps begin, on all ranks: averaged buffers that differ between them start at the mean.
+
+        Args:
+            comm: The ranks that have the same part of the model.
+            device: Of its collectives.
+        """
+        for name in _differing(self._digests_of(self.shared), comm, device):
+            self._start_at_mean_(name, comm, device)
+
+    def compare(self, comm: Comm, device: torch.device) -> list[str]:
+        """On all ranks: anything else that differs and has a mean starts at it, and is averaged from now on.
+
+        Args:
+            comm: As for `align`.
+            device: As for `align`.
+
+        Returns:
+            Names of what differs and has no mean, each once.
+        """
+        without_mean = []
+        for name in _differing(self._digests(), comm, device):
+            if self._beside()[name].is_floating_point():
+                self._start_at_mean_(name, comm, device)
+            else:
+                without_mean.append(name)
+        self._reported |= {*without_mean}
+        self._agreed = self._digests()
+        return without_mean
+
+    @torch.no_grad()
+    def _start_at_mean_(self, name: str, comm: Comm, device: torch.device) -> None:
+        own = self._live([name])[name]
+        total = own.to(device, torch.float32, copy=True).contiguous()
+        comm.all_reduce(total).wait()
+        own.copy_(total / comm.world_size)
+        self.shared[name] = own.clone()
+
+    @torch.no_grad()
+    def changes(self) -> list[Tensor]:
+        """float32, flat, for each buffer: this rank's minus the shared one. NaN counts as unchanged: a batch that
+        overflowed must not spoil the other ranks' statistics.
+        """
+        buffers = self.own
+        pairs = [(buffers[name], shared) for name, shared in self.shared.items()]
+        return [
+            torch.where((own == shared) | own.isnan(), 0.0, own.float() - shared.float()).reshape(-1)
+            for own, shared in pairs
+        ]
+
+    @torch.no_grad()
+    def take_(self, mean_change_N: Tensor, mix: float) -> None:
+        """Add the mean of all ranks' `changes` to the shared buffers; the own ones keep a share `mix` of themselves."""
+        at, buffers = 0, self.own
+        for name, shared in self.shared.items():
+            change = mean_change_N[at : at + shared.numel()].view_as(shared)
+            at += shared.numel()
+            shared.copy_(torch.where(change == 0.0, shared.float(), shared.float() + change))
+            own = buffers[name]
+            mixed = torch.where(own.isnan(), shared, torch.lerp(shared, own, mix)) if mix else shared
+            own.copy_(torch.where(own == shared, own, mixed))
+
+    def rebase(self) -> None:
+        """The model's current values are the same on all ranks."""
+        buffers = self.own
+        for name, shared in self.shared.items():
+            shared.copy_(buffers[name])
+        self._agreed = self._digests()
+
+    @torch.no_grad()
+    def use(self, values: Mapping[str, Tensor]) -> None:
+        """Copy `values` into the model."""
+        for name, own in self._live(values).items():
+            own.copy_(values[name])
+
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        for name, live in self._live(state["shared"]).items():
+            self.shared.setdefault(name, live.clone()).copy_(state["shared"][name])
+        self.use(state["own"] if own else self.shared)
+        if own:
+            self._agreed = self._digests()
+            self.use(state.get("private", {}))
+
+
+def _differing(mine: Mapping[str, int], comm: Comm, device: torch.device) -> list[str]:
+    """On all ranks: names whose digests differ between them. All digests are gathered only if their digest differs."""
+    mine_N = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
+    if not mine or not _differs(_gathered(comm, digests([mine_N], device))).any():
+        return []
+    differs_N = _differs(_gathered(comm, mine_N)).tolist()
+    return [name for name, differs in zip(mine, differs_N, strict=True) if differs]
+
+
+def _differs(each_WN: Tensor) -> Tensor:
+    return (each_WN != each_WN[0]).any(0)
+
+
+def _gathered(comm: Comm, mine_N: Tensor) -> Tensor:
+    """Every rank's."""
+    everyone_WN = mine_N.new_empty(comm.world_size, mine_N.numel())
+    comm.all_gather(everyone_WN, mine_N).wait()
+    return everyone_WN

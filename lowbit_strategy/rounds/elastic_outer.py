@@ -1,15 +1,20 @@
-"""Local steps of a replica among others that come and go."""
+"""Local steps of a replica among others that come and go: what torchft's `DiLoCo` does with float32 and one `Manager`.
+
+torchft's sends nothing but all-reduces, forgets what a replica has not sent yet (residuals, local steps) whenever it
+heals or an exchange fails, and hands over state as pickles.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,15 +28,15 @@ from lowbit_strategy.ranks.membership import Members, Membership
 from lowbit_strategy.rounds.agreement import (
     NO_HISTORY,
     Agreement,
-    Standing,
+    MembersChange,
+    MemberState,
     agree,
     history_after,
-    of_replica,
-    weights_of,
+    merge_ranks,
+    sample_weights,
 )
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.in_flight import InFlight, Prepared
-from lowbit_strategy.rounds.members_change import MembersChange
+from lowbit_strategy.rounds.fragment_sync import InFlight
 from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.rounds.plain_state import receive, send
 
@@ -40,29 +45,48 @@ _KEPT_CHANGES = 1000
 _log = logging.getLogger("lowbit_strategy")
 
 
+@dataclass(frozen=True, slots=True)
+class PendingCommit:
+    """A fragment that this replica has received completely, without knowing whether all have.
+
+    Args:
+        in_flight: The fragment.
+        history: What the history becomes if it is committed.
+        before: Next fragment, steps since the last one and length of the round, to roll back to.
+        ends: No member trains any more.
+        done: This replica trains no more.
+    """
+
+    in_flight: InFlight
+    history: int
+    before: tuple[int, int, int]
+    ends: bool
+    done: bool
+
+
 class ElasticOuterSync(OuterSync):
-    """`OuterSync` whose members are found anew in every turn.
+    """`OuterSync` whose members are found anew for every fragment.
 
-    A turn, on all members:
+    A fragment's synchronization, on all members:
 
-    1. they meet (`Membership.meet`), and agree on who is right, who is new, and what each counts (`agree`)
-    2. those who are new get the state of one who is not; residuals stay with each if members have changed
-    3. the exchange, into buffers. If it fails nothing has happened, and it is repeated from 1 with those who are left
-    4. they confirm that all have everything: then it is applied. Whoever does not learn of that, because somebody is
-       lost at this moment, learns it in 1 of the next turn
+    1. they meet (`Membership.rendezvous`), and agree on who is right, who is new, and each one's weight (`agree`)
+    2. new members get the state of another; all keep their residuals unless members have changed
+    3. they exchange, into buffers. If that fails nothing has happened, and it is repeated from 1 with those left
+    4. they confirm that all have everything, and apply it. A member that does not learn of that, because one is lost at
+       this moment, learns it the next time in 1
 
     A replica of several ranks does all of this as one (`Membership.together`): each rank exchanges its own shards, and
-    what has failed on one of them has failed.
+    what fails on one has failed on all.
 
     Attributes:
         membership: Finds the others.
-        members: Names of those who took part in the last turn, this replica among them.
-        on_change: Called with a sentence that says who has come and who is lost.
+        members: Names of those who took part last, including this replica.
+        on_change: Called with a sentence that says who has joined and who is lost.
         on_join: Called when this replica is about to meet the others for the first time.
-        on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
-        data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
-        changes: Those of the members that no record has yet, the last ones.
-        num_heals: How often this one has got the state of another.
+        on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
+        data: Gives this replica its samples, which follow from the members; None: they do not.
+        changes: Of the members, the last ones, not yet in a record.
+        num_heals: How often this replica has received another's state.
     """
 
     revocable: ClassVar[bool] = True
@@ -76,37 +100,37 @@ class ElasticOuterSync(OuterSync):
         self.on_healed: Callable[[], object] = lambda: None
         self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
         self.num_heals = 0
-        self._turn_began = time.monotonic()
-        self._goes_on = True  # where rounds are of so many seconds
+        self._last_sync = time.monotonic()
+        self._has_time = True  # with rounds in seconds
         self._clock = 0
         self._history = NO_HISTORY
         self._group = 0
         self._trained = self._counted = 0
-        self._marks = [0] * len(self.fragments)  # of what has been trained, at the last turn of each
-        self._prepared: Prepared | None = None
+        self._marks = [0] * len(self.fragments)  # samples trained at each fragment's last synchronization
+        self._pending: PendingCommit | None = None
         self._comm: MemberComm | None = None
         self.members: tuple[str, ...] = ()
 
     @property
-    def turn_length(self) -> int:
-        """As `OuterSync`; where rounds are of so many seconds, whether they are over: the steps taken, or one more."""
-        return max(1, self._since + self._goes_on) if isinstance(self.rule.every, Seconds) else super().turn_length
+    def sync_interval(self) -> int:
+        """As `OuterSync`; with rounds in seconds, the steps taken if time is up, else one more."""
+        return max(1, self._since + self._has_time) if isinstance(self.rule.every, Seconds) else super().sync_interval
 
     def after_step(self, learning_rate: float | None = None) -> bool:
         self._trained += self._counted or 1
         self._counted = 0
         if isinstance(self.rule.every, Seconds):
-            left = self.rule.every.seconds / len(self.fragments) - (time.monotonic() - self._turn_began)
-            self._goes_on = self.membership.decide(left > 0)
-        before, since = self.num_turns, self._since + 1
+            left = self.rule.every.seconds / len(self.fragments) - (time.monotonic() - self._last_sync)
+            self._has_time = self.membership.decide(left > 0)
+        before, since = self.num_syncs, self._since + 1
         moved = super().after_step(learning_rate)
-        if self.num_turns > before:
-            self._turn_began = time.monotonic()
+        if self.num_syncs > before:
+            self._last_sync = time.monotonic()
             self._every = since * len(self.fragments) if isinstance(self.rule.every, Seconds) else self._every
         return moved
 
     def count_samples(self, number: int) -> None:
-        """So many are trained until the next optimizer step, one if nobody counts; the mean is weighted by them."""
+        """`number` more before the next optimizer step, by which the mean is weighted; never called: one per step."""
         self._counted += number
 
     @property
@@ -126,7 +150,7 @@ class ElasticOuterSync(OuterSync):
 
     @property
     def leads(self) -> bool:
-        """Whether this replica is the lowest one, which writes checkpoints."""
+        """Whether this replica is the first one, which writes checkpoints."""
         return self._comm is None or self._comm.rank == 0
 
     def join(self) -> None:
@@ -136,7 +160,7 @@ class ElasticOuterSync(OuterSync):
             if self._attempt(None, done=False) is not None:
                 self.apply()
                 break
-        self._turn_began = time.monotonic()
+        self._last_sync = time.monotonic()
 
     def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
         while True:
@@ -149,27 +173,28 @@ class ElasticOuterSync(OuterSync):
         already = self.finished
         super().finish()
         if not already and self._comm is not None:
-            with contextlib.suppress(ExchangeFailedError):  # so that nobody is gone before all know that they may go
+            with contextlib.suppress(ExchangeFailedError):  # nobody leaves before all know that they may
                 self._confirm(self._comm)
 
-    # -- a turn -----------------------------------------------------------------------------------------------------
+    # -- exchange and commit ----------------------------------------------------------------------------------------
 
     def _attempt(self, learning_rate: float | None, *, done: bool) -> InFlight | None:
         """Exchange; None if that has failed."""
         assert self._comm is not None
-        before = (self._turn, self._since, self._every)
+        before = (self._next, self._since, self._every)
         try:
             in_flight = self.membership.together(lambda: self._exchanged(learning_rate, done=done))
         except ExchangeFailedError as error:
-            self._undo(before)
+            self._roll_back(before)
             self.membership.fail(error)
             return None
-        self._prepared = Prepared(in_flight, history_after(self._history, self._clock), before, done)
+        ends = done and in_flight.header.all_done
+        self._pending = PendingCommit(in_flight, history_after(self._history, self._clock), before, ends, done)
         try:
             self._confirm(self._comm)
         except ExchangeFailedError as error:
             self.membership.fail(error)
-            if not self._prepared.ends:  # there is no next turn to learn it in
+            if not ends:  # otherwise there is no next meeting to learn it at
                 return None
         self.membership.succeed()
         return self._commit()
@@ -180,65 +205,62 @@ class ElasticOuterSync(OuterSync):
         return in_flight
 
     def _confirm(self, comm: MemberComm) -> None:
-        """Every member has received everything.
+        """Returns once every member has received everything.
 
         Raises:
-            ExchangeFailedError: It is not known.
+            ExchangeFailedError: A member is lost, which may have or not.
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
         comm = copy.copy(comm)  # counts bytes of its own
         self.membership.together(lambda: comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait())
 
     def _commit(self) -> InFlight:
-        prepared, self._prepared = self._prepared, None
-        assert prepared is not None
-        self._history = prepared.history
-        self._marks[prepared.in_flight.fragment] = self._trained
-        return prepared.in_flight
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        self._history = pending.history
+        self._marks[pending.in_flight.fragment] = self._trained
+        return pending.in_flight
 
-    def _undo(self, before: tuple[int, int, int]) -> None:
-        self._turn, self._since, self._every = before
-        self._in_flight = self._prepared = None
+    def _roll_back(self, before: tuple[int, int, int]) -> None:
+        self._next, self._since, self._every = before
+        self._in_flight = self._pending = None
         self.sync.roll_back()
 
     # -- meeting ----------------------------------------------------------------------------------------------------
 
     def _meet(self, *, due: bool) -> bool:
-        """All members are connected and have the same state. Returns whether a turn is to be taken."""
+        """Until all members are connected and have the same state. Returns whether they synchronise now."""
         start = time.perf_counter()
         while True:
             with ThreadPoolExecutor(1) as beside:
                 digest = beside.submit(self._digest)
-                members = self.membership.meet(self._clock)
+                members = self.membership.rendezvous(self._clock)
             try:
-                agreement, standings = self._agree(members, digest.result(), due=due)
+                mine = merge_ranks(_gathered(self.membership.replica, self._state(digest.result(), due=due)))
+                states = self.membership.together(functools.partial(_gathered, copy.copy(members.comm), mine))
+                agreement = agree(states)
                 self._settle(members, agreement)
             except ExchangeFailedError as error:
                 self.membership.fail(error)
                 continue
             if not agreement.to_heal and not agreement.to_commit:
                 break
-        self._place(members, afresh=any(each.group != members.digest for each in standings))
-        self._count_from(agreement.steps)
-        self.weights = weights_of([each.trained for each in standings])
+        self._use(members, fresh_residuals=any(each.group != members.digest for each in states))
+        self._set_step(agreement.steps)
+        self.weights = sample_weights([each.trained for each in states])
         if self.data is not None:
             self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
         self._log_changes(members, time.perf_counter() - start)
         return agreement.exchanges
 
-    def _agree(self, members: Members, digest: int, *, due: bool) -> tuple[Agreement, list[Standing]]:
-        mine = of_replica(_gathered(self.membership.replica, self._standing(digest, due=due)))
-        standings = self.membership.together(lambda: _gathered(copy.copy(members.comm), mine))
-        return agree(standings), standings
-
-    def _standing(self, digest: int, *, due: bool) -> Standing:
-        return Standing(
+    def _state(self, digest: int, *, due: bool) -> MemberState:
+        return MemberState(
             clock=self._clock,
             history=self._history,
-            prepared=NO_HISTORY if self._prepared is None else self._prepared.history,
+            prepared=NO_HISTORY if self._pending is None else self._pending.history,
             digest=digest,
             steps=self.sync.step_index,
-            trained=self._trained - self._marks[self._turn],
+            trained=self._trained - self._marks[self._next],
             due=int(due),
             group=self._group,
             position=self._position,
@@ -256,40 +278,41 @@ class ElasticOuterSync(OuterSync):
         return int(digests([digests(shared, torch.device("cpu"))], torch.device("cpu")))
 
     def _settle(self, members: Members, agreement: Agreement) -> None:
-        """Raises:
-        ExchangeFailedError: Somebody is lost while a state travels.
+        """Commit, roll back or heal, as agreed.
+
+        Raises:
+            ExchangeFailedError: A member is lost while a state travels.
         """
-        comm = copy.copy(members.comm)
-        if comm.rank in agreement.to_commit:
-            prepared = self._prepared
-            assert prepared is not None
+        rank, pending = members.comm.rank, self._pending
+        if rank in agreement.to_commit:
+            assert pending is not None
             self._in_flight = self._commit()
-            self.apply(final=prepared.done, average=prepared.ends)
-        elif self._prepared is not None:
-            self._undo(self._prepared.before)
+            self.apply(final=pending.done, average=pending.ends)
+        elif pending is not None:
+            self._roll_back(pending.before)
         if agreement.to_heal:
-            state = self.membership.together(lambda: self._hand_over(members, comm, agreement))
+            state = self.membership.together(lambda: self._hand_over(members, agreement))
             if state is not None:
-                self._take_state(state, agreement)
-        if comm.rank in agreement.diverged:
+                self._heal(state, agreement)
+        if rank in agreement.diverged:
             _log.warning(
                 "replica %s had other anchors than %s after the same turns, and goes on with those: look for code that"
                 " changes weights on some replicas only",
-                members.names[comm.rank],
+                members.names[rank],
                 members.names[agreement.helper],
             )
         self._clock = agreement.clock
 
-    def _place(self, members: Members, *, afresh: bool) -> None:
+    def _use(self, members: Members, *, fresh_residuals: bool) -> None:
         """The engine reduces with these members from now on."""
-        if self._comm is not members.comm or afresh:
+        if self._comm is not members.comm or fresh_residuals:
             self._comm = members.comm
             comm = copy.copy(members.comm)
             comm.sent_nbytes = self.sync.ranks.peers.sent_nbytes
-            self.sync.renew(replace(self.sync.ranks, peers=comm), afresh=afresh)
+            self.sync.renew(replace(self.sync.ranks, peers=comm), afresh=fresh_residuals)
             self._group = members.digest
 
-    def _count_from(self, steps: int) -> None:
+    def _set_step(self, steps: int) -> None:
         self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
 
     def _log_changes(self, members: Members, seconds: float) -> None:
@@ -308,7 +331,7 @@ class ElasticOuterSync(OuterSync):
         if self.membership.replica.rank == 0:
             self.on_change(str(change))
 
-    # -- saving -----------------------------------------------------------------------------------------------------
+    # -- state: in checkpoints, and for members that heal ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         known = {"name": self.membership.identity.name, "clock": self._clock, "history": self._history}
@@ -330,10 +353,9 @@ class ElasticOuterSync(OuterSync):
         if own:
             self._trained, self._marks = saved["trained"], list(saved["marks"])
 
-    # -- state that travels -----------------------------------------------------------------------------------------
-
-    def _hand_over(self, members: Members, comm: MemberComm, agreement: Agreement) -> dict[str, Any] | None:
-        """From the helper to those who are new; what this one has received."""
+    def _hand_over(self, members: Members, agreement: Agreement) -> dict[str, Any] | None:
+        """From the helper to those that heal. Returns what this one has received."""
+        comm = copy.copy(members.comm)
         if comm.rank == agreement.helper:
             for rank in agreement.to_heal:
                 _log.info("replica %s gets the state of %s", members.names[rank], members.names[comm.rank])
@@ -341,34 +363,34 @@ class ElasticOuterSync(OuterSync):
         return self._receive_state(comm, agreement.helper) if comm.rank in agreement.to_heal else None
 
     def _send_state(self, comm: MemberComm, rank: int) -> None:
-        send(self._shared_state(), comm, rank)
-
-    def _receive_state(self, comm: MemberComm, rank: int) -> dict[str, Any]:
-        return dict(receive(comm, rank))
-
-    def _shared_state(self) -> dict[str, Any]:
+        """What all replicas share."""
         state = super().state_dict()
         own = ("weights", "flight", "buffers", "since", "losses", "eager")
         shared = {key: value for key, value in state.items() if key not in own}
         shared["losses"] = state["losses"] | {"own": []}
-        return shared | {"buffers": {"shared": state["buffers"]["shared"]}, "step_index": self.sync.step_index}
+        send(
+            shared | {"buffers": {"shared": state["buffers"]["shared"]}, "step_index": self.sync.step_index}, comm, rank
+        )
 
-    def _take_state(self, state: Mapping[str, Any], agreement: Agreement) -> None:
-        """Go on from what the others share; what this replica has trained since its last turn is lost."""
+    def _receive_state(self, comm: MemberComm, rank: int) -> dict[str, Any]:
+        return dict(receive(comm, rank))
+
+    def _heal(self, state: Mapping[str, Any], agreement: Agreement) -> None:
+        """Continue from what the others share; local steps since the last synchronization are lost."""
         super().load_state_dict({**state, "flight": None}, own=False)
-        self._go_on(state)
+        self._continue_round(state)
         self._history = agreement.history
         self._marks = [self._trained] * len(self.fragments)
         self._group = 0
         self.sync.forget()
-        self._count_from(state["step_index"])
+        self._set_step(state["step_index"])
         self.num_heals += 1
         self.on_healed()
 
 
-def _gathered(comm: Comm, mine: Standing) -> list[Standing]:
-    """Of all ranks of `comm`."""
+def _gathered(comm: Comm, mine: MemberState) -> list[MemberState]:
+    """Every rank's."""
     numbers = torch.tensor(astuple(mine), dtype=torch.int64)
     everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
     comm.all_gather(everyone, numbers).wait()
-    return [Standing(*row) for row in everyone.tolist()]
+    return [MemberState(*row) for row in everyone.tolist()]

@@ -11,21 +11,20 @@ from torch.utils.data import Dataset, DistributedSampler
 class ElasticSampler(DistributedSampler[int]):
     """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
 
-    All replicas know how far the stream has been used when they meet. From there rank r of all W takes every W-th
-    sample, beginning with number r, until they meet again; then the stream goes on behind the farthest one. Nothing is
-    repeated. What a slower replica has left out of a round, and what one had when it was lost, is not made up for.
+    When replicas meet they agree on how far the stream has been used. From there rank r of all W takes every W-th
+    sample, starting with number r, until they meet again; then the stream continues after the farthest one. Nothing is
+    repeated. Samples that a slower replica skipped, or a lost one had, are not made up for.
 
-    It is a `DistributedSampler`, so that frameworks leave it in its place. An epoch of each replica has as many samples
-    as the dataset, whoever is there: what a framework plans by the length of an epoch holds. The stream goes on across
-    epochs. Ranks that are one replica together share its samples, and its epoch.
+    It is a `DistributedSampler`, which frameworks do not replace. Each replica's epoch has the length of the dataset,
+    for any number of replicas, so a framework's plans by epochs hold. The stream continues across epochs. Ranks that
+    share one model share its samples and its epoch.
 
     Args:
         dataset: Of a known length, the same on all replicas.
         shuffle: Permute it, otherwise as it is.
         seed: Of the permutations; the same on all replicas.
-        rank: This one's inside of its replica.
-        num_ranks: Of the replica. 1, on all of them, where somebody else divides its samples among them, as Accelerate
-            does.
+        rank: In its replica.
+        num_ranks: Of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate does.
 
     Attributes:
         on_begin: Called before the first sample of an epoch is drawn.
@@ -55,7 +54,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     @property
     def position(self) -> int:
-        """How far the stream has been used, as far as this replica knows."""
+        """How far the stream has been used, to this replica's knowledge."""
         return self._start + self._drawn * self._world_size
 
     def go_on(self, start: int, place: int, num_members: int) -> None:

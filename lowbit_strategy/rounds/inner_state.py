@@ -1,4 +1,4 @@
-"""The inner optimizers' state, averaged over the ranks every so many rounds."""
+"""The inner optimizers' state, averaged over the ranks every few rounds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState, StateCode
 from lowbit_strategy.plan.rounds import buckets_of
 
-# Squares are sent as their roots, whose range is half as wide. None of these is ever negative.
+# Never negative. Sent as their roots, whose range is half as wide.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
-# What is divided, and by the root of what; Adamax divides by the last one itself.
+# Numerator, and the square of the denominator; Adamax divides by the last one itself.
 _RATIOS = (
     ("exp_avg", "exp_avg_sq"),
     ("exp_avg", "max_exp_avg_sq"),
@@ -28,28 +28,28 @@ _RATIOS = (
     ("exp_avg", "exp_inf"),
 )
 
-# By parameter name: the options of its group, and over them what the optimizer keeps by its own keys.
+# By parameter name: the options of its group, overridden by the optimizer's state of it.
 States = Mapping[str, Mapping[str, Any]]
 
 
 class InnerState:
-    """Averages what the inner optimizers keep of each parameter, in the turns of an `OuterSync`.
+    """Averages the inner optimizers' state of each parameter, when its fragment synchronises.
 
-    In the turn of a fragment, for each key that has its round:
+    For each key that is due in this round:
 
-    1. which ranks keep it of which parameters: one float each, added up over ranks
-    2. the mean over those ranks goes through an exchange of its own, blockwise codes without a residual; squares go as
-       their roots
-    3. it replaces each rank's own. A mean of squares is at least the own root over the number of ranks, whatever
-       rounding says: what an optimizer divides by never vanishes
+    1. the number of ranks that have it for each parameter: one float each, summed over ranks
+    2. the mean over those ranks goes through an exchange of its own, blockwise codes without a residual; squares are
+       sent as their roots
+    3. it replaces each rank's own. A mean of squares is at least the square of the own root over the number of ranks,
+       regardless of rounding: what an optimizer divides by never vanishes
     4. second moments are raised where first moments have become too large for them (`bound_`)
 
-    Nothing of it has to be saved: rounds are counted by turns, and the state is in the optimizers.
+    It has no state to save.
 
     Args:
         sync: Of the weights; its communicator is used, and its account of bytes.
         every: Rounds between two averages by key.
-        states: Gives what this rank's optimizers keep, in live tensors, and the options of each parameter's group.
+        states: Gives this rank's optimizer state, in live tensors, and the options of each parameter's group.
     """
 
     def __init__(self, sync: GradientSync, every: AverageState, states: Callable[[], States]) -> None:
@@ -63,12 +63,12 @@ class InnerState:
         self._exchange = GradientSync(StateCode(), specs, self._ranks, sync.device, scatter=False, seed=sync.seed)
 
     def average(self, names: Iterable[str], round_index: int, *, last: bool = False) -> None:
-        """In the turn of a fragment, on all ranks.
+        """On all ranks.
 
         Args:
             names: The fragment's parameters.
             round_index: Rounds completed, with this one.
-            last: All keys have their round.
+            last: All keys are due.
         """
         pairs = [
             (key, name)
@@ -114,7 +114,7 @@ class InnerState:
             each.take_(mean_N * (self._sync.ranks.peers.world_size / each.num_ranks))
 
     def _own(self, pairs: Sequence[tuple[str, str]]) -> list[Tensor | None]:
-        """What this rank keeps; None where it keeps none, or where it is not finite."""
+        """This rank's state; None where it has none, or it is not finite."""
         states, specs = self._states(), self._sync.specs
         found = [states.get(name, {}).get(key) for key, name in pairs]
         fitting = [
@@ -127,13 +127,13 @@ class InnerState:
 
 
 class _Kept(NamedTuple):
-    """One key of one parameter that some ranks keep.
+    """One key of one parameter that some ranks have.
 
     Args:
         key: The optimizer's.
         spec: The parameter.
-        tensor: This rank's own, live; None if it keeps none.
-        num_ranks: Ranks that do.
+        tensor: This rank's own, live; None if it has none.
+        num_ranks: Ranks that have it.
     """
 
     key: str
@@ -160,18 +160,17 @@ class _Kept(NamedTuple):
 
 @torch.no_grad()
 def bound_(state: Mapping[str, Any]) -> None:
-    """Let an optimizer of Adam's kind step no further than its learning rate, about, after its moments were averaged.
+    """Limit an Adam-like optimizer's step to about its learning rate, after its moments were averaged.
 
-    It steps by ``m / (1 - beta1**t)`` over the root of ``v / (1 - beta2**t)``. Both are weighted means, of the
-    gradients of `t` steps and of their squares, and the square of a mean is at most the mean of the squares. That holds
-    for one history. An element that was idle on this rank gets others' ``m``, and its own ``v`` may stay or be rounded
-    to 0:
+    It steps by ``m / (1 - beta1**t)`` over the root of ``v / (1 - beta2**t)``: weighted means of the gradients of `t`
+    steps and of their squares. The square of a mean is at most the mean of the squares, if both have one history. But
+    an element that was idle on this rank gets the others' ``m``, while its own ``v`` may stay or be rounded to 0:
 
     1. ``v = max(v, (1 - beta2**t) * (m / (1 - beta1**t))**2)``
-    2. likewise where other optimizers keep such a pair; where nothing is corrected for `t` both factors are 1
+    2. the same for other optimizers' pairs; without bias correction both factors are 1
 
     Args:
-        state: What the optimizer keeps of one parameter, with ``betas`` and ``step`` if it has them; changed in place.
+        state: The optimizer's state of one parameter, with ``betas`` and ``step`` if it has them; changed in place.
     """
     beta1, beta2 = state.get("betas", (0.0, 0.0)) if "step" in state else (0.0, 0.0)
     step = torch.as_tensor(state.get("step", 1)).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer, on one rank: anchors, turns, what is under way."""
+"""Local steps with an outer optimizer, on one rank: when fragments synchronise, and how anchors and weights move."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import plain
 from lowbit_strategy.plan.rounds import cut_into
-from lowbit_strategy.rounds.anchor_optimizer import AnchorOptimizer
-from lowbit_strategy.rounds.anchored_model import AnchoredModel
-from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
-from lowbit_strategy.rounds.eager_share import EagerShare
-from lowbit_strategy.rounds.fragment import Fragment
-from lowbit_strategy.rounds.in_flight import AsyncReducer, InFlight, Inline
+from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
+from lowbit_strategy.rounds.fragment import AnchorOptimizer, EagerUpdate, Fragment
+from lowbit_strategy.rounds.fragment_sync import (
+    AsyncReducer,
+    BlockingReducer,
+    FragmentSyncHeader,
+    InFlight,
+    RoundLosses,
+    warn_of,
+)
 from lowbit_strategy.rounds.inner_state import InnerState, States
-from lowbit_strategy.rounds.round_losses import RoundLosses
-from lowbit_strategy.rounds.turn_header import TurnHeader, warn_of
 
-STATE_KEY = "outer"  # of what each rank saves for itself, from set-up on
+STATE_KEY = "outer"  # of each rank's own saved state
 
 _log = logging.getLogger("lowbit_strategy")
 
 
 class OuterSync:
-    """Local steps on one rank: fragments take turns, and the outer optimizer moves their anchors.
+    """Local steps on one rank: fragments synchronise one after another, and the outer optimizer moves their anchors.
 
-    A turn, on all ranks, each when it comes to it:
+    A fragment's synchronization, on all ranks, each when it comes to it:
 
-    1. a header (`TurnHeader`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient, changes
-       of buffers, and whether the rank's weights are finite. Where they are not, the rank takes part with zeros
+    1. a header (`FragmentSyncHeader`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient,
+       changes of buffers, and whether the rank's weights are finite. A rank where they are not sends zeros
     2. the pseudo-gradient goes through `GradientSync.reduce`
     3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor with the mean over the ranks that were
-       finite, and the weights follow. A rank that was not goes on from the anchors of all fragments
+       finite, and the weights follow. A rank that was not continues from the anchors of all fragments
 
-    The order of turns is the same on all ranks and nothing else of this class is collective, so ranks may train at
-    different speeds, and one that has no more data takes part in the others' turns (`finish`).
+    The order of fragments is the same on all ranks and nothing else here is collective, so ranks may train at different
+    speeds, and one that has no more data takes part until all are done (`finish`).
 
     Args:
         sync: Reduces pseudo-gradients. Its steps are counted here.
         params: By name, as `sync` knows them.
         rule: When, and by which optimizer.
-        buffers: Gives those of the model, and its frozen parameters, by name; see `AveragedBuffers`.
+        buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
         states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
     Attributes:
-        every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
-        num_turns: Turns completed by this rank.
-        on_turn: Called after each turn, on all ranks, when nothing is under way; it may be collective.
-        asks: Whether this rank wants all ranks to do something together after a turn.
-        asked: Whether a rank had asked in a turn that is over; the same on all ranks.
+        every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
+        num_syncs: Fragment synchronizations completed.
+        on_sync: Called after each one, on all ranks, when nothing is under way; it may be collective.
+        asks: Whether this rank wants all ranks to do something together after a synchronization.
+        asked: Whether a rank has asked in a completed one; the same on all ranks.
         finished: Whether `finish` has been called since the last step: the model is the user's.
-        on_left_out: Called after a turn in which this rank was left out, with the anchors in the model.
-        weights: What each rank counts in the mean, 1 on average; empty: 1.
+        on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
+        weights: Each rank's weight in the mean, 1 on average; empty: all 1.
     """
 
     revocable: ClassVar[bool] = False
@@ -79,20 +81,20 @@ class OuterSync:
         self.sync = sync
         self.rule = rule
         self.every: int | None = None
-        self.num_turns = 0
-        self.on_turn: Callable[[], None] = lambda: None
+        self.num_syncs = 0
+        self.on_sync: Callable[[], None] = lambda: None
         self.asks: Callable[[], bool] = bool
         self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
         self.weights: tuple[float, ...] = ()
-        self._reducer = reducer if reducer is not None else Inline()
+        self._reducer = reducer if reducer is not None else BlockingReducer()
         self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into(list(sync.specs.values()), rule.fragments)
         self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
-        self._eager = EagerShare(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
+        self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
         self._in_flight: InFlight | None = None
-        self._turn = self._since = 0  # the fragment that is sent next; optimizer steps since the last turn
+        self._next = self._since = 0  # fragment to send next; optimizer steps since the last one was sent
         self._every = rule.round_length(sync.step_index, None)
         self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
         self._losses = RoundLosses(sync.device)
@@ -110,10 +112,10 @@ class OuterSync:
         return self.model.fragments
 
     @property
-    def turn_length(self) -> int:
-        """Optimizer steps from the last turn to the next."""
+    def sync_interval(self) -> int:
+        """Optimizer steps from the last fragment that was sent to the next."""
         count = len(self.fragments)
-        return -(-(self._turn + 1) * self._every // count) - -(-self._turn * self._every // count)
+        return -(-(self._next + 1) * self._every // count) - -(-self._next * self._every // count)
 
     @property
     def round_length(self) -> int:
@@ -122,8 +124,8 @@ class OuterSync:
 
     @property
     def drift(self) -> float | None:
-        """How far ranks had drifted apart before the last turn: the root mean square of their distances from the mean,
-        in units of the mean movement; from a sample. None before the first turn. Reading it waits for the device.
+        """How far ranks had drifted apart before the last synchronization: the root mean square of their distances from
+        the mean, in units of the mean movement; from a sample. None before the first. Reading it waits for the device.
         """
         if self._spread is None:
             return None
@@ -133,7 +135,7 @@ class OuterSync:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def observe_loss(self, loss: Tensor | float) -> None:
-        """Of a batch of this rank, before it steps; in any unit that stays the same. Does not wait for the device."""
+        """Of a batch of this rank, before it steps; always in the same unit. Does not wait for the device."""
         if isinstance(self.rule.every, Interval):
             self._losses.observe(loss)
 
@@ -153,17 +155,17 @@ class OuterSync:
         if self._in_flight is not None:
             self._in_flight.age += 1
             moved = self._apply_if_due()
-        if self._since >= self.turn_length:
-            moved = self.apply() or moved  # a fragment that is still under way: rounds have become shorter
+        if self._since >= self.sync_interval:
+            moved = self.apply() or moved  # still under way: rounds have become shorter
             self._launch(learning_rate, done=False)
             moved = self._apply_if_due() or moved
         return moved
 
     def finish(self) -> None:
-        """This rank trains no more: what ranks have trained since their last turns is averaged into the anchors.
+        """This rank trains no more: steps since the last synchronization are averaged into the anchors.
 
-        Call on all ranks, each when it is done. Until the last one is, the others' turns go on with this rank in them;
-        then each fragment has a last turn, in which the weights' mean is taken without the outer optimizer.
+        Call on all ranks, each when it is done. Until all are, this rank takes part in the others' synchronizations;
+        then each fragment has a last one, which takes the mean of the weights without the outer optimizer.
         """
         if self.finished:
             return
@@ -172,7 +174,7 @@ class OuterSync:
         while not all_done:
             in_flight = self._launch(None, done=True)
             in_flight.wait()
-            all_done = in_flight.header.num_done == self.sync.ranks.peers.world_size
+            all_done = in_flight.header.all_done
             self.apply(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
@@ -180,32 +182,32 @@ class OuterSync:
         self.finished = True
 
     def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
-        """Send the fragment whose turn it is."""
-        fragment, sync = self.fragments[self._turn], self.sync
+        """Send the next fragment."""
+        fragment, sync = self.fragments[self._next], self.sync
         x_N = fragment.pseudo_gradient()
         finite = self._finite(x_N)
-        with_buffers = self._turn == len(self.fragments) - 1
+        with_buffers = self._next == len(self.fragments) - 1
         changes = self.model.buffers.changes() if with_buffers else []
         own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
         for mine in (x_N, *changes):
             mine.masked_fill_(finite == 0, 0.0)
             if own != 1.0:
                 mine.mul_(own)
-        header = TurnHeader.of(
+        header = FragmentSyncHeader.of(
             sync, x_N[fragment.sample], changes, done=done, asks=self.asks(), loss=self._losses.take(), finite=finite
         )
         if self._eager is not None and not done:
-            self._eager.go_ahead(fragment, x_N, sync.step_index)
+            self._eager.before_sending(fragment, x_N, sync.step_index)
         sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
         arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
-        sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
-        if self._turn == 0:
+        sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
+        if self._next == 0:
             self._every = max(self.every or self._next_round(learning_rate), len(self.fragments))
         arrivals += [
             self._reducer.submit(sync.reduce(layout, x, x), result=x, last=layout.last) for layout, x in reduced
         ]
-        delay = self.rule.delay_of(self.turn_length)
+        delay = self.rule.delay_of(self.sync_interval)
         self._in_flight = InFlight(sent, x_N, header, arrivals, delay, weights=self.weights)
         return self._in_flight
 
@@ -216,7 +218,7 @@ class OuterSync:
         return self.rule.round_length(step, learning_rate, rising=rising, progress=progress)
 
     def _finite(self, x_N: Tensor) -> Tensor:
-        """1 if all is finite, on all ranks that have one model together, otherwise 0."""
+        """1 if all is finite on all ranks that shard one model, otherwise 0."""
         sync = self.sync
         bad = torch.zeros((), device=x_N.device)
         if x_N.numel():
@@ -238,14 +240,14 @@ class OuterSync:
         return self.apply()
 
     def apply(self, *, final: bool = False, average: bool = False) -> bool:
-        """Apply what is under way, if anything is; on all ranks at the same turn.
+        """Apply the fragment under way, on all ranks at the same point.
 
         Args:
-            final: Nothing of a rank's own weights is kept.
+            final: The weights become the anchor; no share of the rank's own is kept.
             average: Take the mean of the weights, without the outer optimizer.
 
         Returns:
-            Whether anything was.
+            Whether a fragment was under way.
         """
         if self._in_flight is None:
             return False
@@ -263,12 +265,12 @@ class OuterSync:
             mean_N.mul_(world_size / (share or 1.0))
         self._losses.arrived(in_flight.header.loss)
         if self._eager is not None:
-            self._eager.leave(fragment)
+            self._eager.before_anchor_moves(fragment)
         if share:
             self._move(fragment, mean_N, average=average, steps=in_flight.header.steps)
         mix = 0.0 if final else self.rule.mix
         if self._eager is not None:
-            self._eager.arrive(fragment)
+            self._eager.after_anchor_moved(fragment)
         if self._eager is None or final:
             fragment.pull_(mix)
         if changes.numel():
@@ -278,12 +280,12 @@ class OuterSync:
         if self.sync.ranks.peers.rank in left_out:
             self.model.use_shared()
             self.on_left_out()
-        self.num_turns += 1
+        self.num_syncs += 1
         if self._inner is not None:
-            rounds = (self.num_turns - 1) // len(self.fragments) + 1
+            rounds = (self.num_syncs - 1) // len(self.fragments) + 1
             self._inner.average(fragment.params, rounds, last=average)
         self.sync.end_step()
-        self.on_turn()
+        self.on_sync()
         return True
 
     @torch.no_grad()
@@ -297,26 +299,25 @@ class OuterSync:
     # -- which weights the model has --------------------------------------------------------------------------------
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model has the anchors inside; may be nested. Once training has ended it is left alone."""
+        """The model has the anchors inside; may be nested. Once training has ended it stays as it is."""
         return contextlib.nullcontext() if self.finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
-        """In `shared_weights`: someone may have given the model other weights on all ranks."""
+        """In `shared_weights`, on all ranks, which may have been given other weights: continue from those."""
         if self.model.differs(self.anchors):
             self.model.keep()
             self.rebase()
 
     def rebase(self) -> None:
-        """The weights, equal on all ranks, are the anchors from now on: a new run, or the end of a synchronous part.
-
-        The outer optimizer forgets where it was moving the former ones.
+        """The weights, equal on all ranks, become the anchors: a new run, or the end of a synchronous part. The outer
+        optimizer starts afresh.
         """
         self._in_flight = None
         self._optimizer.restart()
         self.model.rebase()
         if self._eager is not None:
             self._eager.restart()
-        self._since = self._turn = 0
+        self._since = self._next = 0
         self._losses.restart()
         self._every = self.rule.round_length(self.sync.step_index, None)
 
@@ -328,18 +329,18 @@ class OuterSync:
             self._in_flight.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank, its own weights included; tensors are the live ones."""
+        """All of this rank's state, its own weights included; tensors are the live ones."""
         in_flight = self._in_flight
         self.arrive()
         return {
             "rule": plain("outer", self.rule),
             "every": self._every,
             "wanted": self.every,
-            "turn": self._turn,
+            "turn": self._next,
             "since": self._since,
             "rates": list(self._rates),
             "losses": self._losses.state_dict(),
-            "num_turns": self.num_turns,
+            "num_turns": self.num_syncs,
             "anchors": self.anchors,
             "optimizer class": self._optimizer.kind,
             "optimizer": self._optimizer.state_dict(),
@@ -350,15 +351,15 @@ class OuterSync:
         }
 
     def owns(self, state: Mapping[str, Any]) -> bool:
-        """Whether it is this rank that has saved `state`, where that cannot be known from the rank's number."""
+        """Whether this rank saved `state`, where its rank number cannot tell."""
         return True
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
         """Args:
-        state: What `state_dict` gave.
+        state: From `state_dict`.
         own: It is this rank's own. If not (another number of ranks), or under another rule, only what all ranks share
-            is taken: anchors, outer optimizer. The round begins anew, from the anchors.
+            is taken: anchors, outer optimizer. A new round starts from the anchors.
         """
         same_rule = state.get("rule") == plain("outer", self.rule)
         same_optimizer = state.get("optimizer class") == self._optimizer.kind
@@ -378,18 +379,18 @@ class OuterSync:
         self.model.buffers.load_state_dict(state["buffers"], own=own)
         if not own:
             self.apply(final=True)
-            self._in_flight, self._since, self._turn = None, 0, 0
+            self._in_flight, self._since, self._next = None, 0, 0
             self.model.use_shared()
             return
         self._since = state["since"]
-        self._go_on(state)
+        self._continue_round(state)
         self.model.use(state["weights"])
         if self._eager is not None:
             self._eager.load_state_dict(state["eager"])
 
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        """At the turn at which it was saved."""
-        self._every, self._turn = state["every"], state["turn"] % len(self.fragments)
-        self.num_turns, self.every = state["num_turns"], state["wanted"]
+    def _continue_round(self, state: Mapping[str, Any]) -> None:
+        """At the fragment at which it was saved."""
+        self._every, self._next = state["every"], state["turn"] % len(self.fragments)
+        self.num_syncs, self.every = state["num_turns"], state["wanted"]
         earlier, last = state["rates"]
         self._rates = (earlier, last)

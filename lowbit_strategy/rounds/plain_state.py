@@ -1,4 +1,4 @@
-"""Nested plain data and tensors as bytes that are read without running code: JSON, and the tensors' memory."""
+"""State that travels between replicas, as JSON and tensor memory: torchft's transports unpickle, which can run code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def packed(state: Any) -> tuple[Tensor, Tensor]:
     """Dicts with text keys, lists, numbers, texts, None and tensors.
 
     Returns:
-        uint8 on the CPU: a description in JSON, and all tensors' bytes in the order in which they stand there.
+        uint8 on the CPU: a description in JSON, and the bytes of its tensors in order.
     """
     parts: list[Tensor] = []
     text = json.dumps(_described(state, parts))
@@ -30,7 +30,7 @@ def packed(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def send(state: Any, comm: MemberComm, rank: int) -> None:
-    """To one member, which receives it.
+    """To one member.
 
     Raises:
         ExchangeFailedError: It is lost.
@@ -43,7 +43,7 @@ def send(state: Any, comm: MemberComm, rank: int) -> None:
 
 
 def receive(comm: MemberComm, rank: int) -> Any:
-    """What one member sends; tensors are on the CPU.
+    """From one member; tensors are on the CPU.
 
     Raises:
         ExchangeFailedError: It is lost.
@@ -58,7 +58,7 @@ def receive(comm: MemberComm, rank: int) -> Any:
 
 
 def unpacked(description: Tensor, data: Tensor) -> Any:
-    """What was packed; tensors are on the CPU.
+    """From `packed`; tensors are on the CPU.
 
     Raises:
         ValueError: The two do not belong together.

@@ -111,7 +111,7 @@ class Replica:
             membership=self.membership,
         )
         self.turns: list[Turn] = []
-        self.outer.on_turn = self.note
+        self.outer.on_sync = self.note
         self.log: Path | None = None
 
     def note(self) -> None:
@@ -119,7 +119,7 @@ class Replica:
             history=self.outer._history,
             digest=self.outer._digest(),
             members=list(self.outer.members),
-            turn=self.outer.num_turns,
+            turn=self.outer.num_syncs,
             sent=self.sync.ranks.peers.sent_nbytes,
             weights=list(self.outer.weights),
             time=time.time(),
@@ -293,7 +293,7 @@ def _in_confirmation(outer: ElasticOuterSync, strike: Callable[[], None]) -> Non
     confirm = outer._confirm
 
     def struck(comm: Any) -> None:
-        if not outer._prepared or outer.num_turns < 1:
+        if not outer._pending or outer.num_syncs < 1:
             confirm(comm)
             return
 

@@ -137,7 +137,7 @@ class Watched(Callback):
         self.membership = self.outer.membership
         self.options = self.membership.options
         self.membership.options = dataclasses.replace(self.options, min_replicas=self.start_with)
-        self.outer.on_turn = self.note
+        self.outer.on_sync = self.note
         if self.fault is not None and self.fault[0] != "step":
             seen = SimpleNamespace(outer=self.outer, membership=self.membership, turns=self.turns, log=self.path)
             arm(seen, *self.fault, end=self.strike)

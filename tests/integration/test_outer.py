@@ -143,7 +143,7 @@ def by_name(folder: Path, name: str) -> Facts:
         "print": fingerprint(model),
         "sent": sync.ranks.peers.sent_nbytes,
         "logged": logged,
-        "turns": sync.outer.num_turns,
+        "turns": sync.outer.num_syncs,
     }
 
 
@@ -241,7 +241,7 @@ def two_optimizers(folder: Path) -> Facts:
     return {
         "print": fingerprint(model),
         "steps": made.strategy.sync.step_index,
-        "turns": made.strategy.sync.outer.num_turns,
+        "turns": made.strategy.sync.outer.num_syncs,
     }
 
 

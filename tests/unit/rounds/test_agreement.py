@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.rounds.agreement import NO_HISTORY, Standing, agree, history_after, of_replica, weights_of
+from lowbit_strategy.rounds.agreement import NO_HISTORY, MemberState, agree, history_after, merge_ranks, sample_weights
 
-SETTLED = Standing(clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96)
-NEW = Standing(
+SETTLED = MemberState(
+    clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96
+)
+NEW = MemberState(
     clock=0, history=NO_HISTORY, prepared=NO_HISTORY, digest=9, steps=0, trained=0, due=0, group=0, position=0
 )
 AFTER = history_after(SETTLED.history, SETTLED.clock)
@@ -52,11 +54,11 @@ def test_one_who_has_committed_what_the_others_gave_up_gets_their_state() -> Non
 
 def test_a_replica_of_several_ranks_is_one_with_the_samples_of_all() -> None:
     ranks = [replace(SETTLED, digest=1, trained=3, position=90), replace(SETTLED, digest=2, trained=5, position=96)]
-    mine = of_replica(ranks)
+    mine = merge_ranks(ranks)
     assert (mine.trained, mine.position, mine.clock, mine.history) == (8, 96, SETTLED.clock, SETTLED.history)
-    assert mine == of_replica(ranks)
+    assert mine == merge_ranks(ranks)
     for other in ([ranks[1], ranks[0]], [ranks[0], replace(ranks[1], digest=3)]):
-        assert mine.digest != of_replica(other).digest
+        assert mine.digest != merge_ranks(other).digest
 
 
 def test_other_anchors_after_the_same_turns_are_noticed() -> None:
@@ -66,7 +68,7 @@ def test_other_anchors_after_the_same_turns_are_noticed() -> None:
 
 @pytest.mark.parametrize("trained", [(8, 8, 8), (0, 0), (3, 5, 0)])
 def test_weights_are_one_on_average(trained: tuple[int, ...]) -> None:
-    weights = weights_of(trained)
+    weights = sample_weights(trained)
     assert sum(weights) == pytest.approx(len(trained))
     if len(set(trained)) == 1:
         assert set(weights) == {1.0}
@@ -80,7 +82,7 @@ class _Member:
         self.alive = True
 
     @property
-    def standing(self) -> Standing:
+    def state(self) -> MemberState:
         return replace(NEW, clock=self.clock, history=self.history, prepared=self.prepared, digest=self.history, due=1)
 
 
@@ -96,7 +98,7 @@ def test_histories_never_part(seed: int) -> None:
         chosen = [member for member in members if chance.random() < 0.8]
         if not any(member.clock == latest for member in chosen):
             continue
-        agreement = agree([member.standing for member in chosen])
+        agreement = agree([member.state for member in chosen])
         for member in chosen:
             if member.clock == latest and member.history == committed.get(latest):
                 assert agreement.history == member.history  # nothing that was committed is undone

@@ -125,7 +125,7 @@ def test_two_hundred_rounds_at_different_speeds() -> None:
     assert torch.equal(ranks.weights(0), ranks.weights(1))
     assert torch.equal(ranks.weights(0), ranks.weights(2))
     assert ranks.weights(0).isfinite().all()
-    assert ranks.outers[1].num_turns >= 400
+    assert ranks.outers[1].num_syncs >= 400
 
 
 def test_anchors_are_what_others_see() -> None:

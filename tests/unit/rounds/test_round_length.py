@@ -40,7 +40,7 @@ def test_a_controller_changes_the_length_of_rounds() -> None:
     turns = []
     for seed in range(12):
         ranks.step(seed)
-        turns.append(ranks.outers[0].num_turns)
+        turns.append(ranks.outers[0].num_syncs)
     assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     ranks.world.close()
 

@@ -1,4 +1,4 @@
-"""What a turn of local steps sends, where nothing is trained meanwhile."""
+"""What the synchronization of a fragment sends, where nothing is trained meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowbit_strategy.rounds.in_flight import Inline
+from lowbit_strategy.rounds.fragment_sync import BlockingReducer
 
 
 class Travel:
@@ -32,9 +32,9 @@ def stages(name: str, log: list[str], *, fails: bool = False) -> Iterator[Travel
 
 
 def test_all_buckets_leave_before_one_is_waited_for() -> None:
-    """Two messages in series for the whole turn, and not two for each bucket."""
+    """Two messages in series for the whole fragment, and not two for each bucket."""
     log: list[str] = []
-    reducer = Inline()
+    reducer = BlockingReducer()
     arrivals = [reducer.submit(stages(name, log), result=torch.zeros(1), last=name == "c") for name in "abc"]
     for arrival in arrivals:
         arrival.wait()
@@ -45,9 +45,9 @@ def test_all_buckets_leave_before_one_is_waited_for() -> None:
     ]
 
 
-def test_what_failed_is_raised_and_the_next_turn_begins_anew() -> None:
+def test_what_failed_is_raised_and_the_next_one_starts_anew() -> None:
     log: list[str] = []
-    reducer = Inline()
+    reducer = BlockingReducer()
     reducer.submit(stages("a", log), result=torch.zeros(1), last=False)
     with pytest.raises(ConnectionError, match="the link is down"):
         reducer.submit(stages("b", log, fails=True), result=torch.zeros(1), last=True)
