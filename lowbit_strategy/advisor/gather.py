@@ -10,7 +10,7 @@ from lowbit_strategy.advisor.bench_file import Bench
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source, What, is_far_link
 from lowbit_strategy.advisor.machines import Machine, find_machine
-from lowbit_strategy.ranks.shape import FAR_S
+from lowbit_strategy.ranks.topology import FAR_S
 
 LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nobody says
 # Bytes in flight between two nodes, where nobody says: those of a connection per 100 Gbit/s. NCCL keeps a buffer of

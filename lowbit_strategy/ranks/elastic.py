@@ -14,24 +14,24 @@ LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 class Elastic:
     """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
 
-    A replica is one process, or a node of ranks that share one model, with a world of its own as far as its framework
-    knows. Who takes part is agreed at the beginning of each exchange and nowhere else:
+    A replica is one process, or a node of ranks that share one model, whose framework knows no other ranks. Members
+    are determined at the start of each exchange only:
 
-    1. every replica asks the lighthouse, which answers when all replicas that live have asked
-    2. if they are others than before, they connect; what has not been sent yet stays with each
-    3. a replica that is new gets anchors, outer optimizer and step from one that is not, and residuals of zero
-    4. they exchange. Only when all have received everything is it applied: an exchange that fails, because a replica
-       is lost, changes nothing and is repeated with those who are left
+    1. every replica asks the lighthouse, which answers when all live replicas have asked
+    2. if they are others than before, they connect; each keeps what it has not sent yet
+    3. a new replica gets anchors, outer optimizer and step from another one, and residuals of zero
+    4. they exchange, and apply the result only when all have received everything: an exchange that fails, because a
+       replica is lost, changes nothing and is repeated with those left
 
     Args:
-        lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: that of the environment
+        lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: from the environment
             variable TORCHFT_LIGHTHOUSE.
-        min_replicas: With fewer nobody goes on: those who are there wait.
-        name: Of this replica, in messages and reports; replicas are ordered by their names. None: the host's and the
-            process's, of its first rank.
-        address: Of this machine, as the other replicas reach it. None: the one from which it reaches the lighthouse.
-        timeout: Seconds that a message may take; after that a replica that has stopped counts as lost.
-        connect_timeout: Seconds in which replicas have to connect to each other.
+        min_replicas: With fewer, all wait.
+        name: Of this replica, in messages and reports; replicas are ordered by name. None: host and process id of its
+            first rank.
+        address: Of this machine, as other replicas reach it. None: the one from which it reaches the lighthouse.
+        timeout: Seconds that a message may take; then a replica that has stopped counts as lost.
+        connect_timeout: Seconds that replicas have to connect to each other.
         patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
 
     Raises:

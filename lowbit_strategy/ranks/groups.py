@@ -1,4 +1,4 @@
-"""Process groups that their members make by themselves, whatever the other ranks of the world do."""
+"""Process groups that only their members make, independently of the other ranks of the world."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def new_group(
     timeout: timedelta | None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A group of `members`; call on these, and on no other rank.
+    """A group of `members`; call on these ranks only.
 
-    ``torch.distributed.new_group`` is for all ranks of the world: it names groups by how many a rank has made, so that
-    where some ranks have not called it, the next group of all has two names and waits forever. Its way for members
-    alone counts the groups that a rank has, which differ as well. Here the name follows from `parent`:
+    ``torch.distributed.new_group`` names groups by how many a rank has made. If some ranks do not call it, the next
+    group of all ranks has two names, and hangs. With ``use_local_synchronization`` it counts a rank's groups, which
+    differ as well. So here:
 
-    1. the name says which group this is of those that `parent`'s ranks have made for `purpose`
+    1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
     2. torch makes the group under this name, and counts nothing
-    3. NCCL does not split the world's communicator, which all its ranks would have to call
+    3. NCCL does not split the world's communicator, for which all ranks would have to call
 
     Args:
-        members: Global ranks, this one among them, all of them in `parent`.
-        parent: Whose ranks make groups now, each the one that it is in, which share no rank; None: the default group.
+        members: Global ranks in `parent`, including this one.
+        parent: All its ranks make groups now, which are disjoint; None: the default group.
         purpose: The same on all ranks of `parent`.
-        timeout: How patient the group is; None: as torch makes them.
+        timeout: None: torch's default.
         backend: None: that of the default group.
     """
     parent = c10d._get_default_group() if parent is None else parent
@@ -55,7 +55,7 @@ def new_group(
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside torch makes a group of this name; afterwards it does not count it in the names of others' groups."""
+    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups."""
     stock: Any = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: name
     try:
@@ -69,7 +69,7 @@ def _is_ours(name_of: Callable[..., str]) -> bool:
 
 
 def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
-    """Torch's name for a group that members alone make, which says how many groups there are."""
+    """The name that torch gives, which counts groups, without those of this package."""
     names: Any = c10d._world.pg_names
     own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
     try:
@@ -80,7 +80,7 @@ def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _without_splitting() -> Iterator[None]:
-    """Inside the default group is bound to no device: its communicator is not split."""
+    """Inside, the default group is bound to no device, so its communicator is not split."""
     default: Any = c10d._get_default_group()
     device: torch.device | None = default.bound_device_id
     default.bound_device_id = None

@@ -1,41 +1,47 @@
-"""The conversation with torchft's lighthouse, which knows which replicas are there."""
+"""Asking torchft's lighthouse who is there: its `Manager` crashes when the lighthouse is lost, and hears no SIGTERM."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.ranks.watched import answers, watched
 
 _HEARTBEAT = timedelta(milliseconds=100)
-_ASK = timedelta(seconds=300)  # of one question to the lighthouse, which takes as long as a round does
+_ASK = timedelta(seconds=300)  # for one request, which takes as long as a round does
 _RETRY_S = 0.2
-_TICK_S = 0.01  # between two looks of the lighthouse whether all have asked; its own default is a tenth of a second
+_TICK_S = 0.01  # how often the lighthouse checks whether all have asked; its own default is 0.1 s
 _PROBE_S = 1.0
 _NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
 _REMIND_S = 30.0
+_ANSWER_S = 5.0
+_REFUSAL_S = 1.0  # a refusal is immediate
+
+T = TypeVar("T")
 
 _log = logging.getLogger("lowbit_strategy")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a replica tells the lighthouse of itself, which every other one sees before it connects.
+    """What a replica tells the lighthouse, and with it all others, about itself.
 
     Args:
         name: The user's; replicas are ordered by it.
         store: Address of its store.
         fits: Digest of all that must be the same on all replicas.
-        process: Tells apart those that are started again.
+        process: A new one whenever it is started.
     """
 
     name: str
@@ -49,7 +55,7 @@ class Identity:
     @classmethod
     def parse(cls, text: str) -> Identity:
         """Raises:
-        ValueError: It is none of this package's.
+        ValueError: It is of another program.
         """
         parts = text.split("|")
         if len(parts) != 4:
@@ -63,23 +69,23 @@ class Quorum:
 
     Args:
         number: Of this set of replicas.
-        round_index: How often the replica that has met others most often has met them.
-        store: Address of that one's store, where all connect.
-        replicas: What each tells of itself, in the order of ranks.
+        round_index: The largest number of earlier meetings that a replica had.
+        store: Address of that replica's store, where all connect.
+        replicas: Every replica's identity, in the order of ranks.
     """
 
     number: int
     round_index: int
     store: str
-    replicas: list[str]
+    replicas: tuple[Identity, ...]
 
 
 class Registration:
-    """This replica at the lighthouse, as long as its process lives: one per replica, whatever the number of its ranks.
+    """This replica's registration at the lighthouse while its process lives; one for all of its ranks.
 
     Args:
-        options: As the user has given them.
-        identity: What it tells of itself.
+        options: The user's.
+        identity: What it tells about itself.
         address: Of this machine, as the others reach it.
 
     Raises:
@@ -112,15 +118,15 @@ class Registration:
         self._client = torchft.coordination.ManagerClient(self._server.address(), connect_timeout=timeout)
 
     def ask(self, round_index: int, num_failures: int, deadline: Patience) -> Quorum:
-        """Wait until all who live have asked.
+        """Wait until all live replicas have asked.
 
         Args:
             round_index: How often this replica has met others.
             num_failures: Exchanges that have failed since one has succeeded.
-            deadline: Of the wait for a lighthouse that does not answer.
+            deadline: How long to wait for a lighthouse that does not answer.
 
         Raises:
-            ConnectionError: It does not, for longer than that.
+            ConnectionError: It does not answer in time.
             SystemExit: As `deadline` checks.
         """
         missing = (
@@ -150,14 +156,15 @@ class Registration:
                     every=_PROBE_S,
                     num_looks=_NUM_PROBES,
                 )
-                return Quorum(found.quorum_id, found.max_step, found.store_address, list(found.replica_ids))
+                replicas = tuple(map(Identity.parse, found.replica_ids))
+                return Quorum(found.quorum_id, found.max_step, found.store_address, replicas)
             except TimeoutError:
                 _log.info("replica %s: still waiting for the others", self._name)
-            except RuntimeError:  # torchft's client, which gives up at once or not at all
+            except RuntimeError:  # torchft's client gives up immediately, or never
                 deadline.wait(missing)
 
     def end(self) -> None:
-        """Nobody waits for this replica any more."""
+        """The others stop waiting for this replica."""
         with contextlib.suppress(RuntimeError):
             self._server.shutdown()
 
@@ -167,11 +174,11 @@ class Registration:
 
 
 class Patience:
-    """Waiting that ends some day, and says now and then what for.
+    """A wait with a limit, which logs now and then what it waits for.
 
     Args:
-        seconds: So long at most.
-        check: Called while it lasts; what it raises ends the wait.
+        seconds: The limit.
+        check: Called during the wait; may raise.
     """
 
     def __init__(self, seconds: float, check: Callable[[], None]) -> None:
@@ -196,12 +203,12 @@ class Patience:
 
 
 def start_lighthouse(bind: str, *, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> Any:
-    """torchft's, in this process; it answers who asks soon after the last one has asked.
+    """torchft's, in this process: it answers all replicas once the last live one has asked.
 
     Args:
         bind: Address and port to listen on.
-        min_replicas: With fewer nobody goes on.
-        join_timeout: Seconds that replicas wait in a round for one that lives and is slower.
+        min_replicas: With fewer, all wait.
+        join_timeout: Seconds that replicas wait in a round for a slower one.
         heartbeat_timeout: Seconds without a heartbeat after which a replica is lost.
     """
     return import_torchft().coordination.LighthouseServer(
@@ -228,7 +235,7 @@ def import_torchft() -> Any:
     """Raises:
     ImportError: It is not installed.
     """
-    os.environ.setdefault("RUST_LOG", "error")  # torchft's own words about every round
+    os.environ.setdefault("RUST_LOG", "error")  # torchft logs every round
     try:
         import torchft.coordination
         import torchft.process_group
@@ -237,3 +244,79 @@ def import_torchft() -> Any:
             f"elastic needs torchft, which cannot be imported ({error}): pip install 'lowbit-strategy[elastic]'"
         ) from error
     return torchft
+
+
+def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, num_looks: int = 1) -> T:
+    """The result of `call`, which runs in another thread while this one handles signals.
+
+    A call that is given up continues until its own timeout: nothing it uses may be used again.
+
+    Args:
+        call: May take long.
+        why_not: Why the call cannot be answered any more; empty: it can. May raise.
+        every: Seconds between two calls of it.
+        num_looks: How many in a row must give a reason.
+
+    Raises:
+        RuntimeError: The call cannot be answered any more.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="lowbit_strategy members").start()
+    reasons: list[str] = []
+    while len(reasons) < num_looks:
+        wait([outcome], every)
+        if outcome.done():
+            return outcome.result()
+        reason = why_not()
+        reasons = [*reasons, reason] if reason else []
+    raise RuntimeError(reasons[-1])
+
+
+@contextlib.contextmanager
+def noting_sigterm() -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether SIGTERM has come since; the program's own handler is called as well.
+
+    Frameworks' handlers only note the signal and act at the next batch, which a wait delays. Without a handler the
+    signal ends the process as usual.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether a listener there can be reached."""
+    return _failure(host, port, _ANSWER_S) is None
+
+
+def has_ended(address: str) -> bool:
+    """Whether the connection to ``host:port`` is refused; a host that does not answer may be slow."""
+    host, _, port = address.rpartition(":")
+    return isinstance(_failure(host, int(port), _REFUSAL_S), ConnectionRefusedError)
+
+
+def _failure(host: str, port: int, timeout: float) -> OSError | None:
+    try:
+        socket.create_connection((host, port), timeout=timeout).close()
+    except OSError as error:
+        return error
+    return None

@@ -1,4 +1,4 @@
-"""One value for all that a rank knows of the others: who they are, and who exchanges what with whom."""
+"""The ranks that train a model: communicators, levels and nodes, as one of them sees it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.far_comm import FarComm
-from lowbit_strategy.ranks.distance import is_far
 from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.shape import Shape, num_near
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.topology import Topology, is_far
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks that train a model, as one of them sees it.
 
-    It is made once, before training, and handed to the engine. When members change it is made anew and handed to
-    `GradientSync.renew`, between two steps. Whatever else needs a group reads ``sync.ranks`` when it needs it. Three
-    things have a communicator of their own and are made anew with it: `ParameterDigest`, the `Gathering` of weights,
-    and HSDP's `ExactReduceScatter`.
+    Made once, before training. When members change, another one goes to `GradientSync.renew` between two steps, so
+    others read ``sync.ranks`` whenever they need a group. Three have a communicator of their own, which is then made
+    again: `ParameterDigest`, the `Gathering` of weights, and HSDP's `ExactReduceScatter`.
 
     Args:
         world: All ranks that train the model, for agreements between steps; nothing else may use its group while
-            buckets are under way on CPU. Where replicas come and go: those of this one's replica, which last.
-        peers: The ranks that reduce the same part of every parameter as this one: compressed messages travel among
-            them. With one level these are all ranks, near and far; with two they are on different nodes; under HSDP
-            they have the same shard.
-        intra_node: The ranks that together have all parts, on one node: exact sums. None: there is one level.
+            buckets are under way on CPU. With replicas that come and go: the ranks of this one's replica.
+        peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
+            level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
+        intra_node: The ranks of one node that together reduce all parts, with exact sums. None: there is one level.
         share: Which part of every parameter this rank reduces; None: all of it.
-        topology: Which ranks share a node, as far as it is known.
-        own: Groups that were made for this value alone, which `destroy` ends.
-        comes_and_goes: `world` is a replica among others that come and go, of each of which `peers` has one rank.
+        topology: Which ranks share a node, if known.
+        own: Groups that were made for this value, which `destroy` ends.
+        comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
     """
 
     world: Comm
@@ -58,12 +55,12 @@ class Ranks:
         return cls(comm, comm)
 
     def coming_and_going(self) -> Ranks:
-        """These ranks as a replica that has not met the others yet."""
+        """These ranks as a replica that has not met others yet."""
         return replace(self, peers=LocalComm(), topology=None, comes_and_goes=True)
 
     @property
     def rank(self) -> int:
-        """This one's, among all; those of a replica follow each other."""
+        """Of this rank among all, replica by replica."""
         if not self.comes_and_goes:
             return self.world.rank
         return self.peers.rank * self.world.world_size + self.world.rank
@@ -74,19 +71,19 @@ class Ranks:
 
     @property
     def shape(self) -> Shape:
-        """The same as numbers."""
+        """As numbers."""
         return Shape(self.world_size, self.rank, self.share, self.topology, self.peers.is_far)
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is compressed, because no other rank reduces the same and none will."""
+        """Whether nothing is compressed, because no other rank reduces the same parts or ever will."""
         return self.peers.world_size == 1 and not self.comes_and_goes
 
     def gathering(self, *, sharded_inside: bool) -> Gathering:
-        """How weights travel to the ranks that share them, counted by itself: to each other node once.
+        """The gathering of weights, with its own byte counter: to each other node once.
 
         Args:
-            sharded_inside: A node's ranks have one model together (HSDP); otherwise all ranks have.
+            sharded_inside: The ranks of a node shard one model (HSDP); otherwise all ranks do.
         """
         if self.intra_node is None:
             return Gathering(self.world.twin())
@@ -94,7 +91,7 @@ class Ranks:
         return Gathering(inside) if sharded_inside else Gathering(self.peers.twin(), inside)
 
     def destroy(self) -> None:
-        """End the groups that were made for this alone."""
+        """End the groups that were made for this value."""
         for group in self.own:
             with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
                 dist.destroy_process_group(group)
@@ -118,11 +115,11 @@ def make_ranks(
     Args:
         group: All ranks.
         topology: Their nodes.
-        size: Ranks that together have a whole parameter; None: every rank reduces whole parameters with all others.
+        size: Ranks that together reduce whole parameters; None: each reduces whole parameters with all others.
         device: Of gradients.
-        scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
+        scatter: Parameters are sharded over all ranks: this rank reduces the shards of all with its index.
         own_world: Make a group of all ranks, too, because another thread uses `group`.
-        far: Whether peers are far apart, on CPU; None: where a message takes long, which is measured.
+        far: Whether peers are far apart, on CPU; None: measure it.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
@@ -135,7 +132,7 @@ def make_ranks(
     own = [_connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
-        _connected(group, device)  # FSDP2 has not used it yet where a model is on the meta device
+        _connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
     if size is None:
         return Ranks(world, world, topology=topology, own=tuple(own))
     index = rank % size
@@ -161,10 +158,9 @@ def share_of(index: int, size: int, world_size: int, *, scatter: bool) -> Share:
 def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """`group`, once all its ranks are connected.
 
-    On CPU a rank that leaves at once, because of an error in what follows, would break the others' connecting, and
-    their error would hide its own. NCCL connects when a group is used first, for an all-to-all by itself: inside a step
-    several groups would do so at the same time, in an order that differs between ranks. Collectives now, which the host
-    waits for, do it here.
+    On CPU a rank that fails right afterwards would break the others' connecting, and their error would hide its own.
+    NCCL connects at a group's first collective, and separately for all-to-all: inside a step several groups would do so
+    at the same time, in an order that differs between ranks.
     """
     if device.type == "cpu":
         dist.barrier(group)
@@ -188,7 +184,7 @@ def _comm(
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """How patient a group is; None if its backend does not say."""
+    """A group's timeout; None if its backend has none."""
     backend = _backend(group, device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout

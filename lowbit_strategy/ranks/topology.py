@@ -1,14 +1,17 @@
-"""Which ranks share a node, and how they are grouped: found once, before training, by all ranks together."""
+"""Which ranks share a node, and how far apart nodes are: found once, before training, by all ranks together."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,14 +19,18 @@ from lowbit_strategy.collectives.comm import gathered
 
 ShardSize = int | Literal["node"]
 
+FAR_S = 5e-3  # shortest round trip of ranks that are far apart: between hosts of one site it is below 1 ms
+_TRIES = 5  # of each measurement
+_TIMES = 2  # measured before ranks count as far apart: a machine may be busy for a while
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     """The ranks of a group by node.
 
     Args:
-        node_sizes: Ranks on each node, in rank order: the ranks of a node follow each other. Empty: they do not.
-        world_size: Ranks in all.
+        node_sizes: Ranks on each node, in rank order. Empty: the ranks of a node do not follow each other.
+        world_size: All ranks.
     """
 
     node_sizes: tuple[int, ...]
@@ -107,10 +114,10 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
-    """How many ranks have one whole model together.
+    """How many ranks shard one model.
 
     Raises:
-        ValueError: On every rank: it does not divide the ranks of every node, or nodes differ where it is "node".
+        ValueError: On every rank, if it does not divide the ranks of every node, or is "node" and nodes differ.
     """
     if shard_size == "node":
         if topology.ranks_per_node is None:
@@ -132,3 +139,38 @@ def hybrid_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMes
     """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel`` (1)."""
     shape = (world_size // shard_size, shard_size, 1)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"))
+
+
+def is_far(group: dist.ProcessGroup | None) -> bool:
+    """Whether a round trip takes at least `FAR_S`; call on all ranks, which get the same answer.
+
+    With several sites every rank is far from some other, so all wait for a long round trip. The fastest of several
+    tries on the fastest rank counts: a busy host is not far. Ranks that share a network's interfaces never are.
+    """
+    if len(set(gathered(_network(), group))) == 1:
+        return False
+    return all(_round_trip_s(group) >= FAR_S for _ in range(_TIMES))
+
+
+def _network() -> str:
+    """The host and, if the system has them, the network namespace of this process."""
+    namespace = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+
+
+def _round_trip_s(group: dist.ProcessGroup | None) -> float:
+    """The shortest one, the same on all ranks."""
+    world_size = dist.get_world_size(group)
+    shortest = float("inf")
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        _exchange(torch.zeros(world_size, dtype=torch.float64), group)
+        shortest = min(shortest, time.perf_counter() - start)
+    return float(_exchange(torch.full((world_size,), shortest, dtype=torch.float64), group).min())
+
+
+def _exchange(x_W: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """One element to each rank."""
+    out_W = torch.empty_like(x_W)
+    dist.all_to_all_single(out_W, x_W, group=group)
+    return out_W
