@@ -15,8 +15,8 @@ from typing import Any
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint import residual_files
+from lowbit_strategy.checkpoint.all_ranks import Stamp, first_problem, gather
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather
 
 
 def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> None:

@@ -20,8 +20,7 @@ from lowbit_strategy.attach.order_checks import NEVER_ATTACHED
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.frozen import Frozen
 from lowbit_strategy.model.mean_moment import has_stepped
-from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import canonical_name, local_part
 from lowbit_strategy.rounds.outer import STATE_KEY
 
 _log = logging.getLogger("lowbit_strategy")

@@ -17,8 +17,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.handshake import facts, handshake, plain
-from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.squares import needs_squares
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size

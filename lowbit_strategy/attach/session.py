@@ -26,10 +26,8 @@ from lowbit_strategy.attach.order_checks import (
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.checkpoint.resume import resume
-from lowbit_strategy.checkpoint.save import ResidualSaver
-from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 
 
 class _Kind(NamedTuple):

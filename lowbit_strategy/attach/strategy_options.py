@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.sync_options import SyncOptions, check_options
+from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
-from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.loco import LoCo

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
-from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.methods.outer.registry import OuterRule  # and what else may be given for one
 from lowbit_strategy.methods.weights import WeightCoding, check_weights

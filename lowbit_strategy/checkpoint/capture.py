@@ -1,8 +1,8 @@
-"""What survives a restart: residuals, thresholds, counters, per rank, keyed by parameter name.
+"""The state of one rank that survives a restart: residuals, thresholds, counters, by parameter name.
 
 State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved
-as they lie in memory (an exact copy when nothing has changed) with the numbers needed to read what they have not sent
-yet in another layout, under another method or on another number of ranks.
+as they are in memory (an exact copy if nothing changes), with the numbers needed to read what they have not sent yet in
+another layout, under another method or on another number of ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 
 FORMAT = 3
-_SMALL_NBYTES = 1 << 20  # in page-locked memory, which is not given back to the system
+_SMALL_NBYTES = 1 << 20  # copied to page-locked memory, which is not returned to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
 
@@ -32,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def capture(sync: GradientSync) -> Saved:
-    """All state of this rank, on the CPU, detached from the engine's own. Between steps only."""
-    sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
+    """A copy of all state of this rank, on the CPU. Between steps only."""
+    sync.follow_phase()  # a restored engine starts with the phase of the next step
     captured = {
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
@@ -54,7 +53,7 @@ def capture(sync: GradientSync) -> Saved:
 
 
 def check_last_step(sync: GradientSync) -> None:
-    """Training ends, or is saved: look at what the host has not waited for yet.
+    """Training ends, or is saved: check what the host has not waited for yet.
 
     Raises:
         RuntimeError: A rank has sent a message of another layout in one of the last steps.
@@ -65,8 +64,8 @@ def check_last_step(sync: GradientSync) -> None:
 
 
 def _topology(sync: GradientSync) -> list[int]:
-    """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind. Of replicas
-    that come and go each is by itself.
+    """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]``; replicas that come and go each
+    have their own.
     """
     share, ranks = sync.ranks.share, sync.ranks
     parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
@@ -74,15 +73,15 @@ def _topology(sync: GradientSync) -> list[int]:
 
 
 def _reduced(sync: GradientSync) -> str:
-    """What residuals are in units of."""
+    """The unit of residuals."""
     return "gradients" if sync.outer is None else "weights"
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of nested plain data in the CPU's memory; of a sharded tensor, this rank's part.
+    """A copy of nested plain data on the CPU; of a sharded tensor, this rank's part.
 
-    One copy and not two: of a large model there is room for one beside the weights'. Nothing waits for small ones: they
-    arrive when the device has done all it had to.
+    One copy, not two: memory must hold that of a large model beside its weights. Small ones arrive once the device has
+    finished.
     """
     if isinstance(value, Tensor):
         part = local_part(value.detach())
@@ -113,19 +112,19 @@ def restore(
     load_rank: Callable[[int], Saved],
     on_world_size_change: OnWorldSizeChange,
 ) -> None:
-    """Put saved state back.
+    """Restore saved state.
 
-    1. counters, controllers and other state beside the methods'
-    2. on as many ranks: a parameter whose method and layout are those that were saved gets its state back exactly;
-       any other gets what its old method had not sent yet
-    3. on another number of ranks, or if they reduce other parts of parameters together: `on_world_size_change`
+    1. counters, controllers and other state
+    2. in the same topology: a parameter with the same method and layout gets its state back exactly, any other gets
+       what its old method had not sent yet
+    3. in another one: `on_world_size_change`
 
     Args:
         sync: The engine of the model that was saved; its compressor may have changed.
         saved: This rank's state, or any rank's if the world size has changed.
-        load_rank: State of another rank of the run that saved, for folding.
+        load_rank: Gives the state of another rank of the run that saved.
         on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of what the saved
-            ranks had not sent yet, so that nothing is lost.
+            ranks had not sent yet, so nothing is lost.
 
     Raises:
         ValueError: The state is of another model or of an unknown format.
@@ -143,7 +142,7 @@ def restore(
     num_shards = 1 if interleaved else count
     for name, rank_part in sync.rank_state.items():
         if name in saved["own"]:
-            mine = saved["own"][name] if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank)
+            mine = saved["own"][name] if own else _shared_state(sync, name, num_shards=num_shards, load_rank=load_rank)
             rank_part.load_state_dict(mine, own=own)
     sync.forget()
     if saved["reduces"] != _reduced(sync):
@@ -162,8 +161,7 @@ def restore(
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
-    """Leave of `saved` what belongs to parameters that the model still has, in the same shape; what others have not
-    sent yet is lost, which is said.
+    """Remove from `saved` parameters that the model does not have any more in the same shape, with a warning.
 
     Returns:
         Whether the model has the same parameters as before.
@@ -182,7 +180,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
 
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
-    """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
+    """Parameters that were not trained when the state was saved start from zero; all others must fit."""
     own = {name: list(spec.shape) for name, spec in sync.state.wholes.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
@@ -200,7 +198,7 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bool:
-    """Copy if every tensor has its counterpart; nothing otherwise."""
+    """Copy if every tensor has its counterpart, else nothing."""
     same = targets.keys() == saved.keys() and all(
         value.shape == saved[key].shape and value.dtype == saved[key].dtype for key, value in targets.items()
     )
@@ -221,13 +219,13 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
 
 
 def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
-    """Make this rank's part of what was not sent of a parameter its residual."""
+    """Make this rank's part of the unsent `whole_N` its residual."""
     part = sync.specs[name].part
     sync.state.carry_over_(name, (whole_N if part is None else part.take(whole_N)).to(sync.device))
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
-    """What one saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
+    """What a saved rank had not sent yet of a whole parameter, in gradient units and in `memory_order`."""
     unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None
@@ -256,3 +254,56 @@ def _change_world_size(
                 totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
         _carry_over_(sync, name, total / num_together)
+
+
+def _shared_state(
+    sync: GradientSync, state: str, *, num_shards: int, load_rank: Callable[[int], Saved]
+) -> Mapping[str, Any]:
+    """What ranks share of local steps in ``own``, cut again for another number of shards, as this rank would save it.
+
+    Anchors, the outer optimizer's moments and a fragment under way are saved as each rank's shards. They are the same
+    on all replicas, so those of the first one are put together, and each rank takes its part.
+
+    Args:
+        sync: This rank's engine.
+        state: The name of the state.
+        num_shards: Ranks that sharded one model: the first ones.
+        load_rank: Gives the state of a rank of the run that saved.
+    """
+    ranks = [load_rank(rank) for rank in range(num_shards)]
+    states = [rank["own"][state] for rank in ranks]
+    if all(entry["ranges"] == _ranges(sync, name) for name, entry in ranks[0]["parameters"].items()):
+        return states[0]
+    return _cut(sync, [rank["parameters"] for rank in ranks], states, None)
+
+
+def _ranges(sync: GradientSync, name: str) -> list[list[int]] | None:
+    part = sync.specs[name].part
+    return None if part is None else [list(run) for run in part.ranges]
+
+
+def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str | None) -> Any:
+    """Nested plain data; tensors under a parameter's name that have its shards' shapes are cut again."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {
+            key: _cut(sync, entries, [value[key] for value in values], key if key in sync.specs else name)
+            for key in first
+            if all(key in value for value in values)
+        }
+    if name is None or name not in entries[0] or not isinstance(first, Tensor):
+        return first
+    parts = [(entry[name], value) for entry, value in zip(entries, values, strict=True)]
+    if any(value.numel() != _numel(entry) or not value.dim() for entry, value in parts):
+        return first  # a counter
+    spec = sync.specs[name]
+    whole = torch.zeros(math.prod(spec.whole.shape), dtype=first.dtype)
+    for entry, value in parts:
+        ranges = entry["ranges"] if entry["ranges"] is not None else [[0, whole.numel()]]
+        add_ranges_(whole, ranges, value.reshape(-1))
+    return (whole if spec.part is None else spec.part.take(whole)).view(spec.shape)
+
+
+def _numel(entry: Saved) -> int:
+    ranges = entry["ranges"]
+    return math.prod(entry["shape"]) if ranges is None else sum(length for _, length in ranges)

@@ -1,9 +1,9 @@
 """Files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<checksum>.pt``, one per rank.
 
-A file's name has the checksum of its bytes, and the checkpoint's own stamp lists the checksums of all ranks' files. So
-two different files never share a name: those of a new checkpoint are written before the checkpoint itself, those of the
-one it replaces are removed after it, and whenever a process dies every checkpoint on disk still has its residuals. A
-file that was damaged, or put in the place of another, is refused.
+A file's name has the checksum of its bytes, and the checkpoint's stamp lists the checksums of all ranks' files. So two
+different files never share a name: those of a new checkpoint are written before the checkpoint itself, those of the one
+it replaces are removed after it, and no matter when a process dies, every checkpoint on disk has its residuals. Damaged
+or swapped files are refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ResidualFileError(RuntimeError):
     """A residual file cannot be written, or one that a checkpoint names is missing, damaged or another one."""
 
 
-class Place(NamedTuple):
-    """Which file: of the optimizer step, the rank and world size that saved, and the checksum of its bytes."""
+class ResidualFile(NamedTuple):
+    """A file by the optimizer step, rank and world size that saved it, and the checksum of its bytes."""
 
     step: int
     rank: int
@@ -54,12 +54,12 @@ def sidecar_folder(checkpoint_path: Any) -> str:
     return str(checkpoint_path).rstrip("/") + SUFFIX
 
 
-def path_of(checkpoint_path: Any, place: Place) -> str:
-    return posixpath.join(sidecar_folder(checkpoint_path), place.name)
+def path_of(checkpoint_path: Any, entry: ResidualFile) -> str:
+    return posixpath.join(sidecar_folder(checkpoint_path), entry.name)
 
 
 class _Hashing:
-    """A file to write to that computes the checksum on the way."""
+    """A writable file that computes the checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -89,11 +89,11 @@ def _checksum(file: IO[bytes]) -> str:
     return _short(digest)
 
 
-def save(checkpoint_path: Any, saved: Saved) -> Place:
-    """Write this rank's file: complete under its name or not there at all.
+def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
+    """Write this rank's file, atomically.
 
     Raises:
-        ResidualFileError: It cannot be written (a full disk, for one). Nothing is left behind.
+        ResidualFileError: It cannot be written (a full disk, for example). Nothing is left behind.
     """
     folder = sidecar_folder(checkpoint_path)
     fs, local = fsspec.core.url_to_fs(folder)
@@ -103,8 +103,8 @@ def save(checkpoint_path: Any, saved: Saved) -> Place:
         with fs.open(partial, "wb") as raw:
             file = _Hashing(raw)
             torch.save(saved, file)  # type: ignore[arg-type]  # it only writes and flushes
-        place = Place(saved["step_index"], saved["rank"], saved["world_size"], file.checksum)
-        _move(fs, partial, posixpath.join(local, place.name))
+        entry = ResidualFile(saved["step_index"], saved["rank"], saved["world_size"], file.checksum)
+        _move(fs, partial, posixpath.join(local, entry.name))
     except BaseException as error:
         with contextlib.suppress(Exception):
             fs.rm_file(partial)
@@ -115,11 +115,11 @@ def save(checkpoint_path: Any, saved: Saved) -> Place:
             f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): make room or give another"
             " folder; the checkpoint was not written either"
         ) from error
-    return place
+    return entry
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What happened first: torch's own writer fails once more when it is closed."""
+    """The first error: torch's writer fails again when it is closed."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
@@ -134,7 +134,7 @@ def _move(fs: Any, source: str, target: str) -> None:
 
 
 def files_of(checkpoint_path: Any, rank: int, world_size: int) -> list[str]:
-    """All files that `rank` looks after, as full paths; those of ranks that there are no more fall to the others."""
+    """Full paths of all files that `rank` manages, including those of ranks that do not exist any more."""
     folder = sidecar_folder(checkpoint_path)
     fs, local = fsspec.core.url_to_fs(folder)
     fs.invalidate_cache()
@@ -167,48 +167,50 @@ def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
             fs.rmdir(folder)
 
 
-def load(checkpoint_path: Any, place: Place) -> Saved:
+def load(checkpoint_path: Any, entry: ResidualFile) -> Saved:
     """Read one file of the run that saved.
 
     Raises:
         ResidualFileError: It is missing, damaged, of another rank or run, or holds residuals that are not finite.
     """
-    path = _find(checkpoint_path, place)
+    path = _find(checkpoint_path, entry)
     fs, local = fsspec.core.url_to_fs(path)
     try:
         with fs.open(local, "rb") as file:
-            if (found := _checksum(file)) != place.checksum:
-                raise ValueError(f"its checksum is {found}, the checkpoint recorded {place.checksum}")
+            if (found := _checksum(file)) != entry.checksum:
+                raise ValueError(f"its checksum is {found}, the checkpoint recorded {entry.checksum}")
             file.seek(0)
             saved: Saved = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ResidualFileError(f"the checkpoint's residual file {path} is missing: {ADVICE}") from error
     except Exception as error:  # damaged bytes fail in any of the ways of pickle
         raise ResidualFileError(f"the checkpoint's residual file {path} cannot be read ({error}): {ADVICE}") from error
-    if problem := _problem(saved, place):
+    if problem := _problem(saved, entry):
         raise ResidualFileError(f"{path} {problem}: {ADVICE}")
     return saved
 
 
-def _find(checkpoint_path: Any, place: Place) -> str:
-    """``last.ckpt`` may be a link: then the files lie beside it or beside what it points to."""
-    path = path_of(checkpoint_path, place)
+def _find(checkpoint_path: Any, entry: ResidualFile) -> str:
+    """``last.ckpt`` may be a link: then the files are beside it or beside its target."""
+    path = path_of(checkpoint_path, entry)
     fs, local = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem) and not os.path.exists(local):
         _, checkpoint = fsspec.core.url_to_fs(str(checkpoint_path))
-        beside_target = path_of(os.path.realpath(checkpoint), place)
+        beside_target = path_of(os.path.realpath(checkpoint), entry)
         if os.path.exists(beside_target):
             return beside_target
     return path
 
 
-def _problem(saved: Any, place: Place) -> str | None:
+def _problem(saved: Any, entry: ResidualFile) -> str | None:
     if not isinstance(saved, dict) or "parameters" not in saved:
         return "is not a residual file"
-    found = Place(saved.get("step_index", -1), saved.get("rank", -1), saved.get("world_size", -1), place.checksum)
-    if found != place:
+    found = ResidualFile(
+        saved.get("step_index", -1), saved.get("rank", -1), saved.get("world_size", -1), entry.checksum
+    )
+    if found != entry:
         return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
-    # Weights, buffers (a mask of -inf) and moments are the training's: there a value that is not finite may be right.
+    # elsewhere (weights, moments, buffers such as a mask of -inf) a value that is not finite may be right
     residuals = _tensors("parameters", saved["parameters"])
     bad = next((key for key, x in residuals if x.is_floating_point() and not x.float().isfinite().all()), None)
     return None if bad is None else f"holds a residual that is not finite, in {bad}"

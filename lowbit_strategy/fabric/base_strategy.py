@@ -13,7 +13,7 @@ from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optim
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.stamp import Stamp
+from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.fabric.bases import ParallelStrategy
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.model_control import ModelControl

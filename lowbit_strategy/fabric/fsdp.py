@@ -14,8 +14,7 @@ from lowbit_strategy.attach.optimizer_checks import check_optimizers
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
-from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
+from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 from lowbit_strategy.fabric.bases import ModelParallelStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any

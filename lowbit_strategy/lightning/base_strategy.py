@@ -12,8 +12,8 @@ from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optim
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
+from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
-from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.bases import ParallelStrategy

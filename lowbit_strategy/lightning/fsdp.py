@@ -12,8 +12,7 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
-from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
+from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import LowBitMixin

@@ -24,7 +24,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 
 EARLY_STEPS = (2, 10, 100)
 EVERY = 1000

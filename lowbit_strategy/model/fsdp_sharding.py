@@ -17,8 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.model.mixed_precision import needs_own_type
-from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import canonical_name, local_part
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 
 _DECOUPLED = ("AdamW",)  # whose weight decay is no part of the gradient
 

@@ -1,16 +1,21 @@
-"""A module's parameters as the methods see them: stable names, shapes, roles."""
+"""A module's parameters as the methods see them: stable names, shapes, roles, and this rank's part of each."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.parameter_selectors import Selector, matches
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SELECTOR_FIELDS = ("exempt", "high_precision")
 _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
 
 
@@ -112,3 +117,55 @@ def _head_of(module: nn.Module) -> Iterator[nn.Parameter]:
                 continue
             if isinstance(head, nn.Linear):
                 yield from head.parameters()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def flat_part(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The same, flat, with its elements as gradients and residuals have them."""
+    part = local_part(tensor)
+    return (part if spec.memory_order is None else part.permute(spec.memory_order)).reshape(-1)
+
+
+def shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
+    """The reverse: flat elements of a parameter, or of this rank's part of it, in its shape."""
+    if spec.memory_order is None:
+        return part_N.view(spec.shape)
+    values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
+    return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])
+
+
+def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
+    """One sentence for each pattern that matches no parameter, trained or frozen. Predicates may match nothing."""
+    specs = [TensorSpec(canonical_name(name), tuple(param.shape)) for name, param in module.named_parameters()]
+    unmatched: dict[str, None] = {}  # in order, each once
+    for field, selector in _selectors(compressor):
+        is_pattern = isinstance(selector, str) and not selector.startswith("@")
+        if is_pattern and not any(matches(selector, spec) for spec in specs):
+            sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
+            unmatched[sentence] = None
+    return list(unmatched)
+
+
+def _selectors(value: object) -> Iterator[tuple[str, Selector]]:
+    """All selectors of a configuration and of those inside it."""
+    if isinstance(value, Compressor):
+        for field in _SELECTOR_FIELDS:
+            for selector in getattr(value, field):
+                yield field, selector
+        for each in dataclasses.fields(value):
+            if each.name not in _SELECTOR_FIELDS:
+                yield from _selectors(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a rule of Partition
+            yield "rules", value[0]
+        for entry in value:
+            yield from _selectors(entry)
+
+
+def _some(specs: Sequence[TensorSpec]) -> str:
+    names = [spec.name for spec in specs]
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"

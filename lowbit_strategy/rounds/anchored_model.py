@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 from lowbit_strategy.rounds.fragment import Fragment
 
 _log = logging.getLogger("lowbit_strategy")

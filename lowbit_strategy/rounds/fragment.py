@@ -12,7 +12,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.model.parts import local_part, shaped
+from lowbit_strategy.model.parameters import local_part, shaped
 from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
 
 

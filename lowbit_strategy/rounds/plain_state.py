@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.transports.member_comm import MemberComm
-from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.model.parameters import local_part
 
 _TENSOR = "tensor"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_strategy.checkpoint.resume import resume
-from lowbit_strategy.checkpoint.save import save_residuals
+from lowbit_strategy.checkpoint.all_ranks import resume, save_residuals
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCo

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.residual_files import Place, ResidualFileError
+from lowbit_strategy.checkpoint.residual_files import ResidualFile, ResidualFileError
 
 
 def saved(step: int, rank: int = 0, world_size: int = 2, value: float = 1.0) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def replace_checkpoint(checkpoint: Path, state: dict[str, Any]) -> Place:
+def replace_checkpoint(checkpoint: Path, state: dict[str, Any]) -> ResidualFile:
     """As the adapters do: files first, then the checkpoint, then what it replaces goes."""
     before = residual_files.files_of(checkpoint, state["rank"], state["world_size"])
     place = residual_files.save(checkpoint, state)
@@ -243,7 +243,7 @@ def test_a_link_to_the_checkpoint_finds_its_residuals(checkpoint: Path, tmp_path
     assert residual_files.load(tmp_path / "last.ckpt", place)["step_index"] == 5
 
 
-def test_a_link_in_the_place_of_a_checkpoint_that_has_left_residuals(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_file_of_a_checkpoint_that_has_left_residuals(checkpoint: Path, tmp_path: Path) -> None:
     residual_files.save(tmp_path / "last.ckpt", saved(3))
     checkpoint.mkdir()  # a folder of shards
     place = residual_files.save(checkpoint, saved(5))

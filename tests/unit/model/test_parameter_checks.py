@@ -10,8 +10,7 @@ from torch import nn
 
 from lowbit_strategy import Dense, LoCo, Partition
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
-from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
 
 
 def roles(module: nn.Module) -> dict[str, str]:
