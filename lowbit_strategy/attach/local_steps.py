@@ -1,4 +1,4 @@
-"""Local steps of one attached model: when a step is one, DDP's part in it, what each rank saves for itself."""
+"""Local steps of one attached model: where a step ends, DDP's part in it, what each rank saves for itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -33,16 +33,16 @@ class LocalSteps:
     """Between the adapter of a framework and `OuterSync`.
 
     Args:
-        module: The model, which is the same on all ranks of `sync` now.
-        sync: Of the model; its group is used by nothing else between steps.
+        module: The model, the same on all ranks of `sync`.
+        sync: Of the model; nothing else uses its group between steps.
         rule: When ranks synchronise, and how.
         check_digest: Compare the anchors over the ranks now and then.
-        ddp: Around the model, which is to leave gradients and buffers alone; None under FSDP2.
-        membership: Replicas come and go: finds out who is there.
+        ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
+        membership: Finds the other replicas, if they come and go.
 
     Attributes:
-        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. Where
-            it gives none, as in a loop of one's own, those that have stepped count.
+        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. If it
+            gives none, as in a custom loop, those that have stepped count.
         on_forward: Called before each forward pass in training.
     """
 
@@ -93,16 +93,15 @@ class LocalSteps:
         return {name: tensor for name, tensor in named if name not in self._params}
 
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
-        """DDP around the model, which the adapter makes anew where what is trained changes before steps are local.
-
-        Not kept alive: everything is closed when it is gone.
+        """DDP around the model, replaced by the adapter if other parameters are trained before steps are local. Only
+        weakly referenced: when it is gone, everything is closed.
         """
         self._ddp_of = (lambda: None) if model is None else weakref.ref(model)
         if model is not None:
             _before_forward(model, self)
 
     def _start(self) -> OuterSync:
-        """Steps are local from now on. What is left of gradients is in other units than weights."""
+        """Steps are local from now on."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
         self.outer = outer = self._make_outer()
@@ -112,14 +111,14 @@ class LocalSteps:
         return outer
 
     def _keep_local(self) -> None:
-        """DDP leaves gradients and buffers alone. Lightning turns it on again in each manual step."""
+        """DDP does not touch gradients and buffers. Lightning turns it on again in each manual step."""
         if self.outer is not None and (ddp := self._ddp_of()) is not None:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = False
             ddp.broadcast_buffers = False
 
     def _stop(self) -> None:
-        """The last steps are taken together: from the mean of all ranks' weights, with the first rank's optimizers."""
+        """The last steps are synchronous: from the mean of all ranks' weights, with the first rank's optimizers."""
         assert self.outer is not None
         if self._extended and self._ddp_of() is not None:
             raise RuntimeError(
@@ -173,7 +172,7 @@ class LocalSteps:
         return parts
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """What this rank's optimizers keep of each parameter, over the options of its group."""
+        """This rank's optimizer state of each parameter, and the options of its group."""
         names = {id(param): name for name, param in self._params.items()}
         found: dict[str, dict[str, Any]] = {}
         for part in self._parts().values():
@@ -186,16 +185,16 @@ class LocalSteps:
         return found
 
     def _forget_moments(self) -> None:
-        """This rank's weights were not finite, so its optimizers' moments are not either: they start anew."""
+        """This rank's weights were not finite, so neither are its optimizers' moments: they start afresh."""
         for part in self.own().values():
             if isinstance(state := getattr(part, "state", None), MutableMapping):
                 state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and `sync` knows them. Ranks may differ in them: they were loaded when frozen.
+        """More parameters are trained, and `sync` knows them. Ranks may differ in them.
 
         Raises:
-            RuntimeError: Replicas come and go: the others would not know them.
+            RuntimeError: With replicas that come and go: the others would not know them.
         """
         if self._membership is not None:
             raise RuntimeError(
@@ -215,8 +214,8 @@ class LocalSteps:
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. None: the only one has.
 
-        The step is over when all optimizers have stepped, otherwise when training goes on (`begin_forward`). A turn any
-        earlier would change weights that the others' forward passes have used.
+        The step ends when all optimizers have stepped, or at the latest when training continues (`begin_forward`).
+        Synchronising earlier would change weights that the others' forward passes have used.
 
         Raises:
             DivergenceError: On every rank, if anchors were compared after this step and differ.
@@ -232,7 +231,7 @@ class LocalSteps:
         self._end_step()
 
     def begin_forward(self) -> None:
-        """A forward pass in training begins: the step is over, if any optimizer has stepped."""
+        """A forward pass in training begins: if any optimizer has stepped, the step ends."""
         if self._stepped:
             self._end_step()
         self._keep_local()
@@ -248,9 +247,7 @@ class LocalSteps:
             self._stop()
 
     def _before_validation(self) -> None:
-        """Warn, once, if ranks have trained since the last validation but have not had a turn: it has seen the same
-        weights.
-        """
+        """Warn, once, if ranks have trained since the last validation without synchronising: it sees old weights."""
         if self.outer is None:
             return
         now = (self.sync.step_index, self.outer.num_syncs)
@@ -269,7 +266,7 @@ class LocalSteps:
             )
 
     def close(self) -> bool:
-        """Returns whether all of it has stopped."""
+        """Returns whether the worker has stopped."""
         self.is_in_use = False
         if self._membership is not None:
             self._membership.leave()
@@ -295,7 +292,7 @@ class LocalSteps:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Before the engine's state is read: what travels has arrived."""
+        """Before the engine's state is read: wait for what is under way."""
         if self.outer is not None:
             self.outer.arrive()
 
@@ -310,14 +307,14 @@ class LocalSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """Kept until `resume`: the framework has yet to load the model and the optimizers."""
+        """Kept until `resume`, when the framework has loaded the model and the optimizers."""
         self._loaded = (state, own)
         if state["outer"] is not None and self.outer is None:
             self._start()
         self._follow_end()
 
     def _follow_end(self) -> None:
-        """What was loaded is of a synchronous part."""
+        """The loaded state may be of a synchronous part."""
         if self.outer is not None and not self.rule.is_local(self.sync.step_index):
             self._train_together()
 
@@ -325,8 +322,8 @@ class LocalSteps:
         self._loaded = None
 
     def resume(self) -> None:
-        """The framework has loaded all it saves, or training begins: go on from this rank's own weights and optimizers,
-        if they have been loaded, otherwise from the model's weights, which all ranks share.
+        """The framework has loaded everything, or training begins: continue from this rank's own weights and optimizers
+        if they were loaded, otherwise from the model's weights, which all ranks share.
         """
         loaded, self._loaded = self._loaded, None
         self._follow_end()
@@ -343,6 +340,7 @@ class LocalSteps:
         if loaded is None or loaded[0]["outer"] is None:
             return
         state, own = loaded[0], loaded[1] and self.outer.owns(loaded[0]["outer"])
+        self._train_as_saved(list(state["outer"]["anchors"]))
         self.outer.load_state_dict(state["outer"], own=own)
         if own:
             parts = self.own()
@@ -351,9 +349,18 @@ class LocalSteps:
                     parts[name].load_state_dict(resharded(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
+    def _train_as_saved(self, names: Iterable[str]) -> None:
+        """The same fragments as in the run that saved: it may have trained what is frozen now, and in another order."""
+        assert self.outer is not None
+        params = {canonical_name(name): param for name, param in self._module.named_parameters()}
+        kept = {name: params[name] for name in names if name in params and name in self.sync.specs}
+        if self._membership is None and list(kept) != list(self.outer.anchors):
+            self._params = kept | self._params
+            self.outer = self._make_outer()
+
     def adopt(self, earlier: LocalSteps) -> None:
-        """Continue with the state of an earlier attachment of the same model. If it has finished, and someone has given
-        the model other weights since, training begins with those.
+        """Continue with the state of an earlier attachment of the same model. If that has finished, and the
+        model has other weights since, training begins with those.
         """
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
         if self.outer is None or earlier.outer is None or not earlier.outer.finished:
@@ -363,7 +370,7 @@ class LocalSteps:
 
 
 def _before_forward(model: nn.Module, steps: LocalSteps) -> None:
-    """Tell `steps`, as long as they are there, before anything else that a forward pass in training begins with."""
+    """Call `on_forward` before any other pre-hook of a forward pass in training, as long as `steps` is alive."""
     reference = weakref.ref(steps)
 
     @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""A model's place among replicas that come and go."""
+"""A model as one of the replicas that come and go."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.model.handshake import facts, plain
+from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.membership import Membership
 
-_PATIENCE = timedelta(days=30)
+_NO_TIMEOUT = timedelta(days=30)
 
 
 def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGroup | None) -> Membership:
-    """How this replica finds the others, whom it meets in `Session.resume`; call on all of its ranks.
+    """Registers this replica, which meets the others in `Session.resume`; call on all of its ranks.
 
     Args:
         prepared: With ``elastic`` among the options; compressor and options are the same on all replicas.
         module: The model.
-        group: The ranks of this replica, which share one model if it was prepared to be sharded.
+        group: The ranks of this replica.
 
     Raises:
-        ValueError: There are several, and each has a whole model.
+        ValueError: There are several ranks, and the model is not sharded over them.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     options = prepared.options
@@ -39,22 +40,24 @@ def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGrou
             f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
             ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
         )
-    own = {"elastic", "memory"}  # may differ between replicas
     settings = settings_of(options) | {"shard_size": prepared.shard_size}
-    everything = facts(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
-    same = {name: value for name, value in everything.items() if name not in own}
-    same |= plain("outer", options.outer)
+    same = facts(prepared.compressor, module, scatter=prepared.scatter, settings=settings) | plain(
+        "outer", options.outer
+    )
+    for own in ("elastic", "memory"):
+        same.pop(own, None)
+    frozen = ((name, param) for name, param in module.named_parameters() if not param.requires_grad)
+    same["frozen parameters"] = [(canonical_name(name), tuple(param.shape)) for name, param in frozen]
     inside = None
-    if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, they wait for it
+    if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        inside = GroupComm(new_group(members, group, "replica", timeout=_PATIENCE, backend="gloo"))
+        inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
     return Membership(options.elastic, same, inside)
 
 
 def join_before_forward(session: Session, module: nn.Module) -> None:
-    """The replica meets the others before the first forward pass of training, if it has not by then.
-
-    After it, other weights would come between the forward pass and its backward pass.
+    """The replica meets the others before its first forward pass in training at the latest: afterwards, weights would
+    change between a forward and its backward pass.
     """
     assert session.replica is not None
 
@@ -68,7 +71,7 @@ def join_before_forward(session: Session, module: nn.Module) -> None:
 
 
 def one_replica(options: SyncOptions) -> str:
-    """What is logged where there is nobody to exchange with."""
+    """What is logged if there is no other replica to exchange with."""
     off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
     return (
         "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"

@@ -1,16 +1,15 @@
 """Whether all ranks hold the same parameters: a digest of their bits, compared now and then.
 
-Gradients that are meant to be the same on all ranks keep parameters the same. If one day they are not, ranks drift
-apart while the loss still falls; so after a few chosen steps every rank computes one number from the bits of all its
-parameters, and the ranks compare it.
+If reduced gradients ever differ between ranks, their parameters drift apart while the loss still falls. So after some
+steps every rank computes one number from the bits of its parameters, and the ranks compare it.
 
 1. Of each parameter (of this rank's shard): a weighted sum of its 64-bit words modulo 2^64, one pass over memory.
 2. Of the model: the same over the parameters' digests. One all-gather of 8 bytes per rank.
 3. Only if those differ, one all-gather of all parameters' digests, to name what differs.
 
-Under DDP every rank holds whole parameters, all of which must agree. Buffers need not (statistics of BatchNorm are each
-rank's own). Under FSDP2 nothing can be compared: each element of a sharded parameter has one owner, whose value the
-others gather. Under HSDP the replicas are compared: ranks that have the same shards.
+Under DDP all parameters must agree. Buffers need not (BatchNorm's statistics are each rank's own). Under FSDP2 nothing
+can be compared: each element has one owner, whose value the others gather. Under HSDP ranks with the same shards are
+compared.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ParameterDigest:
 
     Args:
         params: Gives what must agree, by name, in the same order on all ranks.
-        comm: The engine's: nothing is under way on it when a step has ended.
+        comm: The engine's; nothing is under way on it after a step.
         device: Of its collectives.
     """
 
@@ -52,10 +51,10 @@ class ParameterDigest:
         self._params = params
         self._comm = comm
         self._device = device
-        self._num_steps = 0  # since set-up: ranks that resume from different weights are noticed soon, too
+        self._num_steps = 0  # since set-up, so that ranks which resume from different weights are noticed soon
 
     def after_step(self, step_index: int) -> None:
-        """Compare if it is time; call on all ranks when the optimizer has stepped and the step has ended.
+        """Compare if it is due; call on all ranks after a step.
 
         Raises:
             DivergenceError: On every rank, if parameters differ.
@@ -87,7 +86,7 @@ class ParameterDigest:
         return digests([local_part(param) for param in self._params().values()], self._device)
 
     def _gather(self, mine_N: Tensor) -> Tensor:
-        """int64 ``[W, N]``; past the engine's counters, which count gradients only."""
+        """int64 ``[W, N]``; not counted by the engine, which counts gradients."""
         rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
         with naming_lost_ranks(self._comm.group, "the comparison of parameters", self._comm.place()):
             dist.all_gather(rows, mine_N, group=self._comm.group)

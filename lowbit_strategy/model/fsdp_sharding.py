@@ -62,11 +62,11 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     """Entries of module lists and sequences with at least `min_numel` parameters, innermost first.
 
-    Left to the module around them:
+    Sharded with the module around them:
 
     * a block that shares a parameter with the rest of the model (tied weights): two FSDP2 modules cannot own it
-    * what may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a module's
-      parameters when it runs, which all ranks must do together
+    * modules that may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a
+      module's parameters when it runs, on all ranks together
     """
     uses = _uses(module)
     chosen: list[nn.Module] = []
@@ -93,7 +93,7 @@ def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
-    """Parameters and buffers of rank 0 on `device` for everyone, as DDP does; what is sharded already stays."""
+    """All ranks get the parameters and buffers of rank 0 on `device`, as with DDP, except what is sharded already."""
     module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
@@ -107,8 +107,8 @@ class ShardPolicy:
     Args:
         min_numel: Smallest block of a list or sequence that is gathered and reduced by itself.
         forward_methods: Methods that gather parameters as ``forward`` does.
-        by_child: Shard the module's children and not the module itself. FSDP2 reduces gradients of what has returned
-            from its forward; a module that runs backward inside its forward never does.
+        by_child: Shard the module's children instead of the module. FSDP2 reduces the gradients of a module once its
+            forward has returned, which comes too late if backward runs inside it.
         mp_policy: Types of gathered weights and of reduced gradients.
     """
 
@@ -119,10 +119,10 @@ class ShardPolicy:
 
 
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
-    """Bring `module` to `device`, the same on all ranks, and shard it, unless it is sharded already.
+    """Move `module` to `device`, the same on all ranks, and shard it, unless it is sharded already.
 
-    Each block is sharded before the next one is brought, so that `device` never holds more than the shards and one
-    block. Parameters on the meta device are made after sharding: then no rank ever holds them all anywhere.
+    Each block is sharded before the next one is moved, so `device` never holds more than the shards and one block.
+    Parameters on the meta device are created after sharding: no rank ever holds all of them.
     """
     if not any(isinstance(child, FSDPModule) for child in module.modules()):
         shard_module(module, mesh, policy, None if _on_meta(module) else functools.partial(bring, device=device))
@@ -134,9 +134,9 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
 
 
 def end_iteration(module: nn.Module) -> None:
-    """Free what is gathered, also by a pass that an exception has ended: FSDP2 takes that to be still under way, and
-    shows gathered weights, which may have been coded, in the place of the shards. Between steps only: gradients that
-    have not been reduced are lost.
+    """Reshard everything, including after an exception in forward or backward, which FSDP2 does not clean up: it would
+    show gathered weights, perhaps coded ones, instead of the shards. Between steps only: gradients that have not been
+    reduced are lost.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -152,7 +152,7 @@ def end_iteration(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what is gathered: a forward pass that no backward pass follows leaves the outermost module so."""
+    """Free gathered weights: the outermost module's stay after a forward pass without a backward pass."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -205,12 +205,12 @@ def shard_module(
 
 
 def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | None, *, replicated: bool) -> None:
-    """Whether FSDP2 shards over the ranks that compression takes for granted.
+    """Whether FSDP2 shards over the ranks that compression expects.
 
     Args:
         module: Sharded.
-        shard_group: The ranks that have one model together.
-        replicated: There are other ranks too, which have it as well (HSDP).
+        shard_group: The ranks that shard one model.
+        replicated: Other ranks have replicas of it (HSDP).
 
     Raises:
         ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
@@ -240,7 +240,7 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by name; in the place of those that FSDP2 has gathered, their shards."""
+    """All parameters by name; the shards of those that FSDP2 has gathered."""
     shards = {
         id(gathered): param.sharded_param
         for each in sharded_groups(module)
@@ -265,10 +265,10 @@ def check_held(module: nn.Module) -> None:
 
 
 def take_over_replication(module: nn.Module) -> None:
-    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does.
+    """From now on FSDP2 does not reduce over the replicas of a two-dimensional mesh (HSDP): the caller does.
 
-    What FSDP2 shards to after a forward pass is replaced with what it shards to otherwise: it takes two unlike objects
-    for two meshes, clones a shard of what it has gathered, and gathers that in backward.
+    The mesh after a forward pass must be the same object as the other one: FSDP2 takes two objects for two meshes, and
+    would clone a shard of the gathered weights and gather that in backward.
     """
     for param_group in [each.param_group for each in sharded_groups(module)]:
         info: Any = param_group.mesh_info
@@ -281,9 +281,9 @@ def take_over_replication(module: nn.Module) -> None:
 
 
 def reduce_unused(module: FSDPModule, param_group: Any) -> None:
-    """From now on parameters that got no gradient are reduced as zeros: all ranks reduce the same ones in every step.
+    """From now on parameters without a gradient are reduced as zeros: all ranks reduce the same ones in every step.
 
-    torch 2.13 has a setting for it. With an older one, what a module does after backward begins with the zeros.
+    torch 2.13 has a setting for it. With an older one, a module's post-backward begins by filling in zeros.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -307,7 +307,7 @@ def fill_unused(param_group: Any) -> None:
 
 
 def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """The shards of the first replica for all: `group` has the ranks with the same shard."""
+    """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
     for tensor in (*module.parameters(), *module.buffers()):
         if (local := local_part(tensor.detach())).numel():
             dist.broadcast(local, group_src=0, group=group)

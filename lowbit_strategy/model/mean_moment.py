@@ -1,4 +1,4 @@
-"""Adam's second moment where ranks train by themselves, and which optimizers have one that can be corrected."""
+"""Adam's second moment with local steps, and which optimizers have one that can be corrected."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.model.parameters import local_part
 
-_DECOUPLED = ("AdamW",)  # whose weight decay is no part of the gradient
+_DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient
 
 
 class MeanMoment:
     """Corrects ``exp_avg_sq`` after every local step.
 
-    Adam divides by the root of ``v``, the average of squared gradients. A rank that trains by itself sees a part of the
-    batch, and squares of noisier gradients are larger: its steps are too small. With `W` ranks, and `g` with
-    the mean `E` and the variance `V`, synchronous training would have ``E**2 + V / W`` where this rank has
-    ``E**2 + V``. The first moment ``m`` averages over ``k = (1 + beta1) / (1 - beta1)`` steps, so that its square is
-    ``E**2 + V / k``, and a mixture of both has what is wanted:
+    Adam divides by the root of ``v``, the average of squared gradients. With local steps a rank sees a part of the
+    batch: its noisier gradients have larger squares, and its steps are too small. With `W` ranks and a gradient `g` of
+    mean `E` and variance `V`, synchronous training would have ``E**2 + V / W`` instead of ``E**2 + V``. The first
+    moment ``m`` averages over ``k = (1 + beta1) / (1 - beta1)`` steps, so its square is ``E**2 + V / k``, and a mixture
+    of both has the value of synchronous training:
 
-    1. ``a = (1 / W - 1 / k) / (1 - 1 / k)``, or 0 where `W` is more than `k`
-    2. ``v += (1 - beta2) * (a * g**2 + (1 - a) * m**2 - g**2)``, with ``m`` over its ``1 - beta1**step``
+    1. ``a = (1 / W - 1 / k) / (1 - 1 / k)``, or 0 if `W` is larger than `k`
+    2. ``v += (1 - beta2) * (a * g**2 + (1 - a) * m**2 - g**2)``, with ``m`` divided by ``1 - beta1**step``
 
-    It sends nothing and keeps nothing. In the synchronous part of a rule gradients are means already.
+    It sends nothing and has no state. In the synchronous part of a rule gradients are means already.
 
     Args:
-        num_ranks: Gives the ranks, or replicas, that train by themselves now; 1: nothing is corrected.
+        num_ranks: Gives the ranks, or replicas, with local steps now; 1: nothing is corrected.
     """
 
     exchanges = False
@@ -36,22 +36,22 @@ class MeanMoment:
         self._num_ranks = num_ranks
 
     def correct_(self, optimizer: Optimizer) -> None:
-        """It has stepped on this rank's own gradients."""
+        """Called after it has stepped on this rank's own gradients."""
         correct_(optimizer, self._num_ranks())
 
     def keep(self, names: Sequence[str]) -> None:
-        """It keeps nothing."""
+        """There is no state."""
 
     def roll_back(self, names: Sequence[str]) -> None:
-        """It keeps nothing."""
+        """There is no state."""
 
     def name_parameters(self) -> None:
-        """It knows none."""
+        """There are none."""
 
 
 @torch.no_grad()
 def correct_(optimizer: Optimizer, num_ranks: int) -> None:
-    """`optimizer` has stepped on gradients of which one in `num_ranks` is its own.
+    """Scale exp_avg_sq as if `optimizer` had stepped on the mean of `num_ranks` gradients.
 
     Raises:
         ValueError: It is not of Adam's kind.
@@ -69,23 +69,23 @@ def correct_(optimizer: Optimizer, num_ranks: int) -> None:
             if "exp_avg_sq" not in state:
                 raise ValueError(unsuitable(optimizer))
             m, v, g = (local_part(each) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
-            unbiased = m / (1 - beta1 ** state["step"])  # which may be on the device: nothing waits for it
+            unbiased = m / (1 - beta1 ** state["step"])  # may be on the device: the host does not wait
             v.addcmul_(g, g, value=(1 - beta2) * (share - 1))
             v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its step has changed anything: fused optimizers leave out one that overflowed by themselves."""
-    found = getattr(optimizer, "found_inf", None)  # while they step, if a gradient scaler has asked them to
+    """Whether its step has changed anything: fused optimizers skip one that overflowed."""
+    found = getattr(optimizer, "found_inf", None)  # set by a gradient scaler during the step
     return found is None or not bool(found)
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:
-    """Whether it has one that can be corrected; asked after it has stepped."""
+    """Whether it has one that can be corrected; call after it has stepped."""
     if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
         return False
     states = [optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"]]
-    return all("exp_avg_sq" in state for state in states if state)  # without any another one steps the parameter
+    return all("exp_avg_sq" in state for state in states if state)  # no state: another optimizer steps the parameter
 
 
 def check_second_moment(optimizer: Optimizer) -> None:
@@ -108,7 +108,7 @@ def unsuitable(optimizer: Optimizer) -> str:
 
 def check_decay(optimizer: Optimizer) -> None:
     """Raises:
-    ValueError: Its weight decay is a part of the gradient, whose square alone would be taken out.
+    ValueError: Its weight decay is part of the gradient, and would be lost from its square.
     """
     decoupled = type(optimizer).__name__ in _DECOUPLED
     for group in optimizer.param_groups:

@@ -12,12 +12,11 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:
-    """What a trainer with this `precision` does with parameters in float32 or, with ``-true``, in another type.
+    """FSDP2's policy for a trainer's `precision`.
 
-    ``bf16-mixed`` and ``16-mixed``: shards and optimizer states stay float32, weights are gathered and computed with in
-    the half type. Without it FSDP2 would gather float32, and autocast would make, and keep for backward, a half copy of
-    every weight. Gradients are handed to the compressor in float32: it codes them anyway, and the mean is then not
-    rounded to the half type.
+    ``bf16-mixed`` and ``16-mixed``: shards and optimizer states stay float32, weights are gathered and used in half
+    precision. Otherwise FSDP2 would gather float32, and autocast would keep a half copy of every weight for backward.
+    The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half precision.
 
     Any other precision: everything in the parameters' own type.
     """
@@ -27,29 +26,29 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 
 
 def needs_own_type(module: torch.nn.Module) -> bool:
-    """Whether a module has to compute with parameters of the type of its running statistics."""
+    """Whether a module's parameters must have the type of its running statistics."""
     return isinstance(module, _BatchNorm) and module.affine
 
 
 class LossScale:
-    """The scale of the gradients to come. Reading it makes the host wait for the device, so it is read once per step.
+    """The scale of the next gradients. Reading it waits for the device, so it is read once per step.
 
     Attributes:
-        value: None where no scaler has been seen.
+        value: None without a scaler.
     """
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._is_new = False  # has been read for the step to come
+        self._is_new = False  # it was read for the next step
 
     def read(self, scaler: Any) -> None:
-        """A step has ended: the scale of the next one, if there is a scaler."""
+        """A step has ended: read the scale of the next one, if there is a scaler."""
         self._is_new = scaler is not None and scaler.is_enabled()
         if self._is_new:
             self.value = float(scaler.get_scale())
 
     def of_step(self, scaler: Any, *, begins: bool) -> float | None:
-        """Before a backward pass; it is read now if this `begins` a step and no end of a step has read it."""
+        """Before a backward pass; read now if this `begins` a step and it was not read at the end of the last one."""
         if begins and not self._is_new:
             self.read(scaler)
         self._is_new = False

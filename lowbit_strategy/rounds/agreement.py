@@ -32,6 +32,7 @@ class MemberState:
         due: It is ready to synchronise; otherwise it only joins.
         group: Digest of the members to which its residuals belong.
         position: How far the stream of samples has been used.
+        is_new: Its buffers and frozen parameters have not been compared since it started or healed.
     """
 
     clock: int
@@ -43,6 +44,7 @@ class MemberState:
     due: int
     group: int
     position: int
+    is_new: int = 0
 
 
 @dataclass(frozen=True, slots=True)

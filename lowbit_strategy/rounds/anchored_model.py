@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,13 @@ class AnchoredModel:
         """On all ranks: average what differs between them, and warn about what has no mean."""
         comm = self._sync.ranks.peers
         before = comm.sent_nbytes
-        names = self.buffers.compare(comm, self._sync.device)
+        found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
         self._sync.byte_check.besides(comm.sent_nbytes - before)
+        self.take_differing(found)
+
+    def take_differing(self, found: Mapping[str, Differing]) -> None:
+        """What `AveragedBuffers.differing` has found replaces this rank's own."""
+        names = self.buffers.take_differing(found)
         if names and self._sync.ranks.rank == 0:
             _log.warning(
                 "%s%s differ between ranks and have no mean, as they are no floating point numbers: each rank goes on"
@@ -136,6 +141,13 @@ class AnchoredModel:
         peers.end()
 
 
+class Differing(NamedTuple):
+    """What differs between ranks: its new value, None without a mean, and whether it is averaged from now on."""
+
+    value: Tensor | None
+    averaged: bool
+
+
 class AveragedBuffers:
     """What a model has in addition to trained parameters: averaged over ranks, or each rank's own.
 
@@ -187,6 +199,7 @@ class AveragedBuffers:
         tensors = list(found.values())
         return dict(zip(found, digests(tensors, tensors[0].device).tolist(), strict=True)) if found else {}
 
+    @torch.no_grad()
     def align(self, comm: Comm, device: torch.device) -> None:
         """Local steps begin, on all ranks: averaged buffers that differ between them start at the mean.
 
@@ -195,35 +208,49 @@ class AveragedBuffers:
             device: Of its collectives.
         """
         for name in _differing(self._digests_of(self.shared), comm, device):
-            self._start_at_mean_(name, comm, device)
+            own = self._live([name])[name]
+            own.copy_(_mean(own, comm, device, range(comm.world_size)))
+            self.shared[name] = own.clone()
 
-    def compare(self, comm: Comm, device: torch.device) -> list[str]:
-        """On all ranks: anything else that differs and has a mean starts at it, and is averaged from now on.
+    @torch.no_grad()
+    def differing(
+        self, comm: Comm, device: torch.device, known: Sequence[int], *, floats_only: bool = False
+    ) -> dict[str, Differing]:
+        """On all ranks: what else differs between them, by name. Nothing is changed yet.
 
         Args:
             comm: As for `align`.
             device: As for `align`.
-
-        Returns:
-            Names of what differs and has no mean, each once.
+            known: Ranks that count. Where they agree, the others, which are new, get their value.
+            floats_only: Do not compare what has no mean.
         """
-        without_mean = []
-        for name in _differing(self._digests(), comm, device):
-            if self._beside()[name].is_floating_point():
-                self._start_at_mean_(name, comm, device)
+        beside, found = self._beside(), {}
+        mine = {k: digest for k, digest in self._digests().items() if beside[k].is_floating_point() or not floats_only}
+        for name, digest_W in _differing(mine, comm, device).items():
+            own = self._live([name])[name]
+            if len({digest_W[rank] for rank in known}) == 1:
+                value = own.to(device, copy=True).contiguous()
+                comm.broadcast(value, known[0]).wait()
+                found[name] = Differing(value, averaged=False)
+            elif own.is_floating_point():
+                found[name] = Differing(_mean(own, comm, device, known), averaged=True)
             else:
-                without_mean.append(name)
+                found[name] = Differing(None, averaged=False)
+        return found
+
+    @torch.no_grad()
+    def take_differing(self, found: Mapping[str, Differing]) -> list[str]:
+        """Values replace this rank's own; means are averaged from now on. Returns names without a mean, each once."""
+        for name, (value, averaged) in found.items():
+            if value is not None:
+                own = self._live([name])[name]
+                own.copy_(value)
+                if averaged:
+                    self.shared[name] = own.clone()
+        without_mean = [name for name, (value, _) in found.items() if value is None]
         self._reported |= {*without_mean}
         self._agreed = self._digests()
         return without_mean
-
-    @torch.no_grad()
-    def _start_at_mean_(self, name: str, comm: Comm, device: torch.device) -> None:
-        own = self._live([name])[name]
-        total = own.to(device, torch.float32, copy=True).contiguous()
-        comm.all_reduce(total).wait()
-        own.copy_(total / comm.world_size)
-        self.shared[name] = own.clone()
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
@@ -271,17 +298,22 @@ class AveragedBuffers:
             self.use(state.get("private", {}))
 
 
-def _differing(mine: Mapping[str, int], comm: Comm, device: torch.device) -> list[str]:
-    """On all ranks: names whose digests differ between them. All digests are gathered only if their digest differs."""
+def _differing(mine: Mapping[str, int], comm: Comm, device: torch.device) -> dict[str, list[int]]:
+    """On all ranks: digests of each, by name, where they differ. All are gathered only if their digest differs."""
     mine_N = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
-    if not mine or not _differs(_gathered(comm, digests([mine_N], device))).any():
-        return []
-    differs_N = _differs(_gathered(comm, mine_N)).tolist()
-    return [name for name, differs in zip(mine, differs_N, strict=True) if differs]
+    if not mine or len(set(_gathered(comm, digests([mine_N], device)).flatten().tolist())) == 1:
+        return {}
+    each_NW = _gathered(comm, mine_N).T.tolist()
+    return {name: each for name, each in zip(mine, each_NW, strict=True) if len({*each}) > 1}
 
 
-def _differs(each_WN: Tensor) -> Tensor:
-    return (each_WN != each_WN[0]).any(0)
+def _mean(own: Tensor, comm: Comm, device: torch.device, known: Sequence[int]) -> Tensor:
+    """float32, over the ranks `known`."""
+    total = own.to(device, torch.float32, copy=True).contiguous()
+    if comm.rank not in known:
+        total.zero_()
+    comm.all_reduce(total).wait()
+    return total / len(known)
 
 
 def _gathered(comm: Comm, mine_N: Tensor) -> Tensor:

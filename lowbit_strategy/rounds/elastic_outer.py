@@ -12,9 +12,9 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,32 +36,13 @@ from lowbit_strategy.rounds.agreement import (
     sample_weights,
 )
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.fragment_sync import InFlight
+from lowbit_strategy.rounds.fragment_sync import InFlight, PendingCommit
 from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.rounds.plain_state import receive, send
 
 _KEPT_CHANGES = 1000
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCommit:
-    """A fragment that this replica has received completely, without knowing whether all have.
-
-    Args:
-        in_flight: The fragment.
-        history: What the history becomes if it is committed.
-        before: Next fragment, steps since the last one and length of the round, to roll back to.
-        ends: No member trains any more.
-        done: This replica trains no more.
-    """
-
-    in_flight: InFlight
-    history: int
-    before: tuple[int, int, int]
-    ends: bool
-    done: bool
 
 
 class ElasticOuterSync(OuterSync):
@@ -107,6 +88,7 @@ class ElasticOuterSync(OuterSync):
         self._group = 0
         self._trained = self._counted = 0
         self._marks = [0] * len(self.fragments)  # samples trained at each fragment's last synchronization
+        self._is_new = True  # buffers and frozen parameters have not been compared with the others'
         self._pending: PendingCommit | None = None
         self._comm: MemberComm | None = None
         self.members: tuple[str, ...] = ()
@@ -240,11 +222,13 @@ class ElasticOuterSync(OuterSync):
                 states = self.membership.together(functools.partial(_gathered, copy.copy(members.comm), mine))
                 agreement = agree(states)
                 self._settle(members, agreement)
+                if agreement.to_heal or agreement.to_commit:
+                    continue
+                self._compare_buffers(members, states, agreement.helper)
             except ExchangeFailedError as error:
                 self.membership.fail(error)
                 continue
-            if not agreement.to_heal and not agreement.to_commit:
-                break
+            break
         self._use(members, fresh_residuals=any(each.group != members.digest for each in states))
         self._set_step(agreement.steps)
         self.weights = sample_weights([each.trained for each in states])
@@ -264,6 +248,7 @@ class ElasticOuterSync(OuterSync):
             due=int(due),
             group=self._group,
             position=self._position,
+            is_new=int(self._is_new),
         )
 
     @property
@@ -302,6 +287,20 @@ class ElasticOuterSync(OuterSync):
                 members.names[agreement.helper],
             )
         self._clock = agreement.clock
+
+    def _compare_buffers(self, members: Members, states: Sequence[MemberState], helper: int) -> None:
+        """Once per round, and when there is a new member: it gets what the others agree on.
+
+        Raises:
+            ExchangeFailedError: A member is lost; nothing has changed.
+        """
+        known = [rank for rank, state in enumerate(states) if not state.is_new] or [helper]
+        if len(known) == len(states) and self._next != len(self.fragments) - 1:
+            return
+        comm, device = copy.copy(members.comm), self.sync.device
+        differing = functools.partial(self.model.buffers.differing, comm, device, known, floats_only=True)
+        self.model.take_differing(self.membership.together(differing))
+        self._is_new = False
 
     def _use(self, members: Members, *, fresh_residuals: bool) -> None:
         """The engine reduces with these members from now on."""
@@ -382,6 +381,7 @@ class ElasticOuterSync(OuterSync):
         self._history = agreement.history
         self._marks = [self._trained] * len(self.fragments)
         self._group = 0
+        self._is_new = True
         self.sync.forget()
         self._set_step(state["step_index"])
         self.num_heals += 1

@@ -176,6 +176,25 @@ class InFlight:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class PendingCommit:
+    """A fragment that this replica has received completely, without knowing whether all have.
+
+    Args:
+        in_flight: The fragment.
+        history: What the history becomes if it is committed.
+        before: Next fragment, steps since the last one and length of the round, to roll back to.
+        ends: No member trains any more.
+        done: This replica trains no more.
+    """
+
+    in_flight: InFlight
+    history: int
+    before: tuple[int, int, int]
+    ends: bool
+    done: bool
+
+
 class AsyncReducer(Protocol):
     """Reduces while its caller continues."""
 

@@ -49,7 +49,7 @@ class OuterSync:
 
     Args:
         sync: Reduces pseudo-gradients. Its steps are counted here.
-        params: By name, as `sync` knows them.
+        params: By name, as `sync` knows them, in the order in which they are cut into fragments.
         rule: When, and by which optimizer.
         buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
@@ -89,7 +89,7 @@ class OuterSync:
         self.weights: tuple[float, ...] = ()
         self._reducer = reducer if reducer is not None else BlockingReducer()
         self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
-        parts = cut_into(list(sync.specs.values()), rule.fragments)
+        parts = cut_into([sync.specs[name] for name in params if name in sync.specs], rule.fragments)
         self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
         self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None

@@ -40,6 +40,23 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8))
 
 
+class Taught(nn.Module):
+    """A frozen teacher follows the student; `fixed` stays as it was made."""
+
+    def __init__(self, fixed: float) -> None:
+        super().__init__()
+        self.net = net()
+        self.teacher = nn.Parameter(torch.zeros(8, 32), requires_grad=False)
+        self.fixed = nn.Parameter(torch.full((8,), fixed), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:3](x)
+        out: Tensor = self.net[3](hidden)
+        with torch.no_grad():
+            self.teacher.lerp_(self.net[3].weight, 0.2)
+        return out + 0.1 * hidden @ self.teacher.T + 0.1 * self.fixed
+
+
 def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, step: int) -> float:
     generator = torch.Generator().manual_seed(1000 * ord(name[0]) + step)
     x = torch.randn(8, 16, generator=generator)
@@ -179,7 +196,8 @@ def outer_without(model: nn.Module, rule: OuterRule) -> OuterSync:
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers())
+    frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+    return dict(model.named_buffers()) | frozen
 
 
 def train(

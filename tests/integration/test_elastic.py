@@ -19,7 +19,7 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 from testing.processes.ranks import free_port, run_ranks
 from testing.processes.replicas import Replicas
 from testing.processes.scripts import REPOSITORY
-from testing.training.elastic import EVERY, TrainedReplica, train, train_without
+from testing.training.elastic import EVERY, Taught, TrainedReplica, train, train_without
 
 
 def turns_taken(folder: Path, name: str) -> int:
@@ -196,6 +196,23 @@ def test_one_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None
     assert results["c"].healed == 1
     assert results["c"].turns[-1].members == ["a", "b", "c"]
     assert len(results["c"].losses) < len(results["a"].losses)
+
+
+def test_frozen_parameters_are_the_others_or_averaged(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for fixed, name in enumerate("abc"):
+            model = Taught(float(fixed))
+            run.start(name, train, tmp_path, 24, 0.03, held=True, until="c.turns", model=model)
+        run.release("a", "b")
+        run.wait_for(lambda: turns_taken(tmp_path, "a") >= 3, "three turns")
+        run.release("c")
+        results = run.results(*"abc")
+    check_agreement(results)
+    first, *others = (results[name].weights for name in "abc")
+    assert all(torch.equal(own, same) for weights in others for own, same in zip(weights, first, strict=True))
+    teacher, fixed = first[:2]
+    assert teacher.any()
+    assert not fixed.any()  # of the first replica
 
 
 def test_the_command_is_a_lighthouse_until_it_is_interrupted(tmp_path: Path) -> None:
