@@ -138,7 +138,7 @@ class ElasticOuterSync(OuterSync):
     def join(self) -> None:
         """Before training: meet the others, who may be in the middle of it. Takes up to a round."""
         self.on_join()
-        while self._meet(due=False):
+        while self._rendezvous(due=False):
             if self._attempt(None, done=False) is not None:
                 self.apply()
                 break
@@ -146,7 +146,7 @@ class ElasticOuterSync(OuterSync):
 
     def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
         while True:
-            self._meet(due=True)
+            self._rendezvous(due=True)
             in_flight = self._attempt(learning_rate, done=done)
             if in_flight is not None:
                 return in_flight
@@ -210,7 +210,7 @@ class ElasticOuterSync(OuterSync):
 
     # -- meeting ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, *, due: bool) -> bool:
+    def _rendezvous(self, *, due: bool) -> bool:
         """Until all members are connected and have the same state. Returns whether they synchronise now."""
         start = time.perf_counter()
         while True:

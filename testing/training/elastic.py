@@ -276,7 +276,7 @@ def arm(replica: Strikable, moment: str, turn: int, end: Callable[[], None] = _d
         setattr(owner, name, struck)
 
     if moment == "before":
-        before(outer, "_meet")
+        before(outer, "_rendezvous")
     elif moment == "connecting":  # the lighthouse has answered, and the others connect
         before(membership, "_connect")
     elif moment == "exchange":  # after the first of its messages
