@@ -35,7 +35,7 @@ COMPRESSOR = LoCo(block_size=32, beta=0.0, reset_steps=None)
 MOMENTS = ("before", "connecting", "exchange", "received", "confirming", "committed", "helping", "healing")
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8))
 
