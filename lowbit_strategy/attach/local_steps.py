@@ -63,7 +63,7 @@ class LocalSteps:
         self._module = module
         if ddp is None:
             _before_forward(module, self)
-        self._reducer: AsyncReducer | None = None  # lets training go on while fragments travel
+        self._reducer: AsyncReducer | None = None  # training continues while fragments are under way
         if rule.delay_of(rule.shortest_turn):
             self._reducer = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         self.wrapped_by(ddp)

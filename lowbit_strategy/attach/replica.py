@@ -66,7 +66,7 @@ def join_before_forward(session: Session, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():
             session.resume()
 
-    hook = module.register_forward_pre_hook(join, prepend=True)  # FSDP2 gathers weights in one of its own
+    hook = module.register_forward_pre_hook(join, prepend=True)  # before the one in which FSDP2 gathers weights
     session.replica.on_join = hook.remove
 
 

@@ -156,7 +156,7 @@ class Membership:
         return bool(decided)
 
     def fail(self, error: Exception) -> None:
-        """An exchange has failed, or connecting has: at the next rendezvous all connect anew."""
+        """An exchange has failed, or connecting has: all connect again at the next rendezvous."""
         self._num_failures += 1
         self._members = None
         self._abort()

@@ -1,4 +1,4 @@
-"""Asking torchft's lighthouse who is there: its `Manager` crashes when the lighthouse is lost, and hears no SIGTERM."""
+"""Asking torchft's lighthouse who is there: its `Manager` raises if the lighthouse is lost, waiting through SIGTERM."""
 
 from __future__ import annotations
 

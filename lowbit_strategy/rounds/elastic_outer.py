@@ -1,7 +1,6 @@
-"""Local steps of a replica among others that come and go: what torchft's `DiLoCo` does with float32 and one `Manager`.
+"""Local steps of a replica among others that come and go; torchft's `DiLoCo` is all-reduces without error feedback.
 
-torchft's sends nothing but all-reduces, forgets what a replica has not sent yet (residuals, local steps) whenever it
-heals or an exchange fails, and hands over state as pickles.
+It also discards a replica's local steps when an exchange fails, and hands over state as pickles.
 """
 
 from __future__ import annotations

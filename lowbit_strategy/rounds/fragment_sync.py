@@ -198,7 +198,7 @@ class PendingCommit:
 class AsyncReducer(Protocol):
     """Reduces while its caller continues."""
 
-    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> Pending: ...
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending: ...
 
 
 class BlockingReducer:
@@ -207,10 +207,10 @@ class BlockingReducer:
     def __init__(self) -> None:
         self._schedule = BucketSchedule()
 
-    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> Pending:
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
         try:
-            self._schedule.start(pieces, result, future, last=last)
+            self._schedule.start(buckets, result, future, last=last)
         except Exception as error:
             self._schedule.fail(error)
             raise
