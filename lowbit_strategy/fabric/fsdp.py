@@ -17,7 +17,7 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 from lowbit_strategy.fabric.bases import ModelParallelStrategy
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, reshard, shard_any
 from lowbit_strategy.options.documentation import documented_options
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -102,6 +102,12 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        for value in state.values():
+            if isinstance(value, nn.Module):
+                reshard(value)  # a validation leaves the outermost module gathered
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         entries = state.items() if isinstance(state, dict) else ()
