@@ -53,7 +53,7 @@ class Taught(nn.Module):
         hidden = self.net[:3](x)
         out: Tensor = self.net[3](hidden)
         with torch.no_grad():
-            self.teacher.lerp_(self.net[3].weight, 0.2)
+            self.teacher.lerp_(list(self.net.parameters())[-2], 0.2)
         return out + 0.1 * hidden @ self.teacher.T + 0.1 * self.fixed
 
 
