@@ -1,4 +1,4 @@
-"""AdaQS on the demo's GPT: what `benchmarks/adaptive_runs/adaqs.py` recorded, a picture of docs/adaptive.md."""
+"""AdaQS on the demo's GPT: what `benchmarks/adaqs.py` recorded, a picture of docs/adaptive.md."""
 
 from __future__ import annotations
 

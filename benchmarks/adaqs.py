@@ -1,6 +1,6 @@
 """The demo's own training on two processes with AdaQS between 2, 4 and 8 bits, which `docs/adaptive.md` shows.
 
-    python benchmarks/adaptive_runs/adaqs.py --results benchmarks/results/adaptive_adaqs.json
+    python benchmarks/adaqs.py --results benchmarks/results/adaptive_adaqs.json
 
 Lightning starts the second process by the same command line. What rank 0 writes: losses, and at every decision the
 moving average of the mean-to-deviation ratio, its reference and the bits in force.
@@ -17,7 +17,7 @@ import lightning as L
 import torch.distributed as dist
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.control import AdaQS

@@ -1,1 +1,0 @@
-"""What `benchmarks/adaptive.py` runs: digits, language model, and the ranks they are trained on."""
