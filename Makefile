@@ -24,8 +24,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 ARGS ?=
-# Three at a time, file by file: tests of one file share processes that have run, and on two cores one computes while others
-# wait. Integration tests, the long ones, come first, so that all end together. PARALLEL= for one at a time.
+# Three at a time, file by file: tests of one file share launches, and on two cores one computes while others wait.
+# Integration tests, the long ones, come first, so that all end together. PARALLEL= for one at a time.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # A change to any of these means another installation.
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
@@ -33,6 +33,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c co
 
 .PHONY: demo demo-elastic test test-all test-oldest test-gpu check docs clean
 .DEFAULT_GOAL := test
+
+# Tests start many interpreters, none of which should compile the package again.
+test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.runtime
 	$(BIN)/python recipes/demo.py $(ARGS)

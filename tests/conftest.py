@@ -13,8 +13,10 @@ import torch
 from testing.hosts.namespaces import why_not
 
 torch.set_num_threads(1)  # so that sums come out the same on every machine
-hypothesis.settings.register_profile("project", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("project")
+for _profile, _examples in (("quick", 15), ("whole", 100)):
+    hypothesis.settings.register_profile(
+        _profile, max_examples=_examples, derandomize=True, deadline=None, database=None
+    )
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -25,6 +27,11 @@ def _can_make_namespaces() -> bool:
     if why_not() is not None:
         return False
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=30).returncode == 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """More examples where slow tests run too."""
+    hypothesis.settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "whole")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

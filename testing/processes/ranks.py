@@ -216,6 +216,18 @@ class _Run:
         return "\n".join(parts)
 
 
+_ALWAYS = (  # what the first optimizer, DDP model or checkpoint of a rank would import: a second of a core per rank
+    "numpy.random",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.algorithms.join",
+    "torch.nn.parallel.distributed",
+    "torch.onnx",
+    "torch.profiler",
+    "lowbit_strategy.kernels.native",
+)
 _PRELOAD = (
     "torch.distributed.fsdp",
     "lightning.pytorch",
@@ -237,7 +249,7 @@ def fork_server() -> ForkServerContext:
     preload = [name for name in _PRELOAD if name in sys.modules]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
-        context.set_forkserver_preload(["torch", "torch.distributed", *preload, *ours, "testing.processes.frozen"])
+        context.set_forkserver_preload([*_ALWAYS, *preload, *ours, "testing.processes.frozen"])
         forkserver.ensure_running()
     return context
 
@@ -265,15 +277,7 @@ def _rank_main(
 ) -> None:
     os.setpgid(0, 0)  # so that the launcher can kill this rank together with what it started
     folder = Path(folder_name)
-    redirect_output(folder / f"{rank}.output")
-    stacks = (folder / f"{rank}.stacks").open("w")  # open until the process ends: faulthandler keeps the descriptor
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    # If the launcher itself is killed nobody else ends this process.
-    faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
-    set_environment(variables)
-    tell_lightning(rank)
-    torch.set_num_threads(1)
+    prepare_process(folder, str(rank), rank, variables, timeout)
     try:
         result = _call(rank, world_size, folder, job, process_group, timeout)
         (folder / f"{rank}.result").write_bytes(result)
@@ -307,6 +311,19 @@ def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: P
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def prepare_process(folder: Path, key: str, rank: int, variables: Mapping[str, str | None], timeout: float) -> None:
+    """Output and stacks go to files of `folder`, variables and threads are those of a rank, and an end is certain."""
+    redirect_output(folder / f"{key}.output")
+    stacks = (folder / f"{key}.stacks").open("w")  # open until the process ends: faulthandler keeps the descriptor
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    # If the launcher itself is killed nobody else ends this process.
+    faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
+    set_environment({"OMP_NUM_THREADS": "1", **variables})
+    tell_lightning(rank)
+    torch.set_num_threads(1)
 
 
 def redirect_output(path: Path) -> None:

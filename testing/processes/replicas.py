@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import os
 import pickle
@@ -25,8 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowbit_strategy import Elastic
 from lowbit_strategy.ranks.quorum import import_torchft, start_lighthouse
 from testing.hosts.namespaces import Host, Network, enter
@@ -34,11 +31,11 @@ from testing.processes.ranks import (
     START_LIMIT_S,
     fork_server,
     free_port,
+    prepare_process,
     rank_variables,
     redirect_output,
-    tell_lightning,
 )
-from testing.processes.scripts import describe_exit, set_environment
+from testing.processes.scripts import describe_exit
 
 import_torchft()  # once, in the server that replicas are forked from
 
@@ -223,13 +220,7 @@ def _main(
     if namespace:
         enter(namespace)
     folder = Path(folder_name)
-    redirect_output(folder / f"{name}.output")
-    stacks = (folder / f"{name}.stacks").open("w")
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
-    set_environment({"OMP_NUM_THREADS": "1", **variables})
-    tell_lightning(rank)
-    torch.set_num_threads(1)
+    prepare_process(folder, name, rank, variables, timeout)
     try:
         fn, args = pickle.loads(job)
         (folder / f"{name}.ready").touch()

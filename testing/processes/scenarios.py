@@ -51,15 +51,16 @@ def scenarios(
     slow: Callable[..., bool] = lambda **_: False,
     **choices: Sequence[Any],
 ) -> pytest.MarkDecorator:
-    """Give a test the `facts` of `run`, once for every number of ranks and combination of `choices`; where `slow` says
-    so, marked.
+    """Give a test the `facts` of `run`, once for every number of ranks and combination of `choices`; marked slow
+    where `slow` says so of the choices and the `world_size`.
     """
     sizes = [world_size] if isinstance(world_size, int) else world_size
     combinations = [tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     params, names = [], []
     for size, arguments in itertools.product(sizes, combinations):
         chosen = Scenario(run=run, arguments=arguments, world_size=size)
-        params.append(pytest.param(chosen, marks=[pytest.mark.slow] if slow(**dict(arguments)) else []))
+        is_slow = slow(**dict(arguments), world_size=size)
+        params.append(pytest.param(chosen, marks=[pytest.mark.slow] if is_slow else []))
         of_ranks = [f"{size} ranks"] if len(sizes) > 1 else []
         names.append("-".join([*(str(value) for _, value in arguments), *of_ranks]) or "run")
     return pytest.mark.parametrize("facts", params, indirect=True, ids=names)

@@ -117,7 +117,10 @@ QUICK = {"ddp": ("accordion", "schedule"), "fsdp": ("epochs", "gravac", "guard")
 
 
 @scenarios(
-    adapting, kind=KINDS, controller=tuple(CONTROLLERS), slow=lambda kind, controller: controller not in QUICK[kind]
+    adapting,
+    kind=KINDS,
+    controller=tuple(CONTROLLERS),
+    slow=lambda kind, controller, **_: controller not in QUICK[kind],
 )
 def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]

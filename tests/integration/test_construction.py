@@ -90,12 +90,12 @@ def built(rank: int, world_size: int, framework: str, way: Way) -> dict[str, Any
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "way", "holds_it"),
     [
         ("lightning", "meta device", False),
-        # So that the count is known to see it.
-        pytest.param("lightning", "real device", True, marks=pytest.mark.slow),
+        ("lightning", "real device", True),  # so that the count is known to see it
         ("fabric", "init_module", False),
     ],
 )

@@ -70,7 +70,7 @@ def train_as_rank(rank: int, world_size: int, num_ranks: int, steps: int) -> dic
     return train(None, 0, num_ranks, steps)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path, num_ranks: int) -> None:
     names = [*ranks_of("a", num_ranks), *ranks_of("b", num_ranks)]
     with Replicas(tmp_path) as run:
@@ -81,6 +81,7 @@ def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path, num_ranks
     assert [replicas[name] for name in names] == without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_loader_gives_every_rank_of_every_replica_other_samples(tmp_path: Path, num_ranks: int) -> None:
     names = [*ranks_of("a", num_ranks), *ranks_of("b", num_ranks)]
@@ -128,6 +129,7 @@ def train_in_fabric(elastic: Elastic, seed: int) -> int:
     return fingerprint(net)
 
 
+@pytest.mark.slow
 def test_fabric_s_replicas_meet_before_the_first_forward_pass(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         for seed, name in enumerate("ab"):
@@ -147,7 +149,8 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("is_node", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_node", [False, True])
 def test_launched_with_a_section(tmp_path: Path, is_node: bool) -> None:
     """`lowbit launch` as on two machines, of a script that knows nothing of replicas."""
     with Replicas(tmp_path) as run:

@@ -57,6 +57,7 @@ def fit_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     return fit(None, rank, steps)
 
 
+@pytest.mark.slow
 def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("a", fit, 0, 22)
@@ -174,6 +175,7 @@ def fit_until_terminated(elastic: Elastic, folder: Path) -> dict[str, Any]:
     return {"steps": made.global_step, "print": fingerprint(model)}
 
 
+@pytest.mark.slow
 def test_one_that_is_terminated_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         for name in "abc":
@@ -206,6 +208,7 @@ def fit_while_others_are_missing(elastic: Elastic, folder: Path, *, terminates: 
     return {"steps": made.global_step, "status": ended.value.code}
 
 
+@pytest.mark.slow
 def test_one_that_waits_answers_sigterm(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("a", fit_while_others_are_missing, tmp_path, patience=1000.0)
@@ -221,6 +224,7 @@ def fit_and_die(elastic: Elastic, folder: Path) -> dict[str, Any]:
     return fit_and_save(elastic, folder, RULE.every - 2)
 
 
+@pytest.mark.slow
 def test_sigterm_that_came_before_a_wait_ends_it(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("a", fit_while_others_are_missing, tmp_path, terminates=True, held=True, patience=1000.0)
@@ -233,6 +237,7 @@ def fit_as_b(elastic: Elastic) -> dict[str, Any]:
     return fit(dataclasses.replace(elastic, name="b"), 1, 22)
 
 
+@pytest.mark.slow
 def test_a_second_one_of_a_name_is_refused(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("a", fit_until_terminated, tmp_path, held=True)
@@ -246,6 +251,7 @@ def test_a_second_one_of_a_name_is_refused(tmp_path: Path) -> None:
     assert results["b"]["steps"] == 50
 
 
+@pytest.mark.slow
 def test_of_two_new_ones_of_a_name_one_is_refused(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("b", fit, 1, 22, held=True, min_replicas=1)
@@ -268,6 +274,7 @@ def resumed(elastic: Elastic, folder: Path) -> dict[str, Any]:
     return {"print": fingerprint(model), "losses": model.losses, "healed": session.replica.num_heals}
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_all_its_members_resumes(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         for name in "ab":

@@ -59,6 +59,7 @@ def fit(elastic: Elastic, place: int, num_ranks: int, folder: Path | None) -> di
     return {"print": fingerprint(model), "losses": model.losses, "validated": "val_loss" in made.callback_metrics}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_that_validates_saves_and_monitors_trains_as_if_it_did_not(tmp_path: Path, num_ranks: int) -> None:
     found = []

@@ -105,7 +105,7 @@ def step_of(folder: Path, name: str) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_is_lost_and_another_comes_into_the_others_step(tmp_path: Path, num_ranks: int) -> None:
     """Replicas of one process each, or nodes whose ranks share one model."""
 

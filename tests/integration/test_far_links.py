@@ -66,7 +66,11 @@ def _near_and_far(kind: Kind, compressor: Any, options: dict[str, Any]) -> Facts
     return runs
 
 
-@scenarios(near_and_far, world_size=(2, 4), setting=tuple(SETTINGS))
+def _of_four(world_size: int, **_: object) -> bool:
+    return world_size == 4
+
+
+@scenarios(near_and_far, world_size=(2, 4), slow=_of_four, setting=tuple(SETTINGS))
 def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["near"]["residuals"]
@@ -110,7 +114,7 @@ def waits(folder: Path, kind: Kind) -> Facts:
     return {"waits": model.waits, "steps": made.global_step}
 
 
-@scenarios(waits, world_size=(2, 4), kind=("ddp", "fsdp", "hsdp"))
+@scenarios(waits, world_size=(2, 4), slow=_of_four, kind=("ddp", "fsdp", "hsdp"))
 def test_a_step_waits_for_its_gradients_and_weights_alone(facts: list[Facts]) -> None:
     """Signals, flags and digests travel beside them."""
     for rank in facts:
@@ -133,7 +137,7 @@ def threads(folder: Path, chosen: str) -> Facts:
     return {"threads": set(names[-6:]), "sent": made.strategy.sync.ranks.peers.sent_nbytes}
 
 
-@scenarios(threads, world_size=(2, 4), chosen=("by the user", "by the package"))
+@scenarios(threads, world_size=(2, 4), slow=_of_four, chosen=("by the user", "by the package"))
 def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> None:
     """By a thread of their own, also where the package has chosen their compression."""
     for rank in facts:
@@ -151,7 +155,7 @@ def codings(folder: Path) -> Facts:
     return {"steps": made.global_step, "chosen": weights.coding.name, "print": fingerprint(model)}
 
 
-@scenarios(codings, world_size=(2, 4))
+@scenarios(codings, world_size=(2, 4), slow=_of_four)
 def test_weights_may_travel_in_several_ways_one_after_the_other(facts: list[Facts]) -> None:
     """Receives that one way had posted ahead took the messages of the next, and ranks waited for ever."""
     for rank in facts:
@@ -197,7 +201,7 @@ def test_memory_is_announced(facts: list[Facts]) -> None:
     check_announced(facts)
 
 
-@scenarios(memory, world_size=(2, 4), kind=("fsdp",))
+@scenarios(memory, world_size=(2, 4), slow=_of_four, kind=("fsdp",))
 def test_memory_of_fsdp_is_announced(facts: list[Facts]) -> None:
     check_announced(facts)
 

@@ -46,16 +46,19 @@ EVERYWHERE = {
 }
 
 
+def _cases(world_size: int, layout: LayoutName, preset: str) -> tuple[str, ...]:
+    """Ranks keep the same on two and on five as on three; cuts and sums differ."""
+    subject = Subject(preset, layout, world_size)
+    everything = world_size in (1, 3)
+    return tuple(name for name, case in CASES.items() if (everything or case.cut_matters) and case.applies(subject))
+
+
 def _items() -> Iterator[Any]:
     for world_size in WORLD_SIZES:
         for layout in LAYOUTS:
             for preset in sorted(CONFIGURATIONS):
-                for name, case in CASES.items():
-                    # On two and five ranks what each keeps for itself is as on three; cuts and sums are not.
-                    everything = case.cut_matters or world_size in (1, 3)
-                    if everything and case.applies(Subject(preset, layout, world_size)):
-                        marks = [] if preset in EVERYWHERE or world_size == 3 else [pytest.mark.slow]
-                        yield pytest.param(world_size, layout, preset, name, marks=marks)
+                quick = world_size == 3 or (preset in EVERYWHERE and world_size != 2)
+                yield pytest.param(world_size, layout, preset, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -63,12 +66,14 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Failures of every job that the selected tests of this world size and layout ask for."""
     world_size, layout = launch = tuple(request.node.callspec.params[name] for name in ("world_size", "layout"))
     if launch not in _reports:
-        cases: dict[str, list[str]] = {}
-        for item in request.session.items:
-            params = getattr(getattr(item, "callspec", None), "params", {})
-            if item.path == request.path and (params["world_size"], params["layout"]) == launch:
-                cases.setdefault(params["preset"], []).append(params["case"])
-        jobs = tuple(Job(preset, layout, tuple(names)) for preset, names in cases.items())
+        wanted = [
+            item.callspec.params["preset"]
+            for item in request.session.items
+            if isinstance(item, pytest.Function)
+            and item.path == request.path
+            and (item.callspec.params["world_size"], item.callspec.params["layout"]) == launch
+        ]
+        jobs = tuple(Job(preset, layout, _cases(world_size, layout, preset)) for preset in wanted)
         folder = tmp_path_factory.mktemp(f"invariants-{world_size}-{layout}")
         try:
             _reports[launch] = run_ranks(run_jobs, world_size, jobs, folder, timeout=280)[0]
@@ -81,8 +86,10 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return result
 
 
-@pytest.mark.parametrize(("world_size", "layout", "preset", "case"), list(_items()))
-def test_invariant(world_size: int, layout: str, preset: str, case: str, report: Report) -> None:
-    failures = report[preset, layout, case]
+@pytest.mark.parametrize(("world_size", "layout", "preset"), list(_items()))
+def test_invariants(world_size: int, layout: LayoutName, preset: str, report: Report) -> None:
+    cases = _cases(world_size, layout, preset)
+    assert cases
+    failures = [f"{case}: {text}" for case in cases for text in report[preset, layout, case]]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)

@@ -117,10 +117,10 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
     [
         ("ddp", 8, "step=6.ckpt", 2),
         ("fsdp", 8, "step=6.ckpt", 2),
-        ("hsdp", 8, "step=6.ckpt", 2),
-        ("ddp", "saving", "step=3.ckpt", 2),
+        pytest.param("hsdp", 8, "step=6.ckpt", 2, marks=pytest.mark.slow),
+        pytest.param("ddp", "saving", "step=3.ckpt", 2, marks=pytest.mark.slow),
         pytest.param("ddp", 8, "step=6.ckpt", 4, marks=pytest.mark.slow),
-        ("fsdp", 8, "step=6.ckpt", 4),  # two nodes
+        pytest.param("fsdp", 8, "step=6.ckpt", 4, marks=pytest.mark.slow),  # two nodes
     ],
 )
 def test_resume_after_a_rank_was_killed(
@@ -130,13 +130,14 @@ def test_resume_after_a_rank_was_killed(
     assert all(step.endswith("/") for step in steps.values())  # no controller, no decisions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "controller"),
     [
         ("ddp", "accordion"),
         ("fsdp", "gravac"),
-        pytest.param("fsdp", "accordion", marks=pytest.mark.slow),
-        pytest.param("ddp", "gravac", marks=pytest.mark.slow),
+        ("fsdp", "accordion"),
+        ("ddp", "gravac"),
     ],
 )
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
@@ -148,7 +149,8 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     assert levels[5] == levels[6]  # the checkpoint cut a phase
 
 
-@pytest.mark.parametrize("rule", ["streaming", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["streaming", "eager"])
 def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path, rule: str) -> None:
     _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", rule)
     saved = list((tmp_path / "broken" / "step=6.ckpt.lowbit").glob("*.pt"))

@@ -5,12 +5,14 @@ Every test starts interpreters; what can be tested without doing so is in tests/
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,19 @@ def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
+def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """The folder of the script's results under ``lowbit launch``, and what it wrote to standard error."""
+
+    @functools.cache
+    def launched(kind: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(kind)
+        job = config(folder, kind, lowbit_config=SECTION)
+        return folder, run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", folder], timeout=280).stderr
+
+    return launched
+
+
+@pytest.fixture(scope="module")
 def uncompressed_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The Trainer's script under torchrun."""
     folder = tmp_path_factory.mktemp("uncompressed_trainer")
@@ -90,11 +105,12 @@ def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])  # DDP: the next test
-def test_a_config_file_and_an_unmodified_script(kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
-    job = config(tmp_path, kind, lowbit_config=SECTION)
-    done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", tmp_path], timeout=280)
-    assert "compressed gradient" in done.stderr  # the start-up report
-    check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
+def test_a_config_file_and_an_unmodified_script(
+    kind: str, uncompressed: list[dict[str, Any]], by_lowbit_launch: Callable[[str], tuple[Path, str]]
+) -> None:
+    folder, errors = by_lowbit_launch(kind)
+    assert "compressed gradient" in errors  # the start-up report
+    check(facts(folder), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], folder)
 
 
 STOCK = ["-m", "accelerate.commands.launch"]
@@ -105,19 +121,12 @@ def stock_config(folder: Path, kind: str, **more: Any) -> Path:
     return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
 
 
-@pytest.fixture(scope="module")
-def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """The bits of the weights that ``lowbit launch`` trains."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in CONFIGS}
-    for kind, folder in folders.items():
-        job = config(folder, kind, lowbit_config=SECTION)
-        run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", folder], timeout=280)
-    return {kind: facts(folder)[0]["bits"] for kind, folder in folders.items()}
-
-
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_the_stock_launcher_trains_the_same_bits(
-    kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]], by_lowbit_launch: dict[str, list[Any]]
+    kind: str,
+    tmp_path: Path,
+    uncompressed: list[dict[str, Any]],
+    by_lowbit_launch: Callable[[str], tuple[Path, str]],
 ) -> None:
     job = stock_config(tmp_path, kind, lowbit_config=SECTION)
     done = run_script(
@@ -129,9 +138,10 @@ def test_the_stock_launcher_trains_the_same_bits(
     assert "compressed gradient" in done.stderr  # the start-up report
     ranks = facts(tmp_path)
     check(ranks, uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
-    assert ranks[0]["bits"] == by_lowbit_launch[kind]
+    assert ranks[0]["bits"] == facts(by_lowbit_launch(kind)[0])[0]["bits"]
 
 
+@pytest.mark.slow
 def test_torchrun_with_the_section_in_the_environment(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
     (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
     env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")}
@@ -194,27 +204,40 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, t
     assert [line["step"] for line in records[0] if line["kind"] == "observation"] == [0, 4, 8]
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_an_unmodified_trainer_script(kind: str, tmp_path: Path, uncompressed_trainer: list[dict[str, Any]]) -> None:
-    more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
-    fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
-    job = config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
-    run_script([*LAUNCH, "--config_file", job, TRAINER_SCRIPT, "--out", tmp_path], timeout=280)
-    ranks = facts(tmp_path)
-    for rank, plain in zip(ranks, uncompressed_trainer, strict=True):
-        assert rank["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.005)
-        assert rank["losses"] != plain["losses"]
+def trained_with_the_stock_launcher(kind: str, folder: Path, **fsdp: Any) -> list[dict[str, Any]]:
+    job = stock_config(folder, kind, lowbit_config=SECTION, **fsdp)
+    run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", folder], env=STOCK_ON_CPU, timeout=280)
+    ranks = facts(folder)
+    for rank in ranks:
         assert rank["losses"][-1] < rank["losses"][0] - 0.3
         assert rank["resumed"]
         assert rank["model"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[kind]
         assert rank["steps"] == 8
         assert rank["sent"] == pytest.approx(rank["steps"] * rank["account"], rel=0.01)  # headers
     assert ranks[0]["bits"] == ranks[1]["bits"]
-    stock = tmp_path / "stock"
-    stock.mkdir()
-    job = stock_config(stock, kind, lowbit_config=SECTION, **fsdp)
-    run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", stock], env=STOCK_ON_CPU, timeout=280)
-    assert [rank["bits"] for rank in facts(stock)] == [rank["bits"] for rank in ranks]
+    return ranks
+
+
+def test_an_unmodified_trainer_script(tmp_path: Path) -> None:
+    trained_with_the_stock_launcher("ddp", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_trainer_script_under_each_launcher(
+    kind: str, tmp_path: Path, uncompressed_trainer: list[dict[str, Any]]
+) -> None:
+    more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
+    ranks = trained_with_the_stock_launcher(kind, tmp_path, **fsdp)
+    for rank, plain in zip(ranks, uncompressed_trainer, strict=True):
+        assert rank["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.005)
+        assert rank["losses"] != plain["losses"]
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    job = config(ours, kind, lowbit_config=SECTION, **fsdp)
+    run_script([*LAUNCH, "--config_file", job, TRAINER_SCRIPT, "--out", ours], timeout=280)
+    assert [rank["bits"] for rank in facts(ours)] == [rank["bits"] for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -258,12 +281,13 @@ time.sleep(200)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "number", "status"),
     [
         (1, signal.SIGTERM, 9),
-        pytest.param(2, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),  # torchrun's own answer
-        pytest.param(2, signal.SIGUSR1, 9, marks=pytest.mark.slow),  # SLURM's warning, which torchrun does not know
+        (2, signal.SIGTERM, 128 + signal.SIGTERM),  # torchrun's own answer
+        (2, signal.SIGUSR1, 9),  # SLURM's warning, which torchrun does not know
     ],
 )
 def test_signals_reach_the_script_and_come_back(processes: int, number: int, status: int, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _both(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return {"ddp": _many_buckets(rank, world_size), "fsdp": _sharded(rank, world_size)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_many_buckets_on_gloo_and_fsdp2(world_size: int) -> None:
     results = run_ranks(_both, world_size)
     first = results[0]

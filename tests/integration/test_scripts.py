@@ -37,9 +37,8 @@ BY_CLASS = """\
 """
 
 
-@pytest.mark.parametrize(
-    "order", ["never", pytest.param("first", marks=pytest.mark.slow), pytest.param("last", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["never", "first", "last"])
 def test_namespaces_with_the_name_alone_and_in_either_import_order(order: str) -> None:
     env = None if order == "never" else {"LOWBIT_AUTOLOAD": "0"}
     lines = run_script([SCRIPTS / "namespaces.py", order], env=env).stdout.splitlines()
@@ -49,12 +48,10 @@ def test_namespaces_with_the_name_alone_and_in_either_import_order(order: str) -
             assert f"{framework} {kind} {module}.LowBit{kind.upper()}Strategy {steps}" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "option"),
-    [
-        pytest.param("LowBitDDPStrategy", "find_unused_parameters: true", marks=pytest.mark.slow),
-        ("LowBitFSDPStrategy", "min_shard_numel: 2000"),
-    ],
+    [("LowBitDDPStrategy", "find_unused_parameters: true"), ("LowBitFSDPStrategy", "min_shard_numel: 2000")],
 )
 def test_lightning_cli_with_a_class_path(tmp_path: Path, strategy: str, option: str) -> None:
     pytest.importorskip("jsonargparse")

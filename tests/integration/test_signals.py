@@ -136,8 +136,9 @@ def _requeued(
 CASES: list[tuple[Kind, tuple[int, ...]]] = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("hsdp", (0, 1))]
 
 
-def _cases(quick: tuple[Kind, tuple[int, ...]]) -> list[Any]:
-    return [(*quick, 2), *(pytest.param(*case, 13, marks=pytest.mark.slow) for case in CASES)]
+def _cases(quick: tuple[Kind, tuple[int, ...]] | None) -> list[Any]:
+    """A quick one, if there is any, and all with more signals."""
+    return [*([(*quick, 2)] if quick else []), *(pytest.param(*case, 13, marks=pytest.mark.slow) for case in CASES)]
 
 
 @pytest.mark.parametrize(("kind", "ranks", "number"), _cases(("fsdp", (0,))))
@@ -149,7 +150,7 @@ def test_sigterm_ends_the_run_on_all_ranks(tmp_path: Path, kind: Kind, ranks: tu
         assert first.bits == second.bits
 
 
-@pytest.mark.parametrize(("kind", "ranks", "number"), _cases(("ddp", (1,))))
+@pytest.mark.parametrize(("kind", "ranks", "number"), _cases(None))
 def test_slurm_requeues_with_a_whole_checkpoint(
     tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int
 ) -> None:
@@ -212,9 +213,10 @@ def test_only_an_exchange_of_the_frameworks_own_may_be_silent() -> None:
 ACCELERATED = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("local", (1,))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "number"),
-    [("fsdp", (1,), 1), *(pytest.param(*case, 13, marks=pytest.mark.slow) for case in ACCELERATED)],
+    [("fsdp", (1,), 1), *((*case, 13) for case in ACCELERATED)],
 )
 def test_accelerate_goes_on_from_a_whole_checkpoint(
     tmp_path: Path, kind: str, ranks: tuple[int, ...], number: int
@@ -234,6 +236,7 @@ def test_accelerate_goes_on_from_a_whole_checkpoint(
         assert run_ranks(_accelerated, 2, own, kind, None, (), timeout=2 * LIMIT_S) == expected
 
 
+@pytest.mark.slow
 def test_local_steps_are_requeued_too(tmp_path: Path) -> None:
     """Ranks that train at speeds of their own answer together after their next turn."""
     found = run_ranks(_requeued, 2, tmp_path, "ddp", (1,), 2, True, timeout=LIMIT_S * 3)

@@ -381,6 +381,7 @@ def _count(selection: Any, wanted: float, x: Tensor) -> Count:
     return Count(summed / wanted, summed, united, max(selection.counts) * len(selection.counts) / summed - 1)
 
 
+@pytest.mark.slow
 def test_exdyna_reaches_its_density_without_build_up_and_balanced() -> None:
     for results in run_ranks(_follow_exdyna, 4, (0.001, 0.01), timeout=150):
         for density, counts in results.items():

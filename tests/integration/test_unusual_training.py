@@ -197,7 +197,10 @@ def run_otherwise(folder: Path, family: str, how: str) -> Facts:
 
 
 @scenarios(
-    run_otherwise, family=tuple(FAMILIES), how=("reentrant", "recomputed", "compiled", "compiled and recomputed")
+    run_otherwise,
+    family=tuple(FAMILIES),
+    how=("reentrant", "recomputed", "compiled", "compiled and recomputed"),
+    slow=lambda how, **_: "compiled" in how,
 )
 def test_blocks_that_are_recomputed_or_compiled(facts: list[Facts]) -> None:
     check([rank["compared"] for rank in facts])

@@ -42,6 +42,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -114,6 +115,7 @@ def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
     assert links.rate_of([(3e6, 0.0), (9e6, 0.0)]) == ANY_RATE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [False, True])
 def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls(far: bool) -> None:
     for measured in run_ranks(measured_links, 2, far, timeout=60):
@@ -134,6 +136,7 @@ def measured_links(rank: int, world_size: int, far: bool) -> Any:
     return links.measure_link(comm, turns), links.measure_ring(comm, turns, 1)
 
 
+@pytest.mark.slow
 def test_ranks_find_a_collective_equally_slow_and_between_far_ones_its_fastest_call_counts() -> None:
     costs = run_ranks(costs_near_and_far, 2, timeout=60)
     assert costs[0] == costs[1]
@@ -158,6 +161,7 @@ def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
     return tuple(costs)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_begin_every_far_message_together() -> None:
     """Though one of them needs longer for each: one after the other, each would have their link to itself."""
     first, second = run_ranks(far_calls_begin, 2, timeout=60)
@@ -179,6 +183,7 @@ def far_calls_begin(rank: int, world_size: int) -> list[float]:
     return begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [False, True])
 def test_ranks_of_a_node_whose_links_are_of_different_speed_measure_as_often(far: bool) -> None:
     """They begin each message together, so one that measured more often would wait for the other for ever."""
@@ -205,6 +210,7 @@ def calls_of_two_links(rank: int, world_size: int, far: bool) -> int:
     return times
 
 
+@pytest.mark.slow
 def test_what_ranks_do_between_far_messages_is_no_work_of_a_message() -> None:
     (worked,) = run_ranks(busy_between_calls, 1, timeout=60)
     assert worked < 0.01

@@ -344,7 +344,7 @@ def random_plans() -> st.SearchStrategy[Plan]:
     return st.builds(plan_of, layouts, names, *sizes, st.booleans())
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=20 * settings.default.max_examples)
 @given(
     random_plans(),
     st.floats(1e-6, 0.2),

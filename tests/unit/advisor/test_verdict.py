@@ -47,7 +47,7 @@ def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
         (4, {"machine": "dgx-h100"}),
     ],
 )
-@pytest.mark.parametrize("params", [1e9, 7e9])
+@pytest.mark.parametrize("params", [pytest.param(1e9, marks=pytest.mark.slow), 7e9])
 def test_fast_clusters_get_no_plain_yes(params: float, nodes: int, said: dict[str, str]) -> None:
     found = verdict(params, nodes, 8, **said)
     assert found.answer in ("no", "measure")

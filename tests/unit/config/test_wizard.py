@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,8 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from typer.testing import CliRunner
 
-from lowbit_strategy.cli import app
+from lowbit_strategy.cli import app, main
 from lowbit_strategy.config import wizard
-from testing.processes.scripts import REPOSITORY
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
 
@@ -62,18 +59,27 @@ def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None
     assert yaml.safe_load(path.read_text())["lowbit_config"] == section
 
 
+def run_without_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The command with nothing on standard input: its status."""
+    monkeypatch.setattr("sys.argv", ["lowbit", "config", *map(str, arguments)])
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0)
+
+
 @pytest.mark.parametrize("text", [None, BASE])
-def test_without_a_terminal(text: str | None, tmp_path: Path) -> None:
+def test_without_a_terminal(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.yaml"
     if text is not None:
         path.write_text(text)
-    main = "from lowbit_strategy.cli import main; main()"
-    command = [sys.executable, "-c", main, "config", "--config-file", str(path)]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert ("nothing is written. Those so far: none" if text else "need a terminal") in done.stderr
+    assert run_without_terminal(monkeypatch, "--config-file", path) == 2
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors
+    assert ("nothing is written. Those so far: none" if text else "need a terminal") in errors
     assert (path.read_text() if path.exists() else None) == text
 
 
@@ -120,13 +126,9 @@ def test_only_yaml_is_written(tmp_path: Path) -> None:
     assert "job.yaml" in result.output
 
 
-def test_without_questions(tmp_path: Path) -> None:
+def test_without_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.yaml"
-    main = "from lowbit_strategy.cli import main; main()"
-    command = [sys.executable, "-c", main, "config", "--defaults", "--config-file", str(path)]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stderr
+    assert run_without_terminal(monkeypatch, "--defaults", "--config-file", path) == 0
     written = yaml.safe_load(path.read_text())
     assert written.pop("lowbit_config") == {"compressor": "loco", "bits": 4}
     ClusterConfig(**written)  # Accelerate takes the rest

@@ -57,6 +57,7 @@ def test_who_gives_the_time_of_computing_plans_for_gpus() -> None:
     assert "assumed: GPUs, 1e+11 elements/s encoded" in linked.predict(report.plan, cluster, 0.1)
 
 
+@pytest.mark.slow
 def test_every_preset_is_timed() -> None:
     linked = Linked.of("1gbit")
     for name, compressor in PRESETS.items():

@@ -82,11 +82,24 @@ def write_run(
     return record
 
 
+@pytest.fixture
+def drawn() -> None:
+    """Charts become pictures, which takes a second per report; other tests look at the text around them."""
+
+
+@pytest.fixture(autouse=True)
+def _pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr("lowbit_strategy.report.page.png", lambda figure, dots_per_inch: b"")
+
+
 def run_report(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_page_is_self_contained_and_has_what_matters(tmp_path: Path) -> None:
+    """A narrow screen gets its own charts: a chart that is made smaller has text that nobody can read."""
     write_run(tmp_path)
     result = run_report(tmp_path)
     assert result.exit_code == 0, result.output
@@ -104,13 +117,6 @@ def test_page_is_self_contained_and_has_what_matters(tmp_path: Path) -> None:
     assert "val_loss" in page
     for stem in ("loss", "error", "bits", "bytes", "time"):
         assert (tmp_path / "report" / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_narrow_screen_gets_charts_of_its_own(tmp_path: Path) -> None:
-    """A chart that is made smaller has text that nobody can read."""
-    write_run(tmp_path)
-    run_report(tmp_path)
-    page = (tmp_path / "report" / "index.html").read_text()
     images = [base64.b64decode(each) for each in re.findall(r"data:image/png;base64,([^\"']+)", page)]
     widths = [int.from_bytes(image[16:20], "big") for image in images]  # of a PNG's header
     narrow = [width for width in widths if width < 4 * 170]  # four inches
@@ -221,13 +227,15 @@ def test_a_record_without_losses(tmp_path: Path) -> None:
     assert "training loss" not in (tmp_path / "report" / "index.html").read_text()
 
 
-@pytest.mark.parametrize("name", [r"blocks.$\frac$.weight", "blocks.$.weight", "blocks.<b>&.weight"])
-def test_names_that_matplotlib_or_html_would_read(name: str, tmp_path: Path) -> None:
-    write_run(tmp_path, group=name)
+@pytest.mark.usefixtures("drawn")
+def test_names_that_matplotlib_or_html_would_read(tmp_path: Path) -> None:
+    names = [r"blocks.$\frac$.weight", "blocks.$.weight", "blocks.<b>&.weight"]
+    write_run(tmp_path, observation={"groups": {name: figures(0.2) for name in names}})
     result = run_report(tmp_path)
     assert result.exit_code == 0, result.output
     shown = (tmp_path / "report" / "index.html").read_text().replace("<wbr>", "")
-    assert f"<code>{html.escape(name)}</code>" in shown
+    for name in names:
+        assert f"<code>{html.escape(name)}</code>" in shown
 
 
 @pytest.mark.parametrize(
@@ -374,6 +382,8 @@ def test_weights_count_in_the_total(tmp_path: Path) -> None:
     assert "Gradients only" in page
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [500, 1280])  # chromium makes no narrower window
 def test_nothing_is_cut_off_on_a_narrow_screen(width: int, tmp_path: Path) -> None:

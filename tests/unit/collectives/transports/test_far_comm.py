@@ -118,6 +118,7 @@ def _many(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_nothing_is_left_over_in_a_thousand_steps() -> None:
     """Receives that are posted for sizes that no longer come are given up, on all ranks at the same exchange."""
     for rank in run_ranks(_many, 3, timeout=120):

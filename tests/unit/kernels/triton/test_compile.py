@@ -17,7 +17,7 @@ from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
 from testing.kernels import offline
 from testing.kernels.cases import FITTED_2, fitted, ternary
 
-ARCHITECTURES = (pytest.param(80, marks=pytest.mark.slow), 90)
+ARCHITECTURES = (80, 90)
 FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
 FORMATS["fitted2"] = fitted(2, FITTED_2)
 FOUR_PROGRAMS, THREE_PROGRAMS = 128, 168  # registers that leave room for so many programs on a multiprocessor
@@ -34,10 +34,9 @@ def check(found: offline.Resources, registers: int = FOUR_PROGRAMS) -> None:
     assert found.registers <= registers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "name", ["uniform4", "fitted2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform8", "uniform2"))]
-)
+@pytest.mark.parametrize("name", ["uniform4", "fitted2", "uniform8", "uniform2"])
 def test_loco_keeps_everything_in_registers(name: str, arch: int) -> None:
     found = loco(FORMATS[name], "float32", arch)
     check(found, THREE_PROGRAMS if name == "fitted2" else FOUR_PROGRAMS)  # it varies with Triton's version
@@ -45,6 +44,7 @@ def test_loco_keeps_everything_in_registers(name: str, arch: int) -> None:
     assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loco_bfloat16_and_dither(arch: int) -> None:
     for found in (
@@ -56,6 +56,7 @@ def test_loco_bfloat16_and_dither(arch: int) -> None:
         assert re.search(r"st\.global(\.\w+)*\.v[24]\.b32", found.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("sources", [2, 8])
 def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> None:
@@ -66,13 +67,14 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "many", "few"),
     [
         ("uniform4", 128, 16),
-        pytest.param("uniform4", 67, 11, marks=pytest.mark.slow),
-        pytest.param("fitted2", 128, 16, marks=pytest.mark.slow),
-        pytest.param("fitted2", 67, 11, marks=pytest.mark.slow),
+        ("uniform4", 67, 11),
+        ("fitted2", 128, 16),
+        ("fitted2", 67, 11),
     ],
 )
 def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str, many: int, few: int) -> None:
@@ -89,6 +91,7 @@ def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str, man
     assert found.ptx.count("ld.global") <= 2 * decode(8).ptx.count("ld.global")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> None:
@@ -100,6 +103,7 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
     assert re.search(r"ld\.global(\.\w+)*\.v[24]\.b32", many.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fmt", [ternary(128), unit_gain(3, 64), e2m1(128), fitted(5, tuple(i / 8 for i in range(-15, 17)))]
 )
@@ -118,6 +122,7 @@ def test_only_exact_products_are_contracted() -> None:
     assert loco(FORMATS["uniform8"], "float32", 90).ptx.count("fma.") == per_thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("size", [32, 128])
 def test_a_rotation_needs_no_other_warp(size: int, arch: int) -> None:
@@ -126,6 +131,7 @@ def test_a_rotation_needs_no_other_warp(size: int, arch: int) -> None:
     assert found.wide_share > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunk_top_k_keeps_its_chunk_in_registers(arch: int) -> None:
     found = offline.chunk_top_k_resources(arch=arch)

@@ -55,8 +55,9 @@ def kernels(x: str, arch: int) -> Iterator[tuple[str, Callable[[], Resources], i
     yield "exact decode", lambda: decoded(EXACT, out=x, sources=8, arch=arch), 48, 0, 0.5
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
-@pytest.mark.parametrize("x", ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float32", "float16"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("x", ["bfloat16", "float32", "float16"])
 def test_registers_spills_shared_memory_and_width(x: str, arch: int) -> None:
     wrong = []
     for name, compiled, registers, shared_nbytes, wide in kernels(x, arch):

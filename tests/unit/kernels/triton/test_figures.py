@@ -18,7 +18,7 @@ from testing.kernels.offline import Resources
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).resolve().parents[4] / "benchmarks/results/compiled_kernels.json").read_text()
 )
-OFTEN = {("loco, 4 bits, bf16", 90), ("loco, E2M1, bf16", 90), ("sum of 8, 4 bits", 90), ("sum of 8, E2M1", 90)}
+OFTEN = {("loco, E2M1, bf16", 90)}
 CASES = [
     pytest.param(name, arch, marks=[] if (name, arch) in OFTEN else [pytest.mark.slow])
     for name in WORKS

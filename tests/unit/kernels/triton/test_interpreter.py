@@ -27,15 +27,18 @@ def test_every_byte_is_the_references(which: str, cases: Callable[[], list[Case]
     assert worker(which, part, NUM_PARTS) == [f"cases: {len(expected)}"]
 
 
+@pytest.mark.slow
 def test_every_way_of_packing_gives_the_references_bytes() -> None:
     assert worker("quick") == [f"cases: {len(quick_cases())}"]
 
 
+@pytest.mark.slow
 def test_rotations_and_the_largest_of_chunks_are_the_references() -> None:
     assert worker("rows") == ["cases: 2"]
 
 
-@pytest.mark.parametrize("which", ["pairs", pytest.param("triples", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["pairs", "triples"])
 def test_sums_over_many_sources_and_dense_messages_are_the_references(which: str) -> None:
     """Groups of sources are added in a loop, the rest behind it: in rank order all the same."""
     assert worker(which) == ["cases: 2"]
