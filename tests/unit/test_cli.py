@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import sys
@@ -18,6 +19,13 @@ from lowbit_strategy.launch import doctor
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.version import __version__
 from testing.processes.scripts import REPOSITORY
+
+_autoloading = functools.cache(doctor._autoloading)  # in a new interpreter, once
+
+
+@pytest.fixture(autouse=True)
+def _tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_autoloading", _autoloading)
 
 
 def run(*arguments: str) -> tuple[int, str]:
