@@ -7,8 +7,9 @@ One launch of processes per world size and layout serves all its selected tests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -46,19 +47,25 @@ EVERYWHERE = {
 }
 
 
-def _cases(world_size: int, layout: LayoutName, preset: str) -> tuple[str, ...]:
-    """Ranks keep the same on two and on five as on three; cuts and sums differ."""
+# Where tensors are cut and sums are formed, or what each rank keeps, which on two and five ranks is as on three.
+Part = Literal["cuts", "state"]
+PARTS: tuple[Part, ...] = ("cuts", "state")
+
+
+def _cases(world_size: int, layout: LayoutName, part: Part, preset: str) -> tuple[str, ...]:
     subject = Subject(preset, layout, world_size)
-    everything = world_size in (1, 3)
-    return tuple(name for name, case in CASES.items() if (everything or case.cut_matters) and case.applies(subject))
+    wanted = part == "cuts"
+    return tuple(name for name, case in CASES.items() if case.cut_matters == wanted and case.applies(subject))
 
 
 def _items() -> Iterator[Any]:
-    for world_size in WORLD_SIZES:
-        for layout in LAYOUTS:
-            for preset in sorted(CONFIGURATIONS):
-                quick = world_size == 3 or (preset in EVERYWHERE and world_size != 2)
-                yield pytest.param(world_size, layout, preset, marks=[] if quick else [pytest.mark.slow])
+    """Quick: both parts of `EVERYWHERE` without two ranks, and the first part of all on three ranks."""
+    for world_size, layout, part in itertools.product(WORLD_SIZES, LAYOUTS, PARTS):
+        if part == "state" and world_size not in (1, 3):
+            continue
+        for preset in sorted(CONFIGURATIONS):
+            quick = world_size != 2 if preset in EVERYWHERE else (world_size, part) == (3, "cuts")
+            yield pytest.param(world_size, layout, part, preset, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -66,14 +73,13 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Failures of every job that the selected tests of this world size and layout ask for."""
     world_size, layout = launch = tuple(request.node.callspec.params[name] for name in ("world_size", "layout"))
     if launch not in _reports:
-        wanted = [
-            item.callspec.params["preset"]
-            for item in request.session.items
-            if isinstance(item, pytest.Function)
-            and item.path == request.path
-            and (item.callspec.params["world_size"], item.callspec.params["layout"]) == launch
-        ]
-        jobs = tuple(Job(preset, layout, _cases(world_size, layout, preset)) for preset in wanted)
+        wanted: dict[str, tuple[str, ...]] = {}
+        for item in request.session.items:
+            params = getattr(getattr(item, "callspec", None), "params", {})
+            if item.path == request.path and (params["world_size"], params["layout"]) == launch:
+                preset = params["preset"]
+                wanted[preset] = wanted.get(preset, ()) + _cases(world_size, layout, params["part"], preset)
+        jobs = tuple(Job(preset, layout, cases) for preset, cases in wanted.items())
         folder = tmp_path_factory.mktemp(f"invariants-{world_size}-{layout}")
         try:
             _reports[launch] = run_ranks(run_jobs, world_size, jobs, folder, timeout=280)[0]
@@ -86,10 +92,9 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return result
 
 
-@pytest.mark.parametrize(("world_size", "layout", "preset"), list(_items()))
-def test_invariants(world_size: int, layout: LayoutName, preset: str, report: Report) -> None:
-    cases = _cases(world_size, layout, preset)
-    assert cases
+@pytest.mark.parametrize(("world_size", "layout", "part", "preset"), list(_items()))
+def test_invariants(world_size: int, layout: LayoutName, part: Part, preset: str, report: Report) -> None:
+    cases = _cases(world_size, layout, part, preset)
     failures = [f"{case}: {text}" for case in cases for text in report[preset, layout, case]]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
