@@ -413,6 +413,7 @@ def test_clipping_what_a_sparse_method_has_sent_is_warned_of(facts: list[Facts])
     assert facts[1]["topk"] == []  # rank 0 alone warns
 
 
+@pytest.mark.slow
 def test_processes_that_were_forked_take_their_residuals_with_them(tmp_path: Path) -> None:
     lines = run_script([SCRIPTS / "forked.py"], cwd=tmp_path).stdout.splitlines()
     assert "with residuals 2" in lines  # written by ModelCheckpoint, inside
