@@ -15,7 +15,7 @@ from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.documentation import documented_options
 
 MODEL = "model"  # the name under which the whole model is judged
-Unit = Literal["epochs", "steps"]
+WindowUnit = Literal["epochs", "steps"]
 
 
 @configuration
@@ -37,7 +37,7 @@ class CriticalRegimes:
 
     eta: float = 0.5
     interval: int = 10
-    unit: Unit = "epochs"
+    unit: WindowUnit = "epochs"
     gradient: Accumulate = "local"
     learning_rate_drop: float = 0.1
 

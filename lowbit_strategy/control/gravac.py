@@ -145,7 +145,7 @@ class GraVAC(Controller):
         new = dict(state, compression_gains=dict(state["compression_gains"]))
         if not state["started"]:
             new["turn_start"] = step
-        self._learn(telemetry, new)
+        self._add_measurements(telemetry, new)
         reason = self._search_again(new, step)
         if not new["settled"] and step - new["turn_start"] >= self.settle_steps + self.window:
             reason = self._end_turn(new, step)
@@ -164,7 +164,7 @@ class GraVAC(Controller):
             switches=self.switches(before, levels, reasons),
         )
 
-    def _learn(self, telemetry: Telemetry, new: State) -> None:
+    def _add_measurements(self, telemetry: Telemetry, new: State) -> None:
         """Add the measurements of the last step to `new`."""
         searched = not new["settled"] and new["in_force"] == new["candidate"]
         judged = searched and telemetry.progress.step - new["turn_start"] > self.settle_steps

@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 _END_TO_END = "end-to-end error"
 
 
-class Verdict(NamedTuple):
+class Alarms(NamedTuple):
     """Groups that were out of bounds `patience` times (and why), groups that are back within, and the next state."""
 
     raised: Mapping[str, str]
@@ -76,7 +76,7 @@ class Bounds:
     def init(self) -> State:
         return {"counts": {}, "alarmed": {}}
 
-    def update(self, readings: Mapping[str, Reading], state: State) -> Verdict:
+    def update(self, readings: Mapping[str, Reading], state: State) -> Alarms:
         """One observation. ``counts``: observations in a row that contradict the group's present state."""
         counts, alarmed = dict(state["counts"]), dict(state["alarmed"])
         raised, cleared = {}, []
@@ -92,7 +92,7 @@ class Bounds:
             else:
                 del alarmed[group]
                 cleared.append(group)
-        return Verdict(raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
+        return Alarms(raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
 
     def _reason(self, reading: Reading) -> str:
         parts = []
@@ -157,8 +157,8 @@ class Guard(Controller):
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         inner = self.inner.decide(telemetry, state["inner"])
         readings = self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"])
-        verdict = self.bounds.update(readings, state["bounds"])
-        alarmed = verdict.state["alarmed"]
+        alarms = self.bounds.update(readings, state["bounds"])
+        alarmed = alarms.state["alarmed"]
         levels = dict(inner.levels)
         reasons: dict[str, str] = {}
         if self.fallback is not None:
@@ -166,7 +166,7 @@ class Guard(Controller):
                 if (group := group_of(name, self.group_by)) in alarmed:
                     levels[name] = len(self.inner.levels)
                     reasons[name] = f"guard: {alarmed[group]}"
-                elif group in verdict.cleared:
+                elif group in alarms.cleared:
                     reasons[name] = "guard: within its bounds again"
         before = {
             name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()
@@ -179,11 +179,11 @@ class Guard(Controller):
         )
         return replace(
             inner,
-            state={"inner": inner.state, "bounds": verdict.state, "levels": levels, "wanted": dict(observed)},
+            state={"inner": inner.state, "bounds": alarms.state, "levels": levels, "wanted": dict(observed)},
             levels=levels,
             probe=probe,
             switches=(*inner.switches, *self.switches(before, levels, reasons)),
-            warnings=(*inner.warnings, *self._warnings(verdict)),
+            warnings=(*inner.warnings, *self._warnings(alarms)),
         )
 
     def _readings(
@@ -206,8 +206,8 @@ class Guard(Controller):
                 readings[group] = Reading(math.sqrt(error / compensated), math.sqrt(residual / compensated), both_hops)
         return readings
 
-    def _warnings(self, verdict: Verdict) -> tuple[str, ...]:
+    def _warnings(self, alarms: Alarms) -> tuple[str, ...]:
         what = "falls back to " + describe(self.fallback) if self.fallback is not None else "only watched"
         times = f"{self.bounds.patience} times in a row; {what}"
-        raised = (f"{group}: {reason} {times}" for group, reason in verdict.raised.items())
-        return (*raised, *(f"{group}: within its bounds again" for group in verdict.cleared))
+        raised = (f"{group}: {reason} {times}" for group, reason in alarms.raised.items())
+        return (*raised, *(f"{group}: within its bounds again" for group in alarms.cleared))

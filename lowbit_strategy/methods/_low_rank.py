@@ -102,13 +102,13 @@ def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
     return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
 
 
-def keep_factor_(factor: Tensor, mean: Tensor) -> None:
+def store_factor_(factor: Tensor, mean: Tensor) -> None:
     """The mean becomes the next step's factor; columns that are zero or not finite keep their old values."""
     usable = mean.isfinite().all(0) & (mean != 0).any(0)
     factor.copy_(torch.where(usable, mean, factor))
 
 
-def keep_error_(residual_N: Tensor, error: Tensor) -> None:
+def store_error_(residual_N: Tensor, error: Tensor) -> None:
     """The error becomes the residual where it is finite."""
     error_N = error.reshape(-1)
     residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))

@@ -19,11 +19,11 @@ from lowbit_strategy.methods._sparse_base.common_positions import CommonPosition
 from lowbit_strategy.methods._sparse_base.flat_model import (
     MAX_BLOCKS,
     FlatModel,
-    Selection,
+    UnionSelection,
     balanced,
-    cut_anew,
     equal_sizes,
-    is_lopsided,
+    is_unbalanced,
+    repartitioned,
 )
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import in_order, num_kept, zero_residuals
@@ -82,7 +82,7 @@ class ExclusiveReducer(CommonPositionsReducer):
         if not selection.finite:
             for view in views:
                 view.out.fill_(math.nan)
-        self._learn_(model, control, selection, sizes)
+        self._update_(model, control, selection, sizes)
 
     def _threshold(
         self, model: FlatModel, control: StateTensors, bounds: Sequence[int]
@@ -111,26 +111,28 @@ class ExclusiveReducer(CommonPositionsReducer):
         sizes = [size for size in control["sizes"][: len(equal) + 1].tolist() if size]
         if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks:
             return sizes
-        _keep_sizes_(control, equal)
+        _store_sizes_(control, equal)
         return equal
 
-    def _learn_(self, model: FlatModel, control: StateTensors, selection: Selection, sizes: Sequence[int]) -> None:
+    def _update_(
+        self, model: FlatModel, control: StateTensors, selection: UnionSelection, sizes: Sequence[int]
+    ) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
         if not self.adjust or len(sizes) == 1:
             return
         block_counts = model.block_counts(selection)
         block_loads_K = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
         loads = [float(part.sum()) for part in block_loads_K.split(list(sizes))]
-        if is_lopsided(loads):
-            _keep_sizes_(control, cut_anew(block_loads_K.tolist(), len(sizes)))
+        if is_unbalanced(loads):
+            _store_sizes_(control, repartitioned(block_loads_K.tolist(), len(sizes)))
         else:
-            _keep_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
+            _store_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
 
 
-def _keep_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
+def _store_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
     control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
 
 

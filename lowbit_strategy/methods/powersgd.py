@@ -18,13 +18,13 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._low_rank import (
     LowRankCompressor,
     LowRankReducer,
-    keep_error_,
-    keep_factor_,
     matrix_shape,
     observe_,
     orthogonalize_all,
     product,
     random_factor,
+    store_error_,
+    store_factor_,
 )
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
@@ -79,9 +79,9 @@ class PowerSGDReducer(LowRankReducer):
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
             if view.sent is not None:
                 observe_(view, matrices[i], ps[i] @ own_qs[i].T)
-            keep_factor_(tensors["q"], mean_q)
+            store_factor_(tensors["q"], mean_q)
             if self.feedback:
-                keep_error_(tensors["residual"], matrices[i] - mean)  # against the common result
+                store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:

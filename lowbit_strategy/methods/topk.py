@@ -36,7 +36,7 @@ class TopKReducer(SparseReducer):
         return Chosen(*top_k(total, self.num_kept(view.spec)))
 
 
-Selection = Literal["exact", "chunk", "group"]
+SelectionKind = Literal["exact", "chunk", "group"]
 
 
 @configuration
@@ -89,7 +89,7 @@ class TopK(SparseCompressor):
 
     name: ClassVar[str] = "topk"
 
-    selection: Selection = "exact"
+    selection: SelectionKind = "exact"
     return_density: float | None = None
     cosines: int | None = None
     gather: bool = False

@@ -49,7 +49,7 @@ class CommonPositionsReducer(DensityReducer):
         """What this rank sends at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
-    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         """Take what was sent out of the residual."""
         take_out_(tensors["residual"], chosen, sent)
 
@@ -80,7 +80,7 @@ class CommonPositionsReducer(DensityReducer):
             tensors = state.get(view.spec.name, {})
             observe_(view, tensors.get("residual"), condition, part, sent)
             if condition is Condition.LIVE:
-                self.keep_(view, tensors, part, sent)
+                self.update_residual_(view, tensors, part, sent)
         totals, lost = yield from exchange.run()
         for view, part in zip(views, lost, strict=bool(lost)):
             if "residual" in (tensors := state.get(view.spec.name, {})):

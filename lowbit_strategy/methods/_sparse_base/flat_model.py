@@ -22,7 +22,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_
 
 MAX_BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-_LOPSIDED = 0.1  # loads further than this above the mean, noise aside: partitions are cut again
+_UNBALANCED = 0.1  # loads further than this above the mean, noise aside: partitions are cut again
 
 
 class Grid(NamedTuple):
@@ -64,7 +64,7 @@ def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list
     return sizes
 
 
-def cut_anew(block_loads: Sequence[float], num_partitions: int) -> list[int]:
+def repartitioned(block_loads: Sequence[float], num_partitions: int) -> list[int]:
     """Blocks per partition, at least one, so that all have about the same number of chosen elements."""
     num_blocks, total = len(block_loads), sum(block_loads)
     sizes, at, seen = [], 0, 0.0
@@ -78,16 +78,16 @@ def cut_anew(block_loads: Sequence[float], num_partitions: int) -> list[int]:
     return [*sizes, num_blocks - at]
 
 
-def is_lopsided(loads: Sequence[float]) -> bool:
+def is_unbalanced(loads: Sequence[float]) -> bool:
     mean = sum(loads) / len(loads)
-    return max(loads) > (1 + _LOPSIDED) * mean + 2 * math.sqrt(mean)
+    return max(loads) > (1 + _UNBALANCED) * mean + 2 * math.sqrt(mean)
 
 
 _SAMPLE_KEPT = 256  # elements of all samples above the threshold: the count is then off by 6 %
 _MOST = 4  # times the wanted count are sent at most: a spike must not fill the network
 
 
-class Selection(NamedTuple):
+class UnionSelection(NamedTuple):
     """What all ranks chose.
 
     Args:
@@ -157,7 +157,7 @@ class FlatModel:
         threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
         return max(threshold, TINY)  # zeros are never chosen
 
-    def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
+    def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, UnionSelection]:
         """Choose in the own partition; tell all ranks. Together they choose at most four times `wanted`.
 
         Raises:
@@ -168,7 +168,7 @@ class FlatModel:
         positions = self._above(threshold, *self._own(bounds), most)
         form_(self.views, self.state, self.found, self._totals)  # the values of the views outside of the own partition
         if world_size == 1:
-            return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
+            return UnionSelection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
         longest = max(1, *(stop - start for start, stop in pairwise(bounds)))
         layout = sparse_layout(("",), (flat_cut(longest, 1, 1),), 1, self.device, scatter=False)
         located = layout.locate([positions])
@@ -191,7 +191,7 @@ class FlatModel:
             if layout.spans[0] > stop - start and part.numel() and int(part.max()) >= stop - start:
                 raise damaged_message("a position lies beyond the end of its partition")
             part += start
-        return Selection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
+        return UnionSelection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
         """Positions, from `start`, of live elements in [start, stop) from the threshold on; at most `most`."""
@@ -226,7 +226,7 @@ class FlatModel:
         at = torch.searchsorted(positions, edges).tolist()
         return [positions[at[i] : at[i + 1]] - start for i, start in enumerate(self.starts)]
 
-    def block_counts(self, selection: Selection) -> Tensor:
+    def block_counts(self, selection: UnionSelection) -> Tensor:
         """Chosen elements of each block; the tail counts for the last."""
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)

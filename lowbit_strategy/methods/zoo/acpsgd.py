@@ -17,13 +17,13 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._low_rank import (
     LowRankCompressor,
     LowRankReducer,
-    keep_error_,
-    keep_factor_,
     matrix_shape,
     observe_,
     orthogonalize_all,
     product,
     random_factor,
+    store_error_,
+    store_factor_,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -68,8 +68,8 @@ class ACPSGDReducer(LowRankReducer):
             if sends == "q":
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
             observe_(view, matrix, sent)
-            keep_factor_(tensors[sends], mean_factor)
-            keep_error_(tensors["residual"], error)
+            store_factor_(tensors[sends], mean_factor)
+            store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:

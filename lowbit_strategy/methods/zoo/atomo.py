@@ -16,7 +16,7 @@ from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_ke
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
-from lowbit_strategy.methods.zoo.gspar import chances
+from lowbit_strategy.methods.zoo.gspar import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -62,7 +62,7 @@ def _drawn(g_NM: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """
     finite = bool(g_NM.isfinite().all())
     u, sigma, vh = torch.linalg.svd(g_NM if finite else torch.zeros_like(g_NM), full_matrices=False)
-    p = chances(sigma, rank)
+    p = inclusion_probabilities(sigma, rank)
     draw = dither(0, 1, stream_key(seed, 0, CODE_STREAM), g_NM.device) + 0.5
     edges = p.double().cumsum(0)
     hits = (edges - draw).ceil().clamp_(min=0)

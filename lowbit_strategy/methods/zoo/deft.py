@@ -24,7 +24,7 @@ _POSITION_NBYTES = 4
 _PARTS_PER_RANK = 4  # at least: larger parts cannot be assigned evenly
 
 
-class Piece(NamedTuple):
+class AssignedPart(NamedTuple):
     """A part of a parameter in which one rank selects.
 
     Args:
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     rank: int
 
 
-def pieces_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int]]:
+def parts_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int]]:
     """Parameter, start and stop: none larger than a quarter of a rank's share of the model."""
     share = max(1, -(-sum(sizes) // (_PARTS_PER_RANK * world_size)))
     found = []
@@ -52,23 +52,25 @@ def pieces_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int
     return found
 
 
-def deal(sizes: Sequence[int], norms: Sequence[float], density: float, world_size: int, turn: int) -> list[Piece]:
+def assign_parts(
+    sizes: Sequence[int], norms: Sequence[float], density: float, world_size: int, first_rank: int
+) -> list[AssignedPart]:
     """Which rank selects how many elements of which part; the same on all ranks.
 
     1. the k of the model is split over parts by their norms, at least one each
     2. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far, ties in
-       order from rank `turn`
+       order from `first_rank`
     """
-    parts = pieces_of(sizes, world_size)
+    parts = parts_of(sizes, world_size)
     lengths = [stop - start for _, start, stop in parts]
     kept = _split(num_kept(density, sum(sizes)), norms, lengths)
     costs = [length * math.log2(k + 1) for length, k in zip(lengths, kept, strict=True)]
     loads, ranks = [0.0] * world_size, [0] * len(parts)
     for index in sorted(range(len(parts)), key=lambda each: -costs[each]):
-        least = min(range(world_size), key=lambda rank: (loads[rank], (rank - turn) % world_size))
+        least = min(range(world_size), key=lambda rank: (loads[rank], (rank - first_rank) % world_size))
         ranks[index] = least
         loads[least] += costs[index]
-    return [Piece(*part, k, rank) for part, k, rank in zip(parts, kept, ranks, strict=True)]
+    return [AssignedPart(*part, k, rank) for part, k, rank in zip(parts, kept, ranks, strict=True)]
 
 
 def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[int]:
@@ -98,12 +100,14 @@ class DEFTReducer(CommonPositionsReducer):
     ) -> Generator[Pending, None, list[Tensor]]:
         residuals = [state[view.spec.name]["residual"] for view in views]
         sizes, leader = [view.spec.numel for view in views], step.index % comm.world_size
-        parts = pieces_of(sizes, comm.world_size)
+        parts = parts_of(sizes, comm.world_size)
         norms = torch.stack([residuals[view][start:stop].norm() for view, start, stop in parts])
         yield comm.broadcast(norms, leader)
-        dealt = deal(sizes, norms.nan_to_num_(0.0, 0.0, 0.0).tolist(), self.density, comm.world_size, step.index)
-        own = [top_k(residuals[p.view][p.start : p.stop], p.kept)[0].int() for p in dealt if p.rank == comm.rank]
-        counts = [sum(piece.kept for piece in dealt if piece.rank == rank) for rank in range(comm.world_size)]
+        assigned = assign_parts(
+            sizes, norms.nan_to_num_(0.0, 0.0, 0.0).tolist(), self.density, comm.world_size, step.index
+        )
+        own = [top_k(residuals[p.view][p.start : p.stop], p.kept)[0].int() for p in assigned if p.rank == comm.rank]
+        counts = [sum(part.kept for part in assigned if part.rank == rank) for rank in range(comm.world_size)]
         message = torch.zeros(max(counts), dtype=torch.int32, device=norms.device)
         if own:
             message[: counts[comm.rank]] = torch.cat(own)
@@ -111,10 +115,10 @@ class DEFTReducer(CommonPositionsReducer):
         yield comm.all_gather(received, message)
         taken = [0] * comm.world_size
         found: list[list[Tensor]] = [[] for _ in views]
-        for piece in dealt:
-            at = taken[piece.rank]
-            found[piece.view].append(received[piece.rank, at : at + piece.kept].long() + piece.start)
-            taken[piece.rank] += piece.kept
+        for part in assigned:
+            at = taken[part.rank]
+            found[part.view].append(received[part.rank, at : at + part.kept].long() + part.start)
+            taken[part.rank] += part.kept
         return [torch.cat(each) for each in found]
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:

@@ -18,7 +18,7 @@ from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._low_rank import keep_error_, observe_, product
+from lowbit_strategy.methods._low_rank import observe_, product, store_error_
 from lowbit_strategy.methods._sparse_base.sparse_reducer import ResidualReducer
 from lowbit_strategy.options.configuration import configuration
 
@@ -54,17 +54,17 @@ class GradiVeQReducer(ResidualReducer):
         slices = [to_blocks(h_N, self.slice_size) for h_N in sums]
         bases = [state[view.spec.name]["basis"] for view in views]
         if step.index % self.period == 0 or not all(bool(basis.any()) for basis in bases):
-            yield from self._learn_(slices, bases, comm, step.index % comm.world_size)
+            yield from self._update_bases_(slices, bases, comm, step.index % comm.world_size)
         own = [x @ basis for x, basis in zip(slices, bases, strict=True)]
         totals = yield from sum_each(own, comm)
         for view, h_N, basis, coefficients, total in zip(views, sums, bases, own, totals, strict=True):
             numel = view.spec.numel
             sent_N = product(coefficients, basis).reshape(-1)[:numel]
             observe_(view, h_N, sent_N)
-            keep_error_(state[view.spec.name]["residual"], h_N - sent_N)
+            store_error_(state[view.spec.name]["residual"], h_N - sent_N)
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 
-    def _learn_(
+    def _update_bases_(
         self, slices: list[Tensor], bases: list[Tensor], comm: Comm, leader: int
     ) -> Generator[Pending, None, None]:
         """The leader's principal components become the basis of all ranks."""

@@ -25,7 +25,7 @@ _ROUNDS = 16
 _CLOSE = 1.001
 
 
-def chances(sizes_N: Tensor, count: float) -> Tensor:
+def inclusion_probabilities(sizes_N: Tensor, count: float) -> Tensor:
     """Probabilities, float32 [N]: ``min(1, c * size)``, with c such that they add up to `count`.
 
     Sending ``x / p`` with probability p is unbiased, and these p have the least variance for their sum. Sizes of 0 get
@@ -73,7 +73,7 @@ class GSparReducer(SparseReducer):
 
     def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         g_N = total.formed()
-        p_N = chances(g_N.abs(), self.num_kept(view.spec))
+        p_N = inclusion_probabilities(g_N.abs(), self.num_kept(view.spec))
         key = stream_key(step.seed, zlib.crc32(view.spec.name.encode()), CODE_STREAM)
         indices = (dither(0, g_N.numel(), key, g_N.device) + 0.5 < p_N).nonzero().view(-1)
         return Chosen(indices, g_N.index_select(0, indices) / p_N.index_select(0, indices))

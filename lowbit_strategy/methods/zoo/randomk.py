@@ -60,9 +60,9 @@ class RandomKReducer(CommonPositionsReducer):
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
 
-    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if not self.scale:
-            CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
+            CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
 
 
 @configuration

@@ -75,9 +75,9 @@ class ScaleComReducer(CommonPositionsReducer):
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
         return layout.positions(counts_SK[0], sizes_V, wire)
 
-    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:
-            CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
+            CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
             return
         # The residual is h = m + g. It becomes h - beta * sent - (1 - beta) * g = m + beta * (g - sent).
         left = (chosen.values - self.beta * sent).nan_to_num_(0.0, 0.0, 0.0)

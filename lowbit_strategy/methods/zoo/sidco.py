@@ -172,10 +172,10 @@ class SIDCoReducer(SparseReducer):
         tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
         least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
         reached = int((nonzero_n >= fitted).sum())
-        self._learn_(tensors, reached / (share * n))
+        self._adapt_stages_(tensors, reached / (share * n))
         return max(TINY, min(max(fitted, least), most))
 
-    def _learn_(self, tensors: StateTensors, ratio: float) -> None:
+    def _adapt_stages_(self, tensors: StateTensors, ratio: float) -> None:
         """One stage more or fewer if the fit's counts of the last steps were off on average.
 
         With light tails more stages raise the count, with heavy tails they lower it: a change that made it worse, or

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.methods._sparse_base.flat_model import balanced, cut_anew, equal_sizes, is_lopsided, make_grid
+from lowbit_strategy.methods._sparse_base.flat_model import (
+    balanced,
+    equal_sizes,
+    is_unbalanced,
+    make_grid,
+    repartitioned,
+)
 
 
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 32_767, 32_768, 1_000_003, 2**31 + 5])
@@ -32,13 +38,13 @@ def test_a_block_moves_from_much_to_little() -> None:
 
 
 def test_cutting_anew_gives_equal_loads() -> None:
-    assert cut_anew([1.0] * 8, 4) == [2, 2, 2, 2]
-    assert cut_anew([8, 8, 1, 1, 1, 1, 1, 1, 1, 1], 3) == [1, 1, 8]
-    assert cut_anew([0, 0, 0, 0], 4) == [1, 1, 1, 1]
-    assert cut_anew([100, 0, 0], 3) == [1, 1, 1]
+    assert repartitioned([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert repartitioned([8, 8, 1, 1, 1, 1, 1, 1, 1, 1], 3) == [1, 1, 8]
+    assert repartitioned([0, 0, 0, 0], 4) == [1, 1, 1, 1]
+    assert repartitioned([100, 0, 0], 3) == [1, 1, 1]
 
 
 def test_lopsided_is_more_than_chance() -> None:
-    assert not is_lopsided([10, 14])
-    assert is_lopsided([1000, 1400])
-    assert not is_lopsided([0, 0])
+    assert not is_unbalanced([10, 14])
+    assert is_unbalanced([1000, 1400])
+    assert not is_unbalanced([0, 0])

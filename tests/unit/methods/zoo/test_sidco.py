@@ -122,7 +122,7 @@ def test_stages_follow_the_count_and_turn_round_where_that_is_wrong() -> None:
         (0.75, 2),
     ):
         for _ in range(5):
-            reducer._learn_(tensors, ratio)
+            reducer._adapt_stages_(tensors, ratio)
         assert int(tensors["stages"]) == stages
 
 

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import ATOMO, Compressor, GSpar
-from lowbit_strategy.methods.zoo.gspar import chances
+from lowbit_strategy.methods.zoo.gspar import inclusion_probabilities
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 
 @pytest.mark.parametrize("count", [1, 7, 100, 999, 1000])
 def test_chances_add_up_and_grow_with_the_size(count: int) -> None:
     sizes = gaussian((1000,), 0).abs().pow(3)
-    p = chances(sizes, count)
+    p = inclusion_probabilities(sizes, count)
     assert float(p.sum()) == pytest.approx(count, rel=2e-3)
     assert float(p.max()) <= 1.0
     uncertain = p < 1.0
     if uncertain.any():  # where nothing is certain, chance is proportional to size
         ratio = p[uncertain] / sizes[uncertain]
         assert float(ratio.max() / ratio.min()) == pytest.approx(1.0, rel=1e-3)
-    assert not chances(torch.zeros(5), 2).any()
+    assert not inclusion_probabilities(torch.zeros(5), 2).any()
 
 
 def mean_of_draws(compressor: Compressor, gradient: Tensor, draws: int) -> tuple[float, float]:
