@@ -124,7 +124,7 @@ class Schedule(Controller):
             raise ValueError(f"the first phase must start at 0, got {self.phases[0].start!r}")
         for at, (phase, following) in enumerate(pairwise(self.phases)):
             if phase.unit == following.unit:
-                _check_neighbours(at, phase.start, phase.end, following.start)
+                _check_order(at, phase.start, phase.end, following.start)
         last = self.phases[-1]
         if last.end is not None and (last.unit, last.end) != ("fraction", 1.0):
             raise ValueError(f"no phase covers the time after {last.unit} {last.end:g}: leave the last `end` out")
@@ -156,7 +156,7 @@ class Schedule(Controller):
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
                 start, end = phase.first_step(progress), phase.end_step(progress)
-                _check_neighbours(at, start, end, following.first_step(progress))
+                _check_order(at, start, end, following.first_step(progress))
 
     def _phase_at(self, progress: Progress) -> int:
         if all(phase.unit == "epoch" for phase in self.phases):
@@ -164,7 +164,7 @@ class Schedule(Controller):
         return max(at for at, phase in enumerate(self.phases) if phase.first_step(progress) <= progress.step)
 
 
-def _check_neighbours(at: int, start: float, end: float | None, following: float) -> None:
+def _check_order(at: int, start: float, end: float | None, following: float) -> None:
     which = f"phases {at + 1} and {at + 2}"
     if following <= start:
         raise ValueError(f"{which} are out of order: the later one starts at {following:g}, not after {start:g}")

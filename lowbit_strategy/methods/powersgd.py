@@ -98,7 +98,7 @@ class PowerSGD(LowRankCompressor):
     For a parameter of n x m (first dim, all others), with Q [m, rank] of the last step, on every rank:
 
     1. ``M = g + e``
-    2. orthonormalise Q; ``P = M Q``; sum P over ranks; orthonormalise P
+    2. orthonormalize Q; ``P = M Q``; sum P over ranks; orthonormalize P
     3. ``Q = M^T P``; mean of Q over ranks
     4. the result is ``P Q^T``, the same on all ranks
     5. ``e' = M - P Q^T``

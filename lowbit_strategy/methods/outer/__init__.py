@@ -1,1 +1,1 @@
-"""Outer rules: ranks train by themselves for a round, then the outer optimizer moves what they all go on from."""
+"""Outer rules: ranks train separately for a round, then the outer optimizer moves the common anchor."""

@@ -83,7 +83,7 @@ class AdaComp(Compressor):
 
     1. ``G = R + dW``, gradient plus residual; ``H = G + dW``
     2. in each bin of `bin_size` elements, those with ``|H| >= max |G|`` are sent, as signs with the mean magnitude of
-       64 such neighbours; at most ``4 log2(bin_size)`` per bin, those with the largest ``|H|``
+       64 such neighbors; at most ``4 log2(bin_size)`` per bin, those with the largest ``|H|``
     3. ``R' = G - sent``
     4. the mean over ranks of what was sent, 0 where no rank sent
 

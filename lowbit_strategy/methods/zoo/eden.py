@@ -33,7 +33,7 @@ _SCALE_NBYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class EdenCodec(BlockwiseCodec):
-    """EDEN's quantiser, at one bit DRIVE's. For a block x of n elements:
+    """EDEN's quantizer, at one bit DRIVE's. For a block x of n elements:
 
     1. ``y = H D x / sqrt(n)``, H the Hadamard matrix, D fixed random signs
     2. ``c_i``: the nearest of the 2**bits values fitted to a Gaussian, of ``sqrt(n) y_i / |y|``

@@ -69,7 +69,7 @@ class MultiScale(SharedScale):
         high_precision_bits: Per code of embeddings and output heads, which have one scale.
 
     References:
-        arXiv 2109.12497, 2021, its multi-scale quantiser: sums are exact only where all ranks use the same step.
+        arXiv 2109.12497, 2021, its multi-scale quantizer: sums are exact only where all ranks use the same step.
     """
 
     name: ClassVar[str] = "multiscale"

@@ -29,7 +29,7 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
     """Reduce-scatter or all-reduce of integers.
 
     1. row r of every rank goes to rank r, packed as narrow as ``[-limit, limit]`` allows
-    2. rank r adds what it gets in int32
+    2. rank r adds them in int32
     3. all-reduce: the sums go to everyone, packed as narrow as ``[-W * limit, W * limit]`` allows, so that no world
        size overflows
 
@@ -91,7 +91,7 @@ _TINY = torch.finfo(torch.float32).tiny
 class SharedViews:
     """The views of one reduction: gradients as flat float32, one norm for every block of every parameter.
 
-    Blocks are counted from a parameter's first element, whatever the layout and the world size.
+    Blocks are counted from a parameter's first element in every layout and world size.
     """
 
     def __init__(self, views: Sequence[View], comm: Comm, step: StepContext, block_size: int) -> None:
