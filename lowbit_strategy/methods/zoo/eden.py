@@ -1,4 +1,4 @@
-"""EDEN: rotated blocks at one to four bits, each with the scale that keeps its component along itself exact."""
+"""EDEN: rotated blocks at one to four bits, scaled so that their inner product with the original is exact."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _BITS = (1, 2, 3, 4)
 
 @configuration
 class EDEN(Compressor):
-    """Every block is rotated, coded with values fitted to a Gaussian, and scaled to keep its component along itself.
+    """Rotates blocks, codes them with values fitted to a Gaussian, and scales them to an exact inner product.
 
     For each block x, on every rank, and again at the owner for the mean (DDP):
 
