@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowbit_strategy.advisor.cost import StepTime, break_even
+from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation
 from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.advisor.models import layers_of
@@ -21,6 +22,7 @@ from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
@@ -35,7 +37,7 @@ _SQUARES_LINES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Wanted:
     """What is to be trained, and where.
 
@@ -59,9 +61,19 @@ class Wanted:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return sum(spec.numel for spec in self.specs)
+
+    @functools.cached_property
+    def modules(self) -> dict[str, ModuleLayout]:
+        """As FSDP2 is given them."""
+        return layers_of(self.specs, self.itemsize)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
+    def parts(self, share: Share | None) -> list[TensorSpec]:
+        """What the first rank reduces of each parameter."""
+        return [spec.shared(share) for spec in self.specs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +142,7 @@ def plan_for(
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(wanted, compressor) if assigned is None else assigned
     shape = shape_for(wanted, layout, local=outer is not None)
-    parts = [spec.shared(shape.share) for spec in wanted.specs]
-    modules = layers_of(list(wanted.specs), wanted.itemsize)
+    parts, modules = wanted.parts(shape.share), wanted.modules
     if layout == "ddp":
         coding = None
         cap_nbytes = BUCKET_CAP_MB[wanted.device_type] * 2**20
@@ -170,7 +181,7 @@ def kept(wanted: Wanted) -> list[fitting.Choice]:
         specs=wanted.specs,
         shape=shape_for(wanted, "fsdp"),
         layout="fsdp",
-        modules=layers_of(list(wanted.specs), wanted.itemsize),
+        modules=wanted.modules,
     )
     coding = default_weights(compressor)
     return list(fitting.choices(compressor, coding, setup, may_recode=True))
@@ -196,17 +207,18 @@ def choices(wanted: Wanted, situation: Situation | None = None) -> list[Choice]:
         base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
         half = uncompressed(base, 2)
         own = [_timed("float32", uncompressed(base, 4), situation), _timed("bf16", half, situation)]
+        against = None if situation is None else over_bandwidth(half, situation.cluster, situation.compute_s)
         ours = []
         for name, quality in _COMPRESSED:
             plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
-            ours.append(_timed(name, plan, situation, half, quality))
+            ours.append(_timed(name, plan, situation, against, quality))
             if (starred := name + _SQUARES) in STEPS and not (layout == "ddp" and wanted.ranks_per_node > 1):
                 plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name], squares=True)
-                ours.append(_timed(starred, plan, situation, half, quality))
+                ours.append(_timed(starred, plan, situation, against, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
             plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
-            ours.append(_timed("diloco", plan, situation, half, "local"))
+            ours.append(_timed("diloco", plan, situation, against, "local"))
         found += own + (ours if situation is None else sorted(ours, key=lambda choice: choice.seconds))
     return found
 
@@ -216,15 +228,20 @@ def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
 
 
 def _timed(
-    name: str, plan: Plan, situation: Situation | None, against: Plan | None = None, quality: Quality = "same"
+    name: str,
+    plan: Plan,
+    situation: Situation | None,
+    against: Callable[[float], float] | None = None,
+    quality: Quality | None = None,
 ) -> Choice:
-    if against is None:
+    """`against`: the framework's own in bf16, over the bandwidth. No `quality`: this is the framework's own."""
+    if quality is None:
         return Choice(f"{plan.layout}, {name}", "", plan, None if situation is None else situation.predicted(plan))
     preset, star = name.removesuffix(_SQUARES), _SQUARES * name.endswith(_SQUARES)
     full, known = f"{preset}_{plan.layout}", (worst_loss(name), STEPS.get(name))
     line = _SQUARES_LINES[plan.layout].format(preset) if star else f'strategy="{full}"'
-    if situation is None:
+    if situation is None or against is None:
         return Choice(full + star, line, plan, None, quality, None, *known)
     own = situation.coding_as(preset)
-    even = break_even(plan, against, own.cluster, own.compute_s, steps_of(name))
+    even = break_even(over_bandwidth(plan, own.cluster, own.compute_s), against, steps_of(name))
     return Choice(full + star, line, plan, own.predicted(plan), quality, even, *known)

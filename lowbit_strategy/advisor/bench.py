@@ -17,8 +17,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lowbit_strategy.collectives.comm import gathered
-
 _SLOW = ("exdyna", "partition", "warmup")  # presets that code as another preset does, or need a whole model
 
 
@@ -103,6 +101,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
 
     from lowbit_strategy.advisor.timing.links import measure_network, slowest_network
     from lowbit_strategy.advisor.timing.pairs import measure_pairs, pairs_to_measure
+    from lowbit_strategy.collectives.comm import gathered
     from lowbit_strategy.ranks.ranks import make_ranks
     from lowbit_strategy.ranks.topology import find_topology
 

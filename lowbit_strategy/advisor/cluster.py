@@ -81,9 +81,13 @@ class Link:
             last = point
         return last[1] + (nbytes - last[0]) / self.rate
 
-    def beginning_s(self, nbytes: float) -> float:
-        """Of these, the seconds by which a message alone is slower than the rate, in which others could travel."""
-        return max(0.0, self.travelling_s(nbytes) - nbytes / self.rate)
+    def split_s(self, nbytes: float) -> tuple[float, float]:
+        """`travelling_s` in two: by how much a message alone is slower than the rate, in which others could travel; and
+        the seconds for which it keeps the link busy.
+        """
+        seconds = self.travelling_s(nbytes)
+        busy = min(seconds, nbytes / self.rate)
+        return seconds - busy, busy
 
     def streaming_s(self, nbytes: float) -> float:
         """Seconds of many messages one after the other: of the best rate that was measured, after one burst.

@@ -21,14 +21,14 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
-from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Message, Unit
+from lowbit_strategy.plan.messages import RING_SCATTER, RINGS, Message, Unit, hop_nbytes
 from lowbit_strategy.plan.plan import Plan
 
-_RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
 FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
 
 
@@ -47,7 +47,7 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     number = max(1, message.in_series)
     each = message.total_nbytes / number
     link = _link_of(message, cluster)
-    if cluster.rings is not None and message.what in _RINGS:
+    if cluster.rings is not None and message.what in RINGS:
         return _split_time([(link, each)], times * number, times * message.in_series * link.latency_s)
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
     latency = times * in_series * cluster.ways * link.latency_s
@@ -55,22 +55,26 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
         (cluster.inter_node, message.leaving * ranks_per_node * each),
         (cluster.intra_node, each - message.leaving * each),
     ]
-    if message.what in _RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
+    if message.what in RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
         parts = [max(parts, key=lambda part: part[0].travelling_s(part[1]))]
     return _split_time([part for part in parts if part[1]], times * number, latency)
 
 
 def _link_of(message: Message, cluster: Cluster) -> Link:
     """Of which it waits for the latency."""
-    if cluster.rings is not None and message.what in _RINGS:
+    if cluster.rings is not None and message.what in RINGS:
         return cluster.rings.between if message.leaving else cluster.rings.inside
     return cluster.inter_node if message.leaving else cluster.intra_node
 
 
 def _split_time(parts: Sequence[tuple[Link, float]], times: float, latency: float) -> tuple[float, float]:
-    """What a message waits for while others can travel, and what it keeps its links busy."""
-    beginning = sum(link.beginning_s(nbytes) for link, nbytes in parts)
-    return latency + times * beginning, times * (sum(link.travelling_s(nbytes) for link, nbytes in parts) - beginning)
+    """Latency and transfer time: other messages can use the links during the first, not during the second."""
+    waiting, busy = latency, 0.0
+    for link, nbytes in parts:
+        beginning, sending = link.split_s(nbytes)
+        waiting += times * beginning
+        busy += times * sending
+    return waiting, busy
 
 
 def _times(message: Message, cluster: Cluster) -> int:
@@ -90,9 +94,6 @@ class _Cost:
     def __add__(self, other: _Cost) -> _Cost:
         return _Cost(self.latency + other.latency, self.busy + other.busy, self.work + other.work)
 
-    def times(self, factor: float) -> _Cost:
-        return _Cost(factor * self.latency, factor * self.busy, factor * self.work)
-
 
 def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
     """Of one time that it travels."""
@@ -111,11 +112,11 @@ def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
 
 
 def unit_costs(units: Sequence[Unit], cluster: Cluster, ranks_per_node: int) -> list[_Cost]:
-    """Of each; layers of one shape are alike, and a break-even asks two dozen times."""
+    """Of each; layers of one shape are alike, and have the same tuple of messages."""
     known: dict[tuple[object, ...], _Cost] = {}
     costs = []
     for unit in units:
-        key = unit.messages, unit.encoded_numel, unit.copied_nbytes
+        key = id(unit.messages), unit.encoded_numel, unit.copied_nbytes
         if key not in known:
             known[key] = unit_cost(unit, cluster, ranks_per_node)
         costs.append(known[key])
@@ -147,9 +148,9 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
     last = gradients[-1].seconds if gradients else 0.0
     low = max(compute_s + step.work, step.busy + optimizer_s)
     low += max(rounds.work, rounds.busy - turns * hidden) / plan.every
-    longer = max(0.0, _passing_s(plan, plan.gradients, cluster) - sum(cost.busy for cost in gradients))
+    longer = max(0.0, _passing_s(plan, plan.hop_nbytes, cluster) - sum(cost.busy for cost in gradients))
     if plan.shape.far:
-        longer += max(0.0, _passing_s(plan, plan.weights, cluster) - sum(cost.busy for cost in weights))
+        longer += max(0.0, _passing_s(plan, hop_nbytes(plan.weights), cluster) - sum(cost.busy for cost in weights))
     high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)
@@ -163,10 +164,12 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
 
 def _sum(units: Sequence[Unit], costs: Sequence[_Cost]) -> _Cost:
     """Of a step, or of a round."""
-    total = _Cost(0.0, 0.0)
+    latency = busy = work = 0.0
     for unit, cost in zip(units, costs, strict=True):
-        total += cost.times(unit.repeats)
-    return total
+        latency += unit.repeats * cost.latency
+        busy += unit.repeats * cost.busy
+        work += unit.repeats * cost.work
+    return _Cost(latency, busy, work)
 
 
 def ranks_per_node(plan: Plan) -> int:
@@ -189,7 +192,7 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, comp
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
         if at == 0:
-            passed = ready + cost.latency + _passing_s(plan, units, cluster)
+            passed = ready + cost.latency + _passing_s(plan, plan.hop_nbytes, cluster)
         free = max(free, ready) + cost.busy
         ready += cost.work
         arrived = free + cost.latency
@@ -202,29 +205,24 @@ def _hidden_less(plan: Plan, hidden_s: float, cluster: Cluster) -> float:
     """Half of what buckets could hide is not, where ranks take turns on the processors: between two messages a bucket
     waits for one. The framework's own rings do not; nor do far messages, which need none for most of their way.
     """
-    own = any(message.what not in _RINGS for unit in plan.gradients for message in unit.messages)
+    own = any(message.what not in RINGS for unit in plan.gradients for message in unit.messages)
     return max(0.0, hidden_s) / 2 if own and cluster.crowding is not None and not plan.shape.far else 0.0
 
 
-def _passing_s(plan: Plan, units: Sequence[Unit], cluster: Cluster) -> float:
-    """Seconds in which the bytes of all units leave a node.
+def _passing_s(plan: Plan, hops: Mapping[str, float], cluster: Cluster) -> float:
+    """Seconds in which all bytes leave a node. `hops`: those of one rank, by hop.
 
     One after the other; the framework's own rings take as long as each of them takes. Where ranks are far apart all of
     one hop travel as one message, and those of the next in the same stream or, if that is sooner, after them: a way
     that holds one hop's may overflow with both.
     """
-    hops: dict[str, float] = {}
-    per_node = ranks_per_node(plan)
-    for unit in units:
-        for message in unit.messages:
-            if message.what not in _RINGS:
-                nbytes = per_node * unit.repeats * message.nbytes * message.leaving
-                hops[message.what] = hops.get(message.what, 0.0) + nbytes
-    link, total = cluster.inter_node, sum(hops.values())
+    link, per_node = cluster.inter_node, ranks_per_node(plan)
+    total = per_node * sum(hops.values())
     streaming_s = link.streaming_s(total)
     if not plan.shape.far:
         return streaming_s
-    return max(streaming_s, min(link.travelling_s(total), sum(link.travelling_s(nbytes) for nbytes in hops.values())))
+    one_by_one_s = sum(link.travelling_s(per_node * nbytes) for nbytes in hops.values())
+    return max(streaming_s, min(link.travelling_s(total), one_by_one_s))
 
 
 def _in_turn(
@@ -241,7 +239,7 @@ def _in_turn(
         coded = [unit for unit in plan.weights if unit.encoded_numel]
         far = [_split(unit, cluster, ranks_per_node(plan))[1] for unit in coded]
         waited -= sum(each.latency for each in far) - max((each.latency for each in far), default=0.0)
-        waited += max(0.0, _passing_s(plan, coded, cluster) - sum(each.busy for each in far))
+        waited += max(0.0, _passing_s(plan, hop_nbytes(coded), cluster) - sum(each.busy for each in far))
     return _bucket_by_bucket(plan, [far for _, far in parts], cluster, compute_s + waited + inside)
 
 
@@ -279,15 +277,26 @@ def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Co
     return max(done, link)
 
 
-def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, steps: float = 1.0) -> float | None:
-    """Bytes per second between nodes below which `plan` is faster than `other`, though it needs `steps` times as many
-    steps: None at none, `ANY_RATE` at all.
+def over_bandwidth(plan: Plan, cluster: Cluster, compute_s: float) -> Callable[[float], float]:
+    """Seconds of a step as a function of the bytes per second between nodes."""
+
+    @functools.cache
+    def seconds(nbytes_per_s: float) -> float:
+        at = cluster.between_nodes(Link(cluster.inter_node.latency_s, nbytes_per_s))
+        return step_time(plan, at, compute_s).seconds
+
+    return seconds
+
+
+def break_even(
+    ours: Callable[[float], float], other: Callable[[float], float], more_steps: float = 1.0
+) -> float | None:
+    """The bandwidth in bytes per second below which `ours` is faster than `other` although it needs `more_steps` times
+    the steps; None if it never is, `ANY_RATE` if it always is.
     """
-    assert plan.shape.world_size == other.shape.world_size
 
     def is_faster(nbytes_per_s: float) -> bool:
-        at = cluster.between_nodes(Link(cluster.inter_node.latency_s, nbytes_per_s))
-        return steps * step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
+        return more_steps * ours(nbytes_per_s) < 0.99 * other(nbytes_per_s)
 
     low, high = 1e4, ANY_RATE
     if not is_faster(low):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.weights import ModuleLayout
 
@@ -36,7 +38,7 @@ def _numel(width: int) -> int:
     return _PER_LAYER * width**3 // _HEAD + 2 * _VOCABULARY * width
 
 
-def layers_of(specs: list[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]:
+def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]:
     """What is usually sharded as one: what has the first number in its names in common; the rest as one."""
     import torch
 

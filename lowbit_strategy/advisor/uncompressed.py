@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.plan.gradients import ddp_buckets
-from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, Unit
+from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, Unit, alike
 from lowbit_strategy.plan.plan import Memory, Plan
 
 
@@ -44,10 +44,9 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
         )
     hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
-    gradients = tuple(
-        Unit(name, numel, (ring_message(numel * itemsize, plan, hops=hops, what=what),))
-        for name, numel in _reduced_as_one(plan, itemsize)
-    )
+    sizes = _reduced_as_one(plan, itemsize)
+    rings = {numel: (ring_message(numel * itemsize, plan, hops=hops, what=what),) for _, numel in sizes}
+    gradients = tuple(Unit(name, numel, rings[numel]) for name, numel in sizes)
     weights = []
     for unit in plan.weights:
         module, messages = plan.modules[unit.name], unit.messages
@@ -59,7 +58,7 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
         plan,
         shape=shape,
         gradients=gradients,
-        weights=tuple(weights),
+        weights=alike(weights),
         rounds=(),
         state=(),
         every=1,
@@ -72,6 +71,6 @@ def _reduced_as_one(plan: Plan, itemsize: int) -> list[tuple[str, int]]:
     """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
     if plan.layout != "ddp":
         return [(unit.name, unit.numel) for unit in plan.gradients or plan.rounds]
-    numels = {name: spec.whole.numel for name, spec in plan.specs.items()}
+    numels = {name: spec.whole_numel for name, spec in plan.specs.items()}
     buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
     return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import Quality
 
@@ -67,9 +69,8 @@ def decide(found: Sequence[Choice], wanted: Wanted, situation: Situation, qualit
     if not fits:
         return Verdict("no", None, None, _too_large(ours, own, wanted, situation))
     best = min(fits, key=lambda choice: choice.seconds)
-    compared = Comparison(best, own)
-    gain = compared.gain(situation)
-    flips = tuple(compared.flips(situation, recommended=gain.low > PAYS))
+    gain, worst = gain_of(best, own, situation)
+    flips = tuple(_flips(best, own, situation, worst, recommended=gain.low > PAYS))
     if gain.low > PAYS:
         return Verdict("use", best, gain, f"Use: {best.line}: {gain}.", flips)
     if gain.likely > PAYS:
@@ -97,64 +98,53 @@ def _how(situation: Situation) -> str:
     return f"`lowbit bench` on two machines takes {BENCH_MINUTES} minutes and narrows this"
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A set-up, and all of the framework's own that fit, of which the fastest counts; none: all gains are infinite."""
+def gain_of(choice: Choice, own: Sequence[Choice], situation: Situation) -> tuple[Gain, dict[What, float]]:
+    """The gain over the fastest of the framework's own, and the ends of the figures' ranges at which it is least.
 
-    choice: Choice
-    own: Sequence[Choice]
+    1. likely: the figures as they are
+    2. low: of all figures at either end of their ranges where compression gains least, while the framework overlaps all
+       that it can and compression nothing
+    3. high: the other way round
+    """
+    names = [each.what for each in situation.figures]
+    ends = itertools.product(*((each.best, each.worst) for each in situation.figures))
+    corners: list[dict[What, float]] = [dict(zip(names, each, strict=True)) for each in ends]
+    gains = [_gain_at(choice, own, situation.at(corner)) for corner in corners]
+    found = _gain_at(choice, own, situation)
+    worst = min(zip(gains, corners, strict=True), key=lambda each: each[0].low)[1]
+    gains.append(found)
+    return Gain(found.likely, min(each.low for each in gains), max(each.high for each in gains)), worst
 
-    def gain(self, situation: Situation) -> Gain:
-        """1. likely: the figures as they are
-        2. low: of all figures at either end of their ranges where compression gains least, while the framework overlaps
-           all that it can and compression nothing
-        3. high: the other way round
-        """
-        corners: list[dict[What, float]] = [{}, *self._corners(situation)]
-        return Gain(
-            self._ratio(situation),
-            min(self._lower(situation.at(corner)) for corner in corners),
-            max(self._upper(situation.at(corner)) for corner in corners),
-        )
 
-    def flips(self, situation: Situation, *, recommended: bool) -> list[str]:
-        """How far bandwidths are from where it would not be recommended any more, or would be."""
-        worst = min(self._corners(situation), key=lambda corner: self._lower(situation.at(corner)), default={})
-        found = []
-        for figure in situation.figures:
-            if figure.what not in _FLIPS:
-                continue
+def _gain_at(choice: Choice, own: Sequence[Choice], situation: Situation) -> Gain:
+    """Where the figures are certain. `own`: the framework's own that fit; none: the gain is infinite."""
+    more_steps = 1.0 if choice.steps is None else choice.steps.times
+    ours = situation.coding_as(choice.preset).step(choice.plan)
+    theirs = [situation.step(each.plan) for each in own] or [StepTime(math.inf, math.inf, math.inf)]
+    return Gain(
+        min(each.seconds for each in theirs) / (more_steps * ours.seconds),
+        min(each.low for each in theirs) / (more_steps * ours.high),
+        min(each.high for each in theirs) / (more_steps * ours.low),
+    )
 
-            def pays(times: float, what: What = figure.what) -> bool:
-                return self._lower(situation.at({**worst, what: times * worst[what]})) > PAYS
 
-            times = _first(pays, recommended=recommended)
-            if times is not None:
-                rather = "would not be recommended" if recommended else "would be recommended"
-                found.append(f"{rather} {_FLIPS[figure.what][not recommended].format(_rate(figure, times))}")
-        return found
+def _flips(
+    choice: Choice, own: Sequence[Choice], situation: Situation, worst: dict[What, float], *, recommended: bool
+) -> list[str]:
+    """How far bandwidths are from where it would not be recommended any more, or would be."""
+    found = []
+    for figure in situation.figures:
+        if figure.what not in _FLIPS:
+            continue
 
-    def _corners(self, situation: Situation) -> list[dict[What, float]]:
-        """Every figure at one end of its range or the other, the best ends first."""
-        names = [each.what for each in situation.figures]
-        ends = itertools.product(*((each.best, each.worst) for each in situation.figures))
-        return [dict(zip(names, each, strict=True)) for each in ends]
+        def pays(times: float, what: What = figure.what) -> bool:
+            return _gain_at(choice, own, situation.at({**worst, what: times * worst[what]})).low > PAYS
 
-    def _ratio(self, situation: Situation) -> float:
-        return self._of(situation, lambda time: time.seconds, lambda time: time.seconds)
-
-    def _lower(self, situation: Situation) -> float:
-        return self._of(situation, lambda time: time.low, lambda time: time.high)
-
-    def _upper(self, situation: Situation) -> float:
-        return self._of(situation, lambda time: time.high, lambda time: time.low)
-
-    def _of(self, situation: Situation, own: Callable[..., float], ours: Callable[..., float]) -> float:
-        """Seconds of the framework's own over those of compression."""
-        choice = self.choice
-        steps = 1.0 if choice.steps is None else choice.steps.times
-        seconds = steps * ours(situation.coding_as(choice.preset).step(choice.plan))
-        return min((own(situation.step(each.plan)) for each in self.own), default=float("inf")) / seconds
+        times = _first(pays, recommended=recommended)
+        if times is not None:
+            rather = "would not be recommended" if recommended else "would be recommended"
+            found.append(f"{rather} {_FLIPS[figure.what][not recommended].format(_rate(figure, times))}")
+    return found
 
 
 _FLIPS: Mapping[What, tuple[str, str]] = {  # where a recommendation ends, and where one begins

@@ -75,6 +75,7 @@ def ternary(block_size: int) -> BlockFormat:
     return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0))
 
 
+@functools.cache
 def unit_gain(codebook_size: int, block_size: int) -> BlockFormat:
     """Values of unit gain, ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square.
 

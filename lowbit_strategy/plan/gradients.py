@@ -116,6 +116,10 @@ class Reduction:
             )
         return messages
 
+    def kind_of(self, names: Iterable[str]) -> object:
+        """The same for parameters that send the same."""
+        return tuple((id(self.methods[name]), self.specs[name].shape, id(self.specs[name].part)) for name in names)
+
     def _reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
         """The parameters of each method with communication of its own."""
         reduced: dict[Reducer, list[TensorSpec]] = {}
@@ -182,7 +186,7 @@ def peer_unit(
     reduction, names = Reduction(methods, specs, shape, scatter), list(specs)
     messages = reduction.messages(names)
     memory, mean = reduction.memory(names)
-    numel, encoded = sum(spec.whole.numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
+    numel, encoded = sum(spec.whole_numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
     return Unit(name, numel, tuple(messages), 1, memory, encoded, mean)
 
 
@@ -259,7 +263,7 @@ def _gradient_unit(
     hops = 1 if scatter else 2
     return Unit(
         reduced.name,
-        sum(specs[name].whole.numel for name in reduced.names),
+        sum(specs[name].whole_numel for name in reduced.names),
         tuple(messages),
         buffer_nbytes=memory,
         encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
@@ -275,7 +279,12 @@ def gradient_units(
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
-    return tuple(
-        _gradient_unit(each, reduction, layout, whole_model=waiting if at == last else (), local=local)
-        for at, each in enumerate(reduced)
-    )
+    known: dict[object, Unit] = {}  # the layers of a model are alike
+    units = []
+    for at, each in enumerate(reduced):
+        whole_model = waiting if at == last else ()
+        kind = reduction.kind_of(each.names), each.itemsize, bool(whole_model)
+        if kind not in known:
+            known[kind] = _gradient_unit(each, reduction, layout, whole_model=whole_model, local=local)
+        units.append(replace(known[kind], name=each.name))
+    return tuple(units)

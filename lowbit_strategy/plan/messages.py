@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["flat", "intra-node", "inter-node"]
 EXACT_WEIGHTS = "exact weights"
 RING, RING_SCATTER = "ring", "ring, scattered"  # the framework's own; the latter ends with a part of the sum
+RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,12 @@ class Unit:
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
 
 
+def alike(units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """The same units; those that send the same share one tuple of messages, by which their cost is looked up."""
+    known: dict[tuple[Message, ...], tuple[Message, ...]] = {}
+    return tuple(replace(unit, messages=known.setdefault(unit.messages, unit.messages)) for unit in units)
+
+
 def under_way_nbytes(units: Sequence[Unit], at_once: int) -> int:
     """Memory for the most of so many in a row that are under way, and for what one has at a time."""
     travelling = [sum(unit.buffer_nbytes for unit in units[first : first + at_once]) for first in range(len(units))]
@@ -97,6 +104,16 @@ def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:
             if not levels or message.level in levels
         )
     )
+
+
+def hop_nbytes(units: Iterable[Unit]) -> Mapping[str, float]:
+    """Promised bytes of a step that leave the node, by what they are; the framework's own rings aside."""
+    hops: dict[str, float] = {}
+    for unit in units:
+        for message in unit.messages:
+            if message.what not in RINGS:
+                hops[message.what] = hops.get(message.what, 0.0) + unit.repeats * message.nbytes * message.leaving
+    return hops
 
 
 def ahead_nbytes(unit: Unit) -> int:

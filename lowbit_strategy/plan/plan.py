@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,15 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, Reduced, Reduction, ddp_buckets, gradient_units
-from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
+from lowbit_strategy.plan.messages import (
+    Unit,
+    ahead_nbytes,
+    alike,
+    hop_nbytes,
+    leaving_nbytes,
+    step_nbytes,
+    under_way_nbytes,
+)
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.squares import square_units, squares_nbytes
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_units
@@ -51,7 +60,7 @@ class Memory:
         return self.residuals + self.weights + self.messages + self.working + self.anchors + self.squares
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one rank sends and keeps.
 
@@ -105,6 +114,11 @@ class Plan:
         """Bytes of exact gradients sent inside the node in a step."""
         return step_nbytes(self.gradients, "intra-node")
 
+    @functools.cached_property
+    def hop_nbytes(self) -> Mapping[str, float]:
+        """Bytes of gradients that leave the node in a step, by hop."""
+        return hop_nbytes(self.gradients)
+
     @property
     def in_series(self) -> int:
         """Collectives of a step's gradients, or of a round, that wait for each other, the longest bucket's."""
@@ -145,24 +159,25 @@ def make_plan(
     squares: Whether ranks exchange squares of gradients.
     """
     by_name = {spec.name: spec for spec in specs}
-    methods = {name: assignment.method for name, assignment in assignments.items()}
+    distinct: dict[Method, Method] = {}  # what is alike is planned once
+    methods = {name: distinct.setdefault(each.method, each.method) for name, each in assignments.items()}
     if reduced is None:
-        reduced = ddp_buckets((spec.name, spec.whole.numel, 4) for spec in specs)
+        reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
     scatter = layout == "fsdp"
     reduction = Reduction(methods, by_name, shape, scatter)
     gradients = gradient_units(reduced, reduction, layout, local=outer is not None)
-    rounds = round_units(outer, methods, by_name, shape) if outer is not None else ()
+    rounds = alike(round_units(outer, methods, by_name, shape)) if outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
-    unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
+    unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
     at_once = len(gradients) if waits else _buckets_at_once(gradients, shape, layout)
     coded = [tuple(by_name)] if waits else [each.names for each in reduced]
     modules = modules or {}
-    weights = () if coding is None else weight_units(coding, modules, shape, layout)
+    weights = () if coding is None else alike(weight_units(coding, modules, shape, layout))
     return Plan(
         shape=shape,
         layout=layout,
@@ -230,4 +245,15 @@ def _residual_nbytes(reduction: Reduction) -> int:
     served: dict[Method, dict[str, TensorSpec]] = {}
     for name, method in reduction.methods.items():
         served.setdefault(method, {})[name] = reduction.specs[name]
-    return sum(method.make_store(members, placement).nbytes for method, members in served.items())
+    return sum(_store_nbytes(method, members, placement) for method, members in served.items())
+
+
+def _store_nbytes(method: Method, specs: Mapping[str, TensorSpec], placement: Placement) -> int:
+    if method.whole_model:
+        return method.make_store(specs, placement).nbytes
+    alike: dict[object, list[TensorSpec]] = {}
+    for spec in specs.values():
+        alike.setdefault((spec.shape, id(spec.part)), []).append(spec)
+    return sum(
+        len(members) * method.make_store({members[0].name: members[0]}, placement).nbytes for members in alike.values()
+    )

@@ -43,6 +43,11 @@ class TensorSpec:
         return len(self.shape)
 
     @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter that this is a part of, or of itself."""
+        return math.prod(self.shape if self.part is None else self.part.shape)
+
+    @property
     def whole(self) -> TensorSpec:
         """The parameter that this is a part of, or itself."""
         return self if self.part is None else replace(self, shape=self.part.shape, part=None)

@@ -13,7 +13,7 @@ from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
-from lowbit_strategy.advisor.cost import break_even, message_seconds, step_time
+from lowbit_strategy.advisor.cost import break_even, message_seconds, over_bandwidth, step_time
 from lowbit_strategy.advisor.models import transformer
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
@@ -64,7 +64,7 @@ def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
     wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
     plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
     stock = uncompressed(plan, 2)
-    at = break_even(plan, stock, cluster(), 0.5)
+    at = break_even(*(over_bandwidth(each, cluster(), 0.5) for each in (plan, stock)))
     assert at is not None
     for factor, faster in ((0.5, True), (2.0, False)):
         if at * factor < 5e11:
@@ -76,8 +76,11 @@ def test_break_even_does_not_depend_on_rings_that_were_measured_of_the_link_as_i
     plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
     stock = uncompressed(plan, 2)
     fast = Link(1e-6, 1e11)
-    at = break_even(plan, stock, replace(cluster(), rings=Rings(fast, fast)), 0.5)
-    assert at == break_even(plan, stock, cluster(), 0.5)
+    found = [
+        break_even(over_bandwidth(plan, each, 0.5), over_bandwidth(stock, each, 0.5))
+        for each in (cluster(), replace(cluster(), rings=Rings(fast, fast)))
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
@@ -119,8 +122,8 @@ def test_more_bytes_never_travel_faster(points: list[tuple[float, float]], one: 
 def test_what_a_message_alone_is_slower_by_is_waited_for_like_a_latency() -> None:
     """As where a connection begins slowly: others can travel meanwhile, and the link is busy for the bytes alone."""
     link = Link(1e-3, 1e6, ((1e3, 5e-4), (1e4, 3e-2)))
-    assert link.beginning_s(1e3) == 0.0  # it passes faster than the rate says
-    assert link.beginning_s(1e4) == pytest.approx(2e-2)
+    assert link.split_s(1e3)[0] == 0.0  # it passes faster than the rate says
+    assert link.split_s(1e4) == pytest.approx((2e-2, 1e-2))
     at = replace(cluster(link), intra_node=link)
     message = Message("flat", "rows", 10_000, in_series=1, leaving=1.0)
     assert message_seconds(message, at, 1) == pytest.approx((2.1e-2, 1e-2))
