@@ -129,19 +129,27 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     }
 
 
+def _link_figures(link: Any) -> tuple[str, str]:
+    """Latency and rate of a link or a pair, and by how much measurements of them differ."""
+    return (
+        f"{1e3 * link.latency_s:.3g} ± {link.latency_spread:.0%}",
+        f"{link.nbytes_per_s / 1e6:,.0f} ± {link.rate_spread:.0%}",
+    )
+
+
 def _show(measured: Any) -> None:
     console = Console()
     links = Table(box=box.SIMPLE, title=f"links, {measured.nodes} x {measured.ranks_per_node} ranks")
     for name in ("link", "latency, ms", "MB/s", "MB/s, 4 streams"):
         links.add_column(name, justify="left" if name == "link" else "right")
     for level, link in measured.levels.items():
-        links.add_row(f"{level}, all at once", f"{1e3 * link.latency_s:.3g}", f"{link.nbytes_per_s / 1e6:,.0f}", "")
+        links.add_row(f"{level}, all at once", *_link_figures(link), "")
     for pair in measured.pairs[:12]:
-        rates = (f"{rate / 1e6:,.0f}" for rate in (pair.nbytes_per_s, pair.streams_nbytes_per_s))
-        links.add_row(f"{pair.level}, ranks {pair.first} and {pair.second}", f"{1e3 * pair.latency_s:.3g}", *rates)
+        streams = f"{pair.streams_nbytes_per_s / 1e6:,.0f}"
+        links.add_row(f"{pair.level}, ranks {pair.first} and {pair.second}", *_link_figures(pair), streams)
     if measured.rings is not None:
         for what, link in (("all ranks", measured.rings.between), ("a node", measured.rings.inside)):
-            links.add_row(f"rings of {what}", f"{1e3 * link.latency_s:.3g}", f"{link.nbytes_per_s / 1e6:,.0f}", "")
+            links.add_row(f"rings of {what}", *_link_figures(link), "")
     if len(measured.pairs) > 12:
         links.add_row(f"and {len(measured.pairs) - 12} more pairs, in the file")
     if measured.levels:
@@ -151,9 +159,11 @@ def _show(measured: Any) -> None:
     codecs.add_column("million elements/s", justify="right")
     codecs.add_column("ms per bucket", justify="right")
     for name, coding in sorted(measured.codings.items(), key=lambda item: -item[1].numel_per_s):
-        codecs.add_row(name, f"{coding.numel_per_s / 1e6:,.0f}", f"{1e3 * coding.bucket_s:.2g}")
+        rate = f"{coding.numel_per_s / 1e6:,.0f} ± {coding.spread:.0%}"
+        codecs.add_row(name, rate, f"{1e3 * coding.bucket_s:.2g}")
     codecs.add_row("memcpy, of 4 bytes each", f"{measured.memcpy_nbytes_per_s / 8e6:,.0f}", "")
     console.print(codecs)
+    console.print("±: by how much measurements of the same figure differ")
     for sentence in measured.wild_pairs():
         console.print(f"[bold]{sentence}[/bold]")
 

@@ -13,7 +13,7 @@ from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Coding, Link, Net
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.version import __version__
 
-FORMAT = 4
+FORMAT = 5
 PairLevel = Literal["intra-node", "inter-node"]
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
@@ -28,6 +28,7 @@ class Pair:
         latency_s: One way.
         nbytes_per_s: Of one stream.
         streams_nbytes_per_s: Of four at a time.
+        latency_spread, rate_spread: By which part of it measurements of it differ.
     """
 
     first: int
@@ -36,6 +37,8 @@ class Pair:
     latency_s: float
     nbytes_per_s: float
     streams_nbytes_per_s: float
+    latency_spread: float = 0.0
+    rate_spread: float = 0.0
 
     def __post_init__(self) -> None:
         check_finite(self, least=0.0, latency_s=self.latency_s)
@@ -163,12 +166,23 @@ def slowest(links: Sequence[Link]) -> Link:
     measured = tuple((points[0][0], max(seconds for _, seconds in points)) for points in sizes)
     works = [astuple(link.work) for link in links if link.work is not None]
     work = Work(*map(statistics.mean, zip(*works, strict=True))) if works else None
-    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links), measured, work)
+    return Link(
+        max(link.latency_s for link in links),
+        min(link.nbytes_per_s for link in links),
+        measured,
+        work,
+        latency_spread=max(link.latency_spread for link in links),
+        rate_spread=max(link.rate_spread for link in links),
+    )
 
 
 def slowest_codings(codings: Sequence[Mapping[str, Coding]]) -> dict[str, Coding]:
     """Of all ranks', which have measured the same presets."""
     return {
-        name: Coding(min(each[name].numel_per_s for each in codings), max(each[name].bucket_s for each in codings))
+        name: Coding(
+            min(each[name].numel_per_s for each in codings),
+            max(each[name].bucket_s for each in codings),
+            max(each[name].spread for each in codings),
+        )
         for name in codings[0]
     }

@@ -51,6 +51,7 @@ class Link:
     work: What its messages take of the processors, where ranks have none to spare; None: nothing.
     window_nbytes: Bytes that may be in flight before the first is acknowledged. Over a long way they are the limit: no
         more than a window passes per round trip. None: no limit, or the rate was measured over this way.
+    latency_spread, rate_spread: By which part of it measurements of it differ.
     """
 
     latency_s: float
@@ -58,9 +59,12 @@ class Link:
     measured: tuple[tuple[float, float], ...] = ()
     work: Work | None = None
     window_nbytes: float | None = None
+    latency_spread: float = 0.0
+    rate_spread: float = 0.0
 
     def __post_init__(self) -> None:
         check_finite(self, least=0.0, latency_s=self.latency_s)
+        check_finite(self, least=0.0, latency_spread=self.latency_spread, rate_spread=self.rate_spread)
         check_finite(self, least=_LEAST, nbytes_per_s=self.nbytes_per_s)
         for at, point in enumerate(self.measured):
             check_finite(self, least=0.0, **{f"measured[{at}]": min(point)})
@@ -125,10 +129,12 @@ class Coding:
     Args:
         numel_per_s: Elements per second, a hop.
         bucket_s: Seconds for every bucket or module, a hop, however small.
+        spread: By which part measurements of the rate differ.
     """
 
     numel_per_s: float
     bucket_s: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         check_finite(self, least=_LEAST, numel_per_s=self.numel_per_s)
@@ -207,7 +213,8 @@ class Cluster:
             encoded_per_s=None if self.encoded_per_s is None else coding * self.encoded_per_s,
             bucket_s=self.bucket_s / coding,
             codings={
-                name: Coding(coding * each.numel_per_s, each.bucket_s / coding) for name, each in self.codings.items()
+                name: replace(each, numel_per_s=coding * each.numel_per_s, bucket_s=each.bucket_s / coding)
+                for name, each in self.codings.items()
             },
         )
 

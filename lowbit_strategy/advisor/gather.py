@@ -93,7 +93,7 @@ def cluster_of(
     link = _either(
         "link",
         said.link,
-        None if far is None else (f"{8 * far.nbytes_per_s / 1e9:.3g} Gbit/s", far.nbytes_per_s, far.latency_s),
+        None if far is None else (far.nbytes_per_s, far),
         None if machine is None or machine.link_nbytes_per_s is None else machine.link_nbytes_per_s,
         LINK,
         units.rate,
@@ -101,7 +101,7 @@ def cluster_of(
     latency = _either(
         "latency",
         said.latency,
-        None if far is None else (f"{1e3 * far.latency_s:.3g} ms", far.latency_s, 0.0),
+        None if far is None else (far.latency_s, far),
         None if machine is None else machine.latency_s,
         LATENCY,
         units.duration,
@@ -109,7 +109,7 @@ def cluster_of(
     inside = _either(
         "inside",
         said.inside,
-        None if near is None else (f"{near.nbytes_per_s / 1e9:.3g} GB/s", near.nbytes_per_s, 0.0),
+        None if near is None else (near.nbytes_per_s, near),
         None if machine is None else machine.inside_nbytes_per_s,
         INSIDE,
         units.rate,
@@ -160,17 +160,18 @@ def _ways(*, on_cpu: bool) -> int:
 def _either(
     what: What,
     said: str | None,
-    measured: tuple[str, float, float] | None,
+    measured: tuple[float, Link] | None,
     nominal: float | None,
     assumed: str,
     parse: Any,
 ) -> Figure:
-    """The figure of the best source that there is; `measured` has the latency of a link as its last."""
+    """The figure of the best source available. `measured`: its value, and the link that it is a figure of."""
     if said is not None:
         return Figure.of(what, said, parse(said), "given")
     if measured is not None:
-        text, value, latency_s = measured
-        return Figure.of(what, text, value, "measured", far=is_far_link(latency_s))
+        value, link = measured
+        spread = link.latency_spread if what == "latency" else link.rate_spread
+        return Figure.of(what, _text(what, value), value, "measured", far=is_far_link(link.latency_s), spread=spread)
     if nominal is not None:
         return Figure.of(what, _text(what, nominal), nominal, "nominal")
     return Figure.of(what, assumed, parse(assumed), "assumed")
@@ -179,7 +180,7 @@ def _either(
 def _text(what: What, value: float) -> str:
     if what == "latency":
         return f"{1e3 * value:.3g} ms"
-    return f"{8 * value / 1e9:.5g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"
+    return f"{8 * value / 1e9:.4g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"
 
 
 def coding_of(cluster: Cluster) -> str:

@@ -62,13 +62,16 @@ class Figure:
     high: float
 
     @classmethod
-    def of(cls, what: What, text: str, value: float, source: Source, *, far: bool = False) -> Figure:
-        """With the range that figures of this source have; `far`: a measured link between far machines."""
-        if what == "link" and source == "measured" and far:
-            return cls(what, text, value, source, *_FAR_LINK)
+    def of(
+        cls, what: What, text: str, value: float, source: Source, *, far: bool = False, spread: float = 0.0
+    ) -> Figure:
+        """With the range that figures of this source have; `far`: a measured link between far machines; `spread`: by
+        which part measurements differ.
+        """
         if what == "latency" and source in ("given", "nominal"):
             return cls(what, text, value, source, 0.8, 1.25 + _ADDED_S / value)
-        return cls(what, text, value, source, *_RANGES[what, source])
+        low, high = _FAR_LINK if what == "link" and source == "measured" and far else _RANGES[what, source]
+        return cls(what, text, value, source, min(low, 1 / (1 + spread)), max(high, 1 + spread))
 
     @property
     def best(self) -> float:

@@ -23,14 +23,13 @@ _LONG_FAR_S = 2.0  # where packets are lost, a shorter one is slower than those 
 _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
 _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
-_FEWEST_FAR = 6
+_MOST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
-_BUDGET_S, _RING_BUDGET_S = (
-    25.0,
-    12.0,
-)  # of one link: a longer message is not begun where those before it show that time will not do
-_CALLS_OF_LONGER = 6  # so many calls of the message before take about as long as a longer one is measured
-_MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
+_SLOW_CALL_S, _SURE = 0.05, 0.05  # slow calls are not repeated once they differ by no more than this part
+_STRAIGHT = 0.1  # two sizes whose rates differ by less tell those of the sizes after them
+_BUDGET_S, _RING_BUDGET_S = 22.0, 12.0  # of one link: a longer message is not begun where it would take longer
+_CALLS_OF_LONGER = 6  # of a longer message, at most
+_MORE_OF_SHORT = 3  # times the calls: from what a message of no length takes all other times are counted
 
 
 def slowest_network(networks: Sequence[Network]) -> Network:
@@ -143,12 +142,14 @@ class Turns:
         more: int = 1,
         pause_s: float = float("inf"),
         most_s: float = float("inf"),
-    ) -> tuple[float, float]:
-        """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
+    ) -> tuple[float, float, float]:
+        """Seconds of a collective that follows a turn, the median of a few calls; their mean processor time; and by
+        which part of the seconds calls differ (`spread_of`).
 
-        Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then. Turns
-        without it are timed before and after: how fast a processor is changes, and a short message takes less time
-        than that changes a turn by. `more`: times as many calls as usual. `most_s`: fewer calls where they take longer.
+        Of each call the ranks' mean counts: who comes first waits for the last, and each is the last now and then.
+        Turns without it are timed before and after: how fast a processor is changes, and a short message takes less
+        time than that changes a turn by. `more`: times the usual number of calls. `most_s`: fewer calls where they take
+        longer. Slow calls end as soon as they differ little.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time, as much as a call takes and `pause_s` at most. Where
@@ -158,13 +159,18 @@ class Turns:
         """
         each = self._warm(call)
         pause = min(each, pause_s) if comm.is_far else 0.0
-        fewest = _FEWEST_FAR if comm.is_far else _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
-        times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
+        fewest = _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
+        times = int(
+            min(more * _MOST_TIMES, max(_MOST_FAR if comm.is_far else fewest, more * _ENOUGH_S / (each + pause)))
+        )
         times = max(_FEWEST_OF_LONG, int(min(times, most_s / (each + pause))))
         finish(self.device)
-        worked, seconds = 0.0, []
+        worked, seconds = 0.0, list[float]()
         turn_s, turn_work_s = self.alone(times // 2 + 1)
-        for _ in range(times):
+        while len(seconds) < times:
+            enough = each > _SLOW_CALL_S and len(seconds) % fewest == 0 and len(seconds) > 0
+            if enough and self.agreed(self.spread_of(seconds)) < _SURE:
+                break
             time.sleep(pause)
             if self._near is not None:
                 _highest(self._near, torch.zeros(1, device=self.device))
@@ -173,12 +179,21 @@ class Turns:
             call()
             finish(self.device)
             seconds.append(time.perf_counter() - began)
-            worked += (time.process_time() - working) / times
-        later_s, later_work_s = self.alone(times // 2 + 1)
+            worked += time.process_time() - working
+        later_s, later_work_s = self.alone(len(seconds) // 2 + 1)
         mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) - (turn_s + later_s) / 2
         mean /= comm.world_size
         comm.all_reduce(mean).wait()
-        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked - (turn_work_s + later_work_s) / 2)
+        working = worked / len(seconds) - (turn_work_s + later_work_s) / 2
+        return max(self._usual(mean.tolist()), 1e-7), max(0.0, working), self.spread_of(mean.tolist())
+
+    def spread_of(self, seconds: Sequence[float]) -> float:
+        """By which part calls differ: half the range of the middle half; the two fastest where the fastest counts."""
+        ordered = sorted(seconds)
+        low, high = (
+            (ordered[0], ordered[1]) if self.far else (ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4])
+        )
+        return (high - low) * (1.0 if self.far else 0.5) / max(self._usual(ordered), 1e-7)
 
     def _warm(self, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest rank, so that all repeat it as often."""
@@ -240,30 +255,55 @@ def _measure(
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
     began = time.perf_counter()
-    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=budget_s / 4)
+    latency, waking, unsure = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=budget_s / 4)
+    used_s = turns.agreed(time.perf_counter() - began)
     pause_s = 2 * turns.agreed(latency)
-    nbyte_s = beyond = 0.0
+    nbyte_s = beyond = rate_unsure = took_s = 0.0
     measured: list[tuple[float, float]] = []
-    for nbytes in _finer(sizes) if turns.far else sizes:
-        left_s = budget_s - turns.agreed(time.perf_counter() - began)
-        if measured and left_s < _CALLS_OF_LONGER * turns.agreed(latency + beyond):
+    left = _finer(sizes) if turns.far else list(sizes)
+    while left:
+        nbytes = left.pop(0)
+        if measured and budget_s - used_s < took_s + _CALLS_OF_LONGER * turns.agreed(beyond):
             break  # what has been measured has to tell the rest
-        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s, most_s=left_s / 2)
+        before_s = used_s
+        seconds, working, spread = turns.cost_of(
+            comm, collective(nbytes), pause_s=pause_s, most_s=(budget_s - used_s) / 2
+        )
         beyond = max(beyond, seconds - latency)
+        rate_unsure = min(1.0, spread * seconds / max(beyond, 1e-9))
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
         if turns.agreed(beyond) > (_LONG_FAR_S if turns.far else _LONG_S):  # all ranks stop at the same size
             break
+        used_s = turns.agreed(time.perf_counter() - began)
+        took_s = used_s - before_s
+        if turns.far and not turns.agreed(float(not is_straight(measured))):
+            left = left[-2:]
     comm.sent_nbytes = counted
     work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
-    return Link(latency / in_series, rate_of(measured), tuple(measured), work)
+    return Link(
+        latency / in_series,
+        rate_of(measured),
+        tuple(measured),
+        work,
+        latency_spread=unsure,
+        rate_spread=rate_unsure,
+    )
 
 
-def _finer(sizes: Sequence[int]) -> Sequence[int]:
+def _finer(sizes: Sequence[int]) -> list[int]:
     """With half of the longest: between far ranks, what a queue on the way holds takes much less than what overflows
     it.
     """
     return [*sizes[:-1], sizes[-1] // 2, sizes[-1]]
+
+
+def is_straight(measured: Sequence[tuple[float, float]]) -> bool:
+    """Whether the last two sizes have one rate, which tells those between them and the longest."""
+    if len(measured) < 2:
+        return False
+    one, other = (nbytes / max(seconds, 1e-9) for nbytes, seconds in measured[-2:])
+    return abs(one - other) < _STRAIGHT * other
 
 
 def rate_of(measured: Sequence[tuple[float, float]]) -> float:

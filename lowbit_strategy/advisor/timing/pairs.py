@@ -52,7 +52,7 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
             break
         near = second in topology.neighbours(first)
         if rank in (first, second):
-            pair = _measure(first, second, "intra-node" if near else "inter-node", device)
+            pair = _measure((first, second), "intra-node" if near else "inter-node", device)
             if rank == first:
                 found.append(pair)
         dist.barrier()
@@ -60,24 +60,27 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
     return sorted(itertools.chain.from_iterable(gathered(found)), key=lambda pair: (pair.first, pair.second))
 
 
-def _measure(first: int, second: int, level: PairLevel, device: torch.device) -> Pair:
-    mine = dist.get_rank() == first
-    other = second if mine else first
+def _measure(ranks: tuple[int, int], level: PairLevel, device: torch.device) -> Pair:
+    mine = dist.get_rank() == ranks[0]
+    other = ranks[1] if mine else ranks[0]
     small = torch.zeros(8, dtype=torch.uint8, device=device)
     _one_way([small], small, other, device, mine=mine)
-    latency = min(_one_way([small], small, other, device, mine=mine) for _ in range(_PINGS)) / 2
-    rate = 0.0
+    fastest, second, *_ = sorted(_one_way([small], small, other, device, mine=mine) for _ in range(_PINGS))
+    latency, unsure = fastest / 2, second / fastest - 1
+    rate = rate_unsure = 0.0
     for nbytes in _SIZES:
         x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        seconds = min(_one_way([x], small, other, device, mine=mine) for _ in range(_CALLS))
+        seconds, slower = sorted(_one_way([x], small, other, device, mine=mine) for _ in range(_CALLS))
         rate = nbytes / max(seconds - 2 * latency, 1e-9)
+        rate_unsure = min(1.0, (slower - seconds) / max(seconds - 2 * latency, 1e-9))
         both = torch.tensor([seconds], device=device)
         (dist.send if mine else dist.recv)(both, other)  # both stop at the same size
         if float(both) > _LONG_S:
             break
     parts = [torch.zeros(nbytes // _STREAMS, dtype=torch.uint8, device=device) for _ in range(_STREAMS)]
     seconds = min(_one_way(parts, small, other, device, mine=mine) for _ in range(_CALLS))
-    return Pair(first, second, level, latency, rate, nbytes / max(seconds - 2 * latency, 1e-9))
+    together = nbytes / max(seconds - 2 * latency, 1e-9)
+    return Pair(ranks[0], ranks[1], level, latency, rate, together, unsure, rate_unsure)
 
 
 def _one_way(
