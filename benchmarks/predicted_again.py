@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
-from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Workload, plan_for
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far_link
@@ -28,7 +28,7 @@ from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.plan import StepPlan
 from recipes.gpt import LanguageModel
 
 _BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the framework sends by itself
@@ -50,14 +50,14 @@ def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str
 
 
 @functools.cache
-def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> dict[str, Plan]:
+def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> dict[str, StepPlan]:
     """Of each variant."""
     sizes = model_of(delay_ms, is_ddp=layout == "ddp")
     with torch.device("meta"):
         module = LanguageModel(sizes["width"], sizes["depth"], heads=4, context=sizes["context"])
     specs = describe_parameters(module)
-    wanted = Wanted(specs, nodes, ranks_per_node, device_type="cpu", far=delay_ms > 0)
-    basis = plan_for(wanted, layout, PRESETS["loco"])
+    workload = Workload(specs, nodes, ranks_per_node, device_type="cpu", far=delay_ms > 0)
+    basis = plan_for(workload, layout, PRESETS["loco"])
     plans = {}
     for variant in LAYOUTS[layout]:
         name = variant.rpartition("_")[0]
@@ -65,9 +65,9 @@ def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> 
             plans[variant] = uncompressed(basis, _BYTES[variant], _BYTES[variant])
         elif name in OUTER_RULES:
             rule = OUTER_RULES[name]
-            plans[variant] = plan_for(wanted, layout, default_compressor(rule), outer=rule)
+            plans[variant] = plan_for(workload, layout, default_compressor(rule), outer=rule)
         else:
-            plans[variant] = plan_for(wanted, layout, PRESETS[name])
+            plans[variant] = plan_for(workload, layout, PRESETS[name])
     return plans
 
 

@@ -36,8 +36,8 @@ from lowbit_strategy.advisor.models import layers_of, transformer
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import Layout, Reduced
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.gradients import Layout, ParamGroup
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import share_of
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
@@ -84,13 +84,13 @@ def plan_of(
     *,
     itemsize: int,
     outer: DiLoCo | None = None,
-) -> Plan:
+) -> StepPlan:
     topology = Topology((per_node,) * nodes, nodes * per_node)
     two = nodes > 1 and per_node > 1
     share = share_of(0, per_node, nodes * per_node, scatter=layout == "fsdp") if two else None
     parts = [spec.shared(share) for spec in specs]
     modules = layers_of(specs, itemsize)
-    reduced = [Reduced(tuple(s.name for s in m.specs), itemsize, name) for name, m in reversed(modules.items())]
+    reduced = [ParamGroup(tuple(s.name for s in m.specs), itemsize, name) for name, m in reversed(modules.items())]
     return make_plan(
         parts,
         assign_all(compressor, parts),
@@ -181,7 +181,7 @@ def streaming_diloco() -> list[Row]:
         for (name, delay, compressor), gbits in zip(_STREAMED, published, strict=True):
             fragments = 1 if name in ("data-parallel", "DiLoCo") else layers // 3
 
-            def planned(delay: int, fragments: int = fragments, compressor: Compressor = compressor) -> Plan:
+            def planned(delay: int, fragments: int = fragments, compressor: Compressor = compressor) -> StepPlan:
                 outer = DiLoCo(every=100, fragments=fragments, delay=delay)
                 return plan_of(specs, 2, 1, "ddp", compressor, itemsize=2, outer=outer)  # noqa: B023
 
@@ -206,7 +206,7 @@ _STREAMED = (
 )
 
 
-def _needed(what: str, gbit: float, plan: Plan, sooner: Plan, compute_s: float, limit_s: float) -> Row:
+def _needed(what: str, gbit: float, plan: StepPlan, sooner: StepPlan, compute_s: float, limit_s: float) -> Row:
     """Of a simulation: its links are exact, and what overlaps is not known."""
 
     def at(rate: float) -> Situation:

@@ -33,7 +33,7 @@ from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.timing.coding import measure_coding, memcpy_nbytes_per_s
 from lowbit_strategy.advisor.timing.links import measure_network, slowest_network
 from lowbit_strategy.advisor.uncompressed import uncompressed
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
 from recipes.gpt import LanguageModel
@@ -91,7 +91,7 @@ class HalfAlone(Alone):
     dtype_of_weights = torch.bfloat16
 
 
-def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter, Plan | None]:
+def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter, StepPlan | None]:
     """Seconds of each step on this rank and of its optimizer, and the plan of a strategy of ours.
 
     `shards`: ranks that have one model together.
@@ -115,7 +115,7 @@ def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter
         fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         return meter, None
     strategy = fsdp_strategy(variant, int(os.environ["WORLD_SIZE"])) if is_stock else strategy_of(variant)
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
 
     class KeepPlan(L.Callback):
         def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -155,7 +155,7 @@ def main() -> None:
     shards = 1 if "ddp" in layouts else shards
     times: dict[str, list[float]] = {}
     optimizer: dict[str, list[float]] = {}
-    plans: dict[str, Plan] = {}
+    plans: dict[str, StepPlan] = {}
     alone = [NO_SYNC, *([_NO_SYNC_BF16] if STOCK_BF16 in options.variants else [])]
     alone += [_NO_SYNC_DDP] if shards == 1 else []
     for variant in (*alone, *options.variants, *alone):  # how fast processors are changes: before and after

@@ -17,12 +17,12 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
-from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Workload, plan_for
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.models import transformer
 from lowbit_strategy.advisor.uncompressed import uncompressed
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.plan import StepPlan
 
 TOKENS, FLOPS = 4096, 2e14
 CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=1e11, bucket_s=4e-4)
@@ -32,14 +32,14 @@ COLORS = (GREEN, BLUE, ORANGE, RED)
 LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2"}
 
 
-def plans(params: float, nodes: int, layout: Any) -> tuple[Plan, Plan, float]:
+def plans(params: float, nodes: int, layout: Any) -> tuple[StepPlan, StepPlan, float]:
     """Of 4 bits, of bf16, and the seconds that a rank computes."""
-    wanted = Wanted(transformer(params), nodes, 8, itemsize=2)
-    plain = uncompressed(plan_for(wanted, layout, Dense()), 2)
-    return plan_for(wanted, layout, preset("loco")), plain, 6 * wanted.numel * TOKENS / FLOPS
+    workload = Workload(transformer(params), nodes, 8, itemsize=2)
+    plain = uncompressed(plan_for(workload, layout, Dense()), 2)
+    return plan_for(workload, layout, preset("loco")), plain, 6 * workload.numel * TOKENS / FLOPS
 
 
-def faster(found: tuple[Plan, Plan, float], links: Sequence[Link]) -> list[float]:
+def faster(found: tuple[StepPlan, StepPlan, float], links: Sequence[Link]) -> list[float]:
     ours, plain, compute_s = found
     ratios = []
     for link in links:

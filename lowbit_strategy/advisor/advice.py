@@ -19,9 +19,9 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan import fitting
-from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.messages import Unit
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
+from lowbit_strategy.plan.messages import TransferGroup
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
@@ -38,7 +38,7 @@ _SQUARES_LINES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class Workload:
     """What is to be trained, and where.
 
     Args:
@@ -77,7 +77,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SetupOption:
     """One set-up and what it costs.
 
     Args:
@@ -95,7 +95,7 @@ class Choice:
 
     name: str
     line: str
-    plan: Plan
+    plan: StepPlan
     time: StepTime | None = None
     quality: Quality = "same"
     break_even: float | None = None
@@ -119,18 +119,22 @@ class Choice:
         plan = self.plan
         return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
 
-    def held_nbytes(self, wanted: Wanted) -> int:
+    def held_nbytes(self, workload: Workload) -> int:
         """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
-        ranks = {"ddp": 1, "fsdp": wanted.world_size, "hsdp": wanted.ranks_per_node}[self.plan.layout]
-        return round(wanted.numel * (2 * wanted.itemsize + 8) / ranks) + self.plan.memory.total
+        ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.layout]
+        return round(workload.numel * (2 * workload.itemsize + 8) / ranks) + self.plan.memory.total
 
 
-def _leaving(units: Sequence[Unit]) -> float:
-    return sum(each.total_nbytes * each.leaving * unit.repeats for unit in units for each in unit.messages)
+def _leaving(transfers: Sequence[TransferGroup]) -> float:
+    return sum(
+        each.total_nbytes * each.internode_fraction * transfer.repeats
+        for transfer in transfers
+        for each in transfer.messages
+    )
 
 
 def plan_for(
-    wanted: Wanted,
+    workload: Workload,
     layout: Layout,
     compressor: Compressor,
     *,
@@ -138,19 +142,19 @@ def plan_for(
     outer: OuterRule | None = None,
     assigned: Mapping[str, Assignment] | None = None,
     squares: bool = False,
-) -> Plan:
+) -> StepPlan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
-    assigned = assign(wanted, compressor) if assigned is None else assigned
-    shape = shape_for(wanted, layout, local=outer is not None)
-    parts, modules = wanted.parts(shape.share), wanted.modules
+    assigned = assign(workload, compressor) if assigned is None else assigned
+    shape = shape_for(workload, layout, local=outer is not None)
+    parts, modules = workload.parts(shape.share), workload.modules
     if layout == "ddp":
         coding = None
-        cap_nbytes = BUCKET_CAP_MB[wanted.device_type] * 2**20
-        reduced = ddp_buckets(((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs), cap_nbytes)
+        cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
+        reduced = ddp_buckets(((spec.name, spec.numel, workload.itemsize) for spec in workload.specs), cap_nbytes)
     else:
         coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
         members = [(name, module.specs) for name, module in reversed(modules.items())]
-        reduced = [Reduced(tuple(spec.name for spec in specs), wanted.itemsize, name) for name, specs in members]
+        reduced = [ParamGroup(tuple(spec.name for spec in specs), workload.itemsize, name) for name, specs in members]
     return make_plan(
         parts,
         {part.name: fitted(assigned[part.name], part) for part in parts},
@@ -160,88 +164,88 @@ def plan_for(
         coding=coding,
         modules=None if layout == "ddp" else modules,
         outer=outer,
-        device_type=wanted.device_type,
+        device_type=workload.device_type,
         squares=squares,
     )
 
 
-def shape_for(wanted: Wanted, layout: Layout, *, local: bool = False) -> Shape:
+def shape_for(workload: Workload, layout: Layout, *, local: bool = False) -> Shape:
     """The first rank's place; `local`: steps are."""
-    nodes, per_node = wanted.nodes, wanted.ranks_per_node
+    nodes, per_node = workload.nodes, workload.ranks_per_node
     two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
     share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
-    far = wanted.far and nodes > 1
-    return Shape(wanted.world_size, 0, share, Topology((per_node,) * nodes, wanted.world_size), far)
+    far = workload.far and nodes > 1
+    return Shape(workload.world_size, 0, share, Topology((per_node,) * nodes, workload.world_size), far)
 
 
-def kept(wanted: Wanted) -> list[fitting.Choice]:
+def kept(workload: Workload) -> list[fitting.MemoryOption]:
     """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
     compressor = PRESETS["loco"]
     setup = fitting.Setup(
-        specs=wanted.specs,
-        shape=shape_for(wanted, "fsdp"),
+        specs=workload.specs,
+        shape=shape_for(workload, "fsdp"),
         layout="fsdp",
-        modules=wanted.modules,
+        modules=workload.modules,
     )
     coding = default_weights(compressor)
-    return list(fitting.choices(compressor, coding, setup, may_recode=True))
+    return list(fitting.memory_options(compressor, coding, setup, may_recode=True))
 
 
-def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
+def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignment]:
     """What each whole parameter gets once all warm-ups are over."""
     late = compressor.phase(_LATE)
-    late.check(wanted.specs)
-    return assign_all(late, wanted.specs)
+    late.check(workload.specs)
+    return assign_all(late, workload.specs)
 
 
-def choices(wanted: Wanted, situation: Situation | None = None) -> list[Choice]:
+def setup_options(workload: Workload, situation: Situation | None = None) -> list[SetupOption]:
     """Every sensible set-up, the framework's own first; the fastest of each layout before the others.
 
     Args:
-        wanted: Model and ranks.
+        workload: Model and ranks.
         situation: Links and computing; None: bytes and memory only.
     """
-    found: list[Choice] = []
-    assigned = {name: assign(wanted, PRESETS[name]) for name in ("dense", *(name for name, _ in _COMPRESSED))}
-    for layout in _layouts(wanted):
-        base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
+    found: list[SetupOption] = []
+    assigned = {name: assign(workload, PRESETS[name]) for name in ("dense", *(name for name, _ in _COMPRESSED))}
+    for layout in _layouts(workload):
+        base = plan_for(workload, layout, PRESETS["dense"], assigned=assigned["dense"])
         half = uncompressed(base, 2)
         own = [_timed("float32", uncompressed(base, 4), situation), _timed("bf16", half, situation)]
         against = None if situation is None else over_bandwidth(half, situation.cluster, situation.compute_s)
         ours = []
         for name, quality in _COMPRESSED:
-            plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
+            plan = plan_for(workload, layout, PRESETS[name], assigned=assigned[name])
             ours.append(_timed(name, plan, situation, against, quality))
-            if (starred := name + _SQUARES) in STEPS and not (layout == "ddp" and wanted.ranks_per_node > 1):
-                plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name], squares=True)
+            if (starred := name + _SQUARES) in STEPS and not (layout == "ddp" and workload.ranks_per_node > 1):
+                plan = plan_for(workload, layout, PRESETS[name], assigned=assigned[name], squares=True)
                 ours.append(_timed(starred, plan, situation, against, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
-            plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
+            plan = plan_for(workload, layout, default_compressor(rule), outer=rule)
             ours.append(_timed("diloco", plan, situation, against, "local"))
         found += own + (ours if situation is None else sorted(ours, key=lambda choice: choice.seconds))
     return found
 
 
-def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
-    return ("ddp", "fsdp", "hsdp") if wanted.nodes > 1 and wanted.ranks_per_node > 1 else ("ddp", "fsdp")
+def _layouts(workload: Workload) -> tuple[Layout, ...]:
+    return ("ddp", "fsdp", "hsdp") if workload.nodes > 1 and workload.ranks_per_node > 1 else ("ddp", "fsdp")
 
 
 def _timed(
     name: str,
-    plan: Plan,
+    plan: StepPlan,
     situation: Situation | None,
     against: Callable[[float], float] | None = None,
     quality: Quality | None = None,
-) -> Choice:
+) -> SetupOption:
     """`against`: the framework's own in bf16, over the bandwidth. No `quality`: this is the framework's own."""
     if quality is None:
-        return Choice(f"{plan.layout}, {name}", "", plan, None if situation is None else situation.predicted(plan))
+        return SetupOption(f"{plan.layout}, {name}", "", plan, None if situation is None else situation.predicted(plan))
     preset, star = name.removesuffix(_SQUARES), _SQUARES * name.endswith(_SQUARES)
     full, known = f"{preset}_{plan.layout}", (worst_loss(name), STEPS.get(name))
     line = _SQUARES_LINES[plan.layout].format(preset) if star else f'strategy="{full}"'
     if situation is None or against is None:
-        return Choice(full + star, line, plan, None, quality, None, *known)
+        return SetupOption(full + star, line, plan, None, quality, None, *known)
     own = situation.coding_as(preset)
     even = break_even(over_bandwidth(plan, own.cluster, own.compute_s), against, steps_of(name))
-    return Choice(full + star, line, plan, own.predicted(plan), quality, even, *known)
+    return SetupOption(full + star, line, plan, own.predicted(plan), quality, even, *known)

@@ -80,20 +80,20 @@ def advise(
         measured = None if bench is None else _measurements(bench, cpu=cpu)
         known = said.known_machine()
         shape, assumed = _shape(nodes, ranks_per_node, measured, known)
-        wanted = _wanted(params, model, hf_config, *shape)
+        workload = _workload(params, model, hf_config, *shape)
         if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
             far = measured.far if measured is not None and latency is None else is_far(latency)
-            wanted = replace(wanted, device_type="cpu", far=far)
-        situation = gather(said, wanted.numel, measured, known, on_cpu=on_cpu)
-        found = advice.choices(wanted, situation)
-        verdict = decide(found, wanted, situation, "close" if close else "same")
-    title = f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks"
+            workload = replace(workload, device_type="cpu", far=far)
+        situation = gather(said, workload.numel, measured, known, on_cpu=on_cpu)
+        found = advice.setup_options(workload, situation)
+        verdict = decide(found, workload, situation, "close" if close else "same")
+    title = f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
     sources = situation.sources(assumed, bench)
     if as_json:
-        print(json.dumps(_everything(found, wanted, situation, verdict, sources), indent=1))
+        print(json.dumps(_everything(found, workload, situation, verdict, sources), indent=1))
         return
     print(sources)
-    Console().print(_table(found, wanted, situation.memory_nbytes, title))
+    Console().print(_table(found, workload, situation.memory_nbytes, title))
     print(STEPS_MEAN)
     print(verdict.sentence)
     for sentence in verdict.flips:
@@ -102,7 +102,7 @@ def advise(
         from lowbit_strategy.advisor.page import write_advice
 
         answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
-        print(f"written to {write_advice(html, found, wanted, situation, (title, sources, answer))}")
+        print(f"written to {write_advice(html, found, workload, situation, (title, sources, answer))}")
 
 
 def _is_terminal() -> bool:
@@ -126,7 +126,7 @@ def _measurements(path: Path, *, cpu: bool) -> Any:
     from lowbit_strategy.advisor.bench_file import read_bench
 
     measured = read_bench(path, this_machine(cpu=cpu))
-    for sentence in measured.wild_pairs():
+    for sentence in measured.outlier_links():
         print(f"lowbit advise: {sentence}", file=sys.stderr)
     return measured
 
@@ -155,28 +155,31 @@ def estimate(
     from lowbit_strategy.advisor import advice
 
     with errors_of("estimate"):
-        wanted = _wanted(params, model, hf_config, nodes or 2, ranks_per_node or 8)
-        found = advice.choices(wanted)
+        workload = _workload(params, model, hf_config, nodes or 2, ranks_per_node or 8)
+        found = advice.setup_options(workload)
     if as_json:
-        ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in advice.kept(wanted)]
-        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "loco_fsdp_keeps": ways}, indent=1))
+        ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in advice.kept(workload)]
+        print(json.dumps({"choices": [_as_dict(each, workload) for each in found], "loco_fsdp_keeps": ways}, indent=1))
         return
     Console().print(
         _table(
-            found, wanted, None, f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks"
+            found,
+            workload,
+            None,
+            f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks",
         )
     )
     print(STEPS_MEAN)
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
-    for each in advice.kept(wanted):
+    for each in advice.kept(workload):
         print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")
 
 
-def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
+def _workload(params: str | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
     """Raises:
     ValueError: Not one of the three is given, or it cannot be built.
     """
-    from lowbit_strategy.advisor.advice import Wanted
+    from lowbit_strategy.advisor.advice import Workload
     from lowbit_strategy.advisor.models import transformer
 
     if sum(each is not None for each in (params, model, hf_config)) != 1:
@@ -185,7 +188,7 @@ def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes
         number = units.count(params)
         if number > _TOO_MANY:
             raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
-        return Wanted(transformer(number), nodes, ranks_per_node, itemsize=2)
+        return Workload(transformer(number), nodes, ranks_per_node, itemsize=2)
     from lowbit_strategy.model.parameters import describe_parameters
 
     module = _on_meta(_maker(model) if model is not None else _from_hf(hf_config))
@@ -193,7 +196,7 @@ def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient")
     itemsizes = {param.element_size() for param in module.parameters()}
-    return Wanted(specs, nodes, ranks_per_node, itemsize=4 if 4 in itemsizes else 2)
+    return Workload(specs, nodes, ranks_per_node, itemsize=4 if 4 in itemsizes else 2)
 
 
 def _maker(name: str) -> Callable[[], Any]:
@@ -227,7 +230,7 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         raise ValueError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
 
 
-def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
+def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
     return {
         "name": choice.name,
         "line": choice.line,
@@ -238,13 +241,13 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
         "in_series": choice.plan.in_series,
-        "memory_nbytes": choice.held_nbytes(wanted),
+        "memory_nbytes": choice.held_nbytes(workload),
         "kept_nbytes": asdict(choice.plan.memory),
         "break_even_nbytes_per_s": choice.break_even,
     }
 
 
-def _everything(found: Sequence[Any], wanted: Any, situation: Any, verdict: Any, sources: str) -> dict[str, Any]:
+def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: Any, sources: str) -> dict[str, Any]:
     """What ``--json`` prints."""
     link = situation.cluster.inter_node
     return {
@@ -254,9 +257,9 @@ def _everything(found: Sequence[Any], wanted: Any, situation: Any, verdict: Any,
         "gain": None if verdict.gain is None else asdict(verdict.gain),
         "flips": list(verdict.flips),
         "inputs": {
-            "parameters": wanted.numel,
-            "nodes": wanted.nodes,
-            "ranks_per_node": wanted.ranks_per_node,
+            "parameters": workload.numel,
+            "nodes": workload.nodes,
+            "ranks_per_node": workload.ranks_per_node,
             "memory_nbytes": situation.memory_nbytes,
             "memory_source": situation.memory_source,
             "figures": [asdict(each) for each in situation.figures],
@@ -273,11 +276,11 @@ def _everything(found: Sequence[Any], wanted: Any, situation: Any, verdict: Any,
                 "nbytes_per_s": situation.cluster.intra_node.nbytes_per_s,
             },
         },
-        "choices": [_as_dict(each, wanted) for each in found],
+        "choices": [_as_dict(each, workload) for each in found],
     }
 
 
-def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -> Table:
+def _table(found: Sequence[Any], workload: Any, limit: float | None, title: str) -> Table:
     timed = found[0].time is not None
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
@@ -292,7 +295,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
                 own[each.plan.layout] = each.time.seconds
             ratio = own.get(each.plan.layout, 0.0) / each.time.seconds
             row = [_step(each.time), f"{ratio:.3g}" if ratio else "", _pays_to(each)]
-        held = each.held_nbytes(wanted)
+        held = each.held_nbytes(workload)
         too_much = "!" if limit is not None and held > limit else ""
         costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
         table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2g}", f"{held / 1e9:,.3g}{too_much}", *costs)

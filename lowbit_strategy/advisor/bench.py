@@ -125,7 +125,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
         "pairs": tuple(pairs),
         "far": far,
         "rings": network.rings,
-        "crowding": network.crowding,
+        "cpu_oversubscription": network.cpu_oversubscription,
     }
 
 
@@ -164,7 +164,7 @@ def _show(measured: Any) -> None:
     codecs.add_row("memcpy, of 4 bytes each", f"{measured.memcpy_nbytes_per_s / 8e6:,.0f}", "")
     console.print(codecs)
     console.print("±: by how much measurements of the same figure differ")
-    for sentence in measured.wild_pairs():
+    for sentence in measured.outlier_links():
         console.print(f"[bold]{sentence}[/bold]")
 
 

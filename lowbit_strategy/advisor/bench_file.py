@@ -15,7 +15,7 @@ from lowbit_strategy.version import __version__
 
 FORMAT = 5
 PairLevel = Literal["intra-node", "inter-node"]
-_WILD = 4.0  # times slower than most of its level: somebody should look at that link
+_OUTLIER = 4.0  # times slower than most of its level: somebody should look at that link
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Bench:
         pairs: One by one.
         far: Whether messages between machines take so long that all are to travel at once.
         rings: Links as the framework's own collectives find them; None: there is one rank.
-        crowding: As that of a `Cluster`.
+        cpu_oversubscription: As that of a `Cluster`.
         codings: How fast a rank encodes and decodes one hop, by the names of presets.
         memcpy_nbytes_per_s: Read and written once each on this device.
     """
@@ -82,7 +82,7 @@ class Bench:
     pairs: tuple[Pair, ...] = ()
     far: bool = False
     rings: Rings | None = None
-    crowding: float | None = None
+    cpu_oversubscription: float | None = None
     codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
 
@@ -99,10 +99,10 @@ class Bench:
         """What predictions need. Messages on a level that was not measured take the work of the other's."""
         work = next((link.work for link in self.levels.values()), None)
         inside = self.levels.get("intra-node", Link(0.0, ANY_RATE, work=work))
-        network = Network(self.levels.get("inter-node", inside), inside, self.crowding, self.rings)
+        network = Network(self.levels.get("inter-node", inside), inside, self.cpu_oversubscription, self.rings)
         return network.cluster(self.codings, self.memcpy_nbytes_per_s, is_gloo=self.backend == "gloo").coding_as("loco")
 
-    def wild_pairs(self) -> list[str]:
+    def outlier_links(self) -> list[str]:
         """A sentence for each pair whose link is far slower than most of its level."""
         found = []
         for level in ("intra-node", "inter-node"):
@@ -112,7 +112,7 @@ class Bench:
             rate = statistics.median(pair.nbytes_per_s for pair in pairs)
             latency = statistics.median(pair.latency_s for pair in pairs)
             for pair in pairs:
-                if pair.nbytes_per_s * _WILD < rate or pair.latency_s > _WILD * latency + 1e-3:
+                if pair.nbytes_per_s * _OUTLIER < rate or pair.latency_s > _OUTLIER * latency + 1e-3:
                     found.append(
                         f"ranks {pair.first} and {pair.second} ({level}) reach each other at"
                         f" {pair.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * pair.latency_s:.3g} ms, most pairs at"

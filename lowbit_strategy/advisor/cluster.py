@@ -162,12 +162,12 @@ class Cluster:
         inter_node: The link of a node, which its ranks share.
         intra_node: Of each rank to the others of its node.
         encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
-        ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
+        latency_multiplier: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
         trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
         prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
         scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
-        crowding: Seconds that a second of a processor's time takes while all ranks compute; None: there are processors
-            to spare, so that neither messages nor coding take any of that time.
+        cpu_oversubscription: Seconds that a second of processor time takes while all ranks compute; None: there are
+            processors to spare, so messages and coding take none of that time.
         rings: Of the framework's own collectives; None: the same links.
         codings: By the names of presets, for `coding_as`.
         bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
@@ -177,11 +177,11 @@ class Cluster:
     inter_node: Link
     intra_node: Link
     encoded_per_s: float | None = None
-    ways: int = 1
+    latency_multiplier: int = 1
     trees: bool = True
     prefetches: bool = True
     scatters: bool = True
-    crowding: float | None = None
+    cpu_oversubscription: float | None = None
     rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
     bucket_s: float = 0.0
@@ -231,11 +231,11 @@ class Network(Rings):
     Args:
         between: A node's link to the other nodes.
         inside: A rank's to the others of its node; the same with one level.
-        crowding: As that of a `Cluster`.
+        cpu_oversubscription: As that of a `Cluster`.
         rings: Links as the framework's own collectives find them; None: there is one rank.
     """
 
-    crowding: float | None = None
+    cpu_oversubscription: float | None = None
     rings: Rings | None = None
 
     def cluster(self, codings: Mapping[str, Coding], memcpy_nbytes_per_s: float | None, *, is_gloo: bool) -> Cluster:
@@ -246,7 +246,7 @@ class Network(Rings):
             trees=not is_gloo,
             prefetches=not is_gloo,
             scatters=not is_gloo,
-            crowding=self.crowding,
+            cpu_oversubscription=self.cpu_oversubscription,
             rings=self.rings,
             codings=codings,
             memcpy_nbytes_per_s=memcpy_nbytes_per_s,

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
-from lowbit_strategy.plan.messages import RING_SCATTER, RINGS, Message, Unit, hop_nbytes
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.messages import RING_SCATTER, RINGS, Message, TransferGroup, hop_nbytes
+from lowbit_strategy.plan.plan import StepPlan
 
 FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
 
@@ -49,11 +49,11 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     link = _link_of(message, cluster)
     if cluster.rings is not None and message.what in RINGS:
         return _split_time([(link, each)], times * number, times * message.in_series * link.latency_s)
-    in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
-    latency = times * in_series * cluster.ways * link.latency_s
+    in_series = message.in_series if message.tree_steps is None or not cluster.trees else message.tree_steps
+    latency = times * in_series * cluster.latency_multiplier * link.latency_s
     parts = [
-        (cluster.inter_node, message.leaving * ranks_per_node * each),
-        (cluster.intra_node, each - message.leaving * each),
+        (cluster.inter_node, message.internode_fraction * ranks_per_node * each),
+        (cluster.intra_node, each - message.internode_fraction * each),
     ]
     if message.what in RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
         parts = [max(parts, key=lambda part: part[0].travelling_s(part[1]))]
@@ -63,8 +63,8 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
 def _link_of(message: Message, cluster: Cluster) -> Link:
     """Of which it waits for the latency."""
     if cluster.rings is not None and message.what in RINGS:
-        return cluster.rings.between if message.leaving else cluster.rings.inside
-    return cluster.inter_node if message.leaving else cluster.intra_node
+        return cluster.rings.between if message.internode_fraction else cluster.rings.inside
+    return cluster.inter_node if message.internode_fraction else cluster.intra_node
 
 
 def _split_time(parts: Sequence[tuple[Link, float]], times: float, latency: float) -> tuple[float, float]:
@@ -95,35 +95,35 @@ class _Cost:
         return _Cost(self.latency + other.latency, self.busy + other.busy, self.work + other.work)
 
 
-def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
+def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> _Cost:
     """Of one time that it travels."""
-    parts = [message_seconds(message, cluster, ranks_per_node) for message in unit.messages]
-    encoding = unit.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
-    encoding += cluster.bucket_s if unit.encoded_numel else 0.0
-    encoding += unit.copied_nbytes / cluster.memcpy_nbytes_per_s if cluster.memcpy_nbytes_per_s else 0.0
+    parts = [message_seconds(message, cluster, ranks_per_node) for message in transfer.messages]
+    encoding = transfer.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
+    encoding += cluster.bucket_s if transfer.encoded_numel else 0.0
+    encoding += transfer.copied_nbytes / cluster.memcpy_nbytes_per_s if cluster.memcpy_nbytes_per_s else 0.0
     work = 0.0
-    if cluster.crowding is not None:
+    if cluster.cpu_oversubscription is not None:
         work = encoding
-        for message in unit.messages:
+        for message in transfer.messages:
             if (own := _link_of(message, cluster).work) is not None:
                 each = message.in_series * own.message_s + message.total_nbytes * own.nbyte_s
                 work += _times(message, cluster) * each
     return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding, work)
 
 
-def unit_costs(units: Sequence[Unit], cluster: Cluster, ranks_per_node: int) -> list[_Cost]:
+def transfer_costs(transfers: Sequence[TransferGroup], cluster: Cluster, ranks_per_node: int) -> list[_Cost]:
     """Of each; layers of one shape are alike, and have the same tuple of messages."""
     known: dict[tuple[object, ...], _Cost] = {}
     costs = []
-    for unit in units:
-        key = id(unit.messages), unit.encoded_numel, unit.copied_nbytes
+    for transfer in transfers:
+        key = id(transfer.messages), transfer.encoded_numel, transfer.copied_nbytes
         if key not in known:
-            known[key] = unit_cost(unit, cluster, ranks_per_node)
+            known[key] = transfer_cost(transfer, cluster, ranks_per_node)
         costs.append(known[key])
     return costs
 
 
-def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> StepTime:
+def step_time(plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> StepTime:
     """Of one step, a mean over a round where steps are local.
 
     Args:
@@ -133,15 +133,15 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
         optimizer_s: Of these, the optimizer's, which begins when nothing travels any more.
     """
     if plan.shape.far:
-        cluster = replace(cluster, ways=1)  # receives are posted ahead
+        cluster = replace(cluster, latency_multiplier=1)  # receives are posted ahead
     optimizer_s = min(optimizer_s, compute_s)
     beside_s = compute_s - optimizer_s
     per_node = ranks_per_node(plan)
-    gradients = unit_costs(plan.gradients, cluster, per_node)
-    weights = unit_costs(plan.weights, cluster, per_node)
+    gradients = transfer_costs(plan.gradients, cluster, per_node)
+    weights = transfer_costs(plan.weights, cluster, per_node)
     step = _sum(plan.gradients, gradients) + _sum(plan.weights, weights)
-    rounds = _sum(plan.rounds, unit_costs(plan.rounds, cluster, per_node))
-    late = rounds + _sum(plan.state, unit_costs(plan.state, cluster, per_node))
+    rounds = _sum(plan.rounds, transfer_costs(plan.rounds, cluster, per_node))
+    late = rounds + _sum(plan.state, transfer_costs(plan.state, cluster, per_node))
     hidden = 0.0 if plan.outer is None else plan.outer.delay_of(plan.outer.shortest_turn) * compute_s
     turns = 1 if plan.outer is None else plan.outer.fragments
     shown = max(late.work, late.seconds - turns * hidden) / plan.every
@@ -162,35 +162,35 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
     return StepTime(max(low, min(high, optimizer_s + seconds + shown)), low, max(high, low + last))
 
 
-def _sum(units: Sequence[Unit], costs: Sequence[_Cost]) -> _Cost:
+def _sum(transfers: Sequence[TransferGroup], costs: Sequence[_Cost]) -> _Cost:
     """Of a step, or of a round."""
     latency = busy = work = 0.0
-    for unit, cost in zip(units, costs, strict=True):
-        latency += unit.repeats * cost.latency
-        busy += unit.repeats * cost.busy
-        work += unit.repeats * cost.work
+    for transfer, cost in zip(transfers, costs, strict=True):
+        latency += transfer.repeats * cost.latency
+        busy += transfer.repeats * cost.busy
+        work += transfer.repeats * cost.work
     return _Cost(latency, busy, work)
 
 
-def ranks_per_node(plan: Plan) -> int:
+def ranks_per_node(plan: StepPlan) -> int:
     """As far as it is known; 1 otherwise."""
     topology = plan.shape.topology
     return 1 if topology is None else topology.ranks_per_node or 1
 
 
-def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
+def _bucket_by_bucket(plan: StepPlan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
     """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart.
 
     What the buckets before take of the processors delays backward, and so the bucket that comes next. All of them
     together are not faster than the link lets so many bytes pass, of which each by itself may be a burst.
     """
-    units = plan.gradients
-    total = sum(unit.numel for unit in units) or 1
+    transfers = plan.gradients
+    total = sum(transfer.numel for transfer in transfers) or 1
     ready, free, arrived, passed = FORWARD_SHARE * compute_s, 0.0, 0.0, 0.0
-    at_a_time = min(2, len(units))
-    for at, (unit, cost) in enumerate(zip(units, costs, strict=True)):
-        ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
-        alone = at == len(units) - 1
+    at_a_time = min(2, len(transfers))
+    for at, (transfer, cost) in enumerate(zip(transfers, costs, strict=True)):
+        ready += (1 - FORWARD_SHARE) * compute_s * transfer.numel / total
+        alone = at == len(transfers) - 1
         if at == 0:
             passed = ready + cost.latency + _passing_s(plan, plan.hop_nbytes, cluster)
         free = max(free, ready) + cost.busy
@@ -201,15 +201,15 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, comp
     return max(ready, compute_s, passed, arrived if plan.shape.far else free)
 
 
-def _hidden_less(plan: Plan, hidden_s: float, cluster: Cluster) -> float:
+def _hidden_less(plan: StepPlan, hidden_s: float, cluster: Cluster) -> float:
     """Half of what buckets could hide is not, where ranks take turns on the processors: between two messages a bucket
     waits for one. The framework's own rings do not; nor do far messages, which need none for most of their way.
     """
-    own = any(message.what not in RINGS for unit in plan.gradients for message in unit.messages)
-    return max(0.0, hidden_s) / 2 if own and cluster.crowding is not None and not plan.shape.far else 0.0
+    own = any(message.what not in RINGS for transfer in plan.gradients for message in transfer.messages)
+    return max(0.0, hidden_s) / 2 if own and cluster.cpu_oversubscription is not None and not plan.shape.far else 0.0
 
 
-def _passing_s(plan: Plan, hops: Mapping[str, float], cluster: Cluster) -> float:
+def _passing_s(plan: StepPlan, hops: Mapping[str, float], cluster: Cluster) -> float:
     """Seconds in which all bytes leave a node. `hops`: those of one rank, by hop.
 
     One after the other; the framework's own rings take as long as each of them takes. Where ranks are far apart all of
@@ -226,49 +226,49 @@ def _passing_s(plan: Plan, hops: Mapping[str, float], cluster: Cluster) -> float
 
 
 def _in_turn(
-    plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], cluster: Cluster, compute_s: float
+    plan: StepPlan, gradients: Sequence[_Cost], weights: Sequence[_Cost], cluster: Cluster, compute_s: float
 ) -> float:
     """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
     gathered = _sum(plan.weights, weights)
     if plan.layout != "hsdp" and not plan.shape.far:
         return compute_s + gathered.seconds + _sum(plan.gradients, gradients).seconds
-    parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
+    parts = [_split(transfer, cluster, ranks_per_node(plan)) for transfer in plan.gradients]
     inside = sum(near.seconds for near, _ in parts)
     waited = gathered.seconds
     if plan.shape.far and plan.coding is not None and plan.coding.keep != "nothing":  # all rows of codes leave at once
-        coded = [unit for unit in plan.weights if unit.encoded_numel]
-        far = [_split(unit, cluster, ranks_per_node(plan))[1] for unit in coded]
+        coded = [transfer for transfer in plan.weights if transfer.encoded_numel]
+        far = [_split(transfer, cluster, ranks_per_node(plan))[1] for transfer in coded]
         waited -= sum(each.latency for each in far) - max((each.latency for each in far), default=0.0)
         waited += max(0.0, _passing_s(plan, hop_nbytes(coded), cluster) - sum(each.busy for each in far))
     return _bucket_by_bucket(plan, [far for _, far in parts], cluster, compute_s + waited + inside)
 
 
-def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:
+def _split(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:
     """Of its messages inside a node, and of the others and of coding."""
-    near = tuple(message for message in unit.messages if message.level == "intra-node")
-    far = tuple(message for message in unit.messages if message.level != "intra-node")
-    inside = replace(unit, messages=near, encoded_numel=0)
-    outside = replace(unit, messages=far, copied_nbytes=0)
-    return unit_cost(inside, cluster, ranks_per_node), unit_cost(outside, cluster, ranks_per_node)
+    near = tuple(message for message in transfer.messages if message.level == "intra-node")
+    far = tuple(message for message in transfer.messages if message.level != "intra-node")
+    inside = replace(transfer, messages=near, encoded_numel=0)
+    outside = replace(transfer, messages=far, copied_nbytes=0)
+    return transfer_cost(inside, cluster, ranks_per_node), transfer_cost(outside, cluster, ranks_per_node)
 
 
-def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:
+def _with_prefetch(plan: StepPlan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:
     """One link, in the order of use: weights before a module runs, its gradients after its backward pass."""
     modules = list(zip(plan.weights, weights, strict=True))
-    total = sum(unit.numel for unit in plan.weights) or 1
+    total = sum(transfer.numel for transfer in plan.weights) or 1
     link = done = 0.0
-    for unit, cost in modules:
+    for transfer, cost in modules:
         link += cost.seconds  # issued while the module before computes
-        done = max(done, link) + FORWARD_SHARE * compute_s * unit.numel / total
-        link = max(link, done - FORWARD_SHARE * compute_s * unit.numel / total)
+        done = max(done, link) + FORWARD_SHARE * compute_s * transfer.numel / total
+        link = max(link, done - FORWARD_SHARE * compute_s * transfer.numel / total)
     link = max(link, done)
     waiting = list(gradients)
     each = len(waiting) / max(1, len(modules))
     sent = 0.0
-    for unit, cost in reversed(modules):
-        if unit.repeats > 1:
+    for transfer, cost in reversed(modules):
+        if transfer.repeats > 1:
             link += cost.seconds
-        done = max(done, link) + (1 - FORWARD_SHARE) * compute_s * unit.numel / total
+        done = max(done, link) + (1 - FORWARD_SHARE) * compute_s * transfer.numel / total
         sent += each
         while sent >= 1 and waiting:
             link = max(link, done) + waiting.pop(0).seconds
@@ -277,7 +277,7 @@ def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Co
     return max(done, link)
 
 
-def over_bandwidth(plan: Plan, cluster: Cluster, compute_s: float) -> Callable[[float], float]:
+def over_bandwidth(plan: StepPlan, cluster: Cluster, compute_s: float) -> Callable[[float], float]:
     """Seconds of a step as a function of the bytes per second between nodes."""
 
     @functools.cache

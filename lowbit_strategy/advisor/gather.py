@@ -121,7 +121,12 @@ def cluster_of(
     if not as_measured:
         given = Link(latency.value, link.value, window_nbytes=window.value)
         cluster = replace(cluster, inter_node=replace(given, work=cluster.inter_node.work), rings=None)
-        cluster = replace(cluster, ways=cluster.ways if latency.source == "measured" else _ways(on_cpu=on_cpu))
+        cluster = replace(
+            cluster,
+            latency_multiplier=cluster.latency_multiplier
+            if latency.source == "measured"
+            else _latency_multiplier(on_cpu=on_cpu),
+        )
     if inside.source != "measured":
         work = cluster.intra_node.work
         cluster = replace(cluster, intra_node=Link(_INSIDE_LATENCY_S, inside.value, work=work), rings=None)
@@ -146,14 +151,14 @@ def _cluster(measured: Bench | None, *, on_cpu: bool) -> Cluster:
         intra_node=nowhere,
         encoded_per_s=coded,
         bucket_s=0.0 if on_cpu else _BUCKET_S,
-        ways=_ways(on_cpu=on_cpu),
+        latency_multiplier=_latency_multiplier(on_cpu=on_cpu),
         trees=not on_cpu,
         prefetches=not on_cpu,
         scatters=not on_cpu,
     )
 
 
-def _ways(*, on_cpu: bool) -> int:
+def _latency_multiplier(*, on_cpu: bool) -> int:
     return 2 if on_cpu else 1  # of gloo's: a sender first hears that the receiver waits
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime, step_time
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.plan import StepPlan
 
 Source = Literal["measured", "given", "nominal", "assumed"]
 What = Literal["link", "latency", "inside", "window", "coding", "compute"]
@@ -124,11 +124,11 @@ class Situation:
         """With the speed of a preset's codecs, if that was measured."""
         return replace(self, cluster=self.cluster.coding_as(preset))
 
-    def step(self, plan: Plan) -> StepTime:
+    def step(self, plan: StepPlan) -> StepTime:
         """Of the probable figures; overlap alone is uncertain."""
         return step_time(plan, self.cluster, self.compute_s, self.optimizer_s)
 
-    def predicted(self, plan: Plan) -> StepTime:
+    def predicted(self, plan: StepPlan) -> StepTime:
         """The probable step; and its bounds: the best of all figures and everything overlaps, the worst and nothing
         does.
         """

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.advice import SetupOption, Workload
 from lowbit_strategy.advisor.cluster import Link
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.inputs import Situation
@@ -25,14 +25,14 @@ _LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
 
 
 def write_advice(
-    out: Path, found: Sequence[Choice], wanted: Wanted, situation: Situation, words: tuple[str, str, str]
+    out: Path, found: Sequence[SetupOption], workload: Workload, situation: Situation, words: tuple[str, str, str]
 ) -> Path:
     """Write one file that needs nothing else; returns its path.
 
     Args:
         out: The file.
         found: All set-ups.
-        wanted: Model and ranks.
+        workload: Model and ranks.
         situation: Links and computing.
         words: Title, which figures are given and which assumed, the answer.
     """
@@ -47,18 +47,18 @@ def write_advice(
         for at, over in enumerate(("bandwidth", "latency")):
             charts.append({"title": f"{name}, over {over}", "png": images["png"][at], "phone": images["phone"][at]})
     title, sources, answer = words
-    rows = [_row(each, wanted) for each in found]
+    rows = [_row(each, workload) for each in found]
     page = render("advice.html.j2", title=title, sources=sources, answer=answer, rows=rows, charts=charts)
     out.write_text(page, "utf-8")
     return out
 
 
-def curves(found: Sequence[Choice], situation: Situation, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
+def curves(found: Sequence[SetupOption], situation: Situation, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
     """Seconds of a step of each set-up, over the bandwidth and over the latency between nodes."""
     cluster, compute_s = situation.cluster, situation.compute_s
     far = cluster.inter_node
 
-    def seconds(choice: Choice, link: Link) -> float:
+    def seconds(choice: SetupOption, link: Link) -> float:
         return step_time(choice.plan, cluster.between_nodes(link), compute_s).seconds
 
     draw = partial(_figure, found, seconds, paper)
@@ -73,8 +73,8 @@ def _around(value: float) -> list[float]:
 
 
 def _figure(
-    found: Sequence[Choice],
-    seconds: Callable[[Choice, Link], float],
+    found: Sequence[SetupOption],
+    seconds: Callable[[SetupOption, Link], float],
     paper: Paper,
     label: str,
     scale: float,
@@ -98,13 +98,13 @@ def _figure(
     return figure
 
 
-def _color(choice: Choice) -> str:
+def _color(choice: SetupOption) -> str:
     """The same for a method on every chart."""
     method = choice.name.removesuffix("*").rpartition("_")[0]
     return COLORS[_METHODS.index(method) if method in _METHODS else -1]
 
 
-def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
+def _row(choice: SetupOption, workload: Workload) -> dict[str, str]:
     time = choice.time
     return {
         "name": choice.name,
@@ -112,7 +112,7 @@ def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
         "step": "" if time is None else f"{time.seconds:.3g}",
         "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
-        "memory": f"{choice.held_nbytes(wanted) / 1e9:.1f}",
+        "memory": f"{choice.held_nbytes(workload) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
         "steps": "" if not choice.line else "unknown" if choice.steps is None else str(choice.steps),
     }

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.plan.gradients import ddp_buckets
-from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, Unit, alike
-from lowbit_strategy.plan.plan import Memory, Plan
+from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
+from lowbit_strategy.plan.plan import Memory, StepPlan
 
 
-def ring_message(nbytes: float, plan: Plan, *, hops: int, what: str = RING) -> Message:
+def ring_message(nbytes: float, plan: StepPlan, *, hops: int, what: str = RING) -> Message:
     """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
 
     A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
@@ -21,13 +21,15 @@ def ring_message(nbytes: float, plan: Plan, *, hops: int, what: str = RING) -> M
     sent = hops * (world_size - 1) * nbytes / world_size
     nodes = -(-world_size // per_node)
     level: Level = "flat" if nodes > 1 else "intra-node"
-    leaving = 1 / per_node if nodes > 1 else 0.0
+    internode_fraction = 1 / per_node if nodes > 1 else 0.0
     in_series = hops * max(1, nodes - 1)
-    by_tree = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
-    return Message(level, what, round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
+    tree_steps = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
+    return Message(
+        level, what, round(sent), in_series=in_series, tree_steps=tree_steps, internode_fraction=internode_fraction
+    )
 
 
-def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None) -> Plan:
+def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = None) -> StepPlan:
     """What the framework sends by itself for the same model on the same ranks.
 
     Args:
@@ -37,7 +39,8 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     """
     if plan.shape.world_size == 1:
         silent = [
-            tuple(replace(unit, messages=(), encoded_numel=0) for unit in of) for of in (plan.gradients, plan.weights)
+            tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in of)
+            for of in (plan.gradients, plan.weights)
         ]
         return replace(
             plan, gradients=silent[0], weights=silent[1], rounds=(), state=(), every=1, outer=None, memory=Memory()
@@ -46,13 +49,13 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     sizes = _reduced_as_one(plan, itemsize)
     rings = {numel: (ring_message(numel * itemsize, plan, hops=hops, what=what),) for _, numel in sizes}
-    gradients = tuple(Unit(name, numel, rings[numel]) for name, numel in sizes)
+    gradients = tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes)
     weights = []
-    for unit in plan.weights:
-        module, messages = plan.modules[unit.name], unit.messages
+    for transfer in plan.weights:
+        module, messages = plan.modules[transfer.name], transfer.messages
         if plan.layout != "hsdp":
-            messages = (ring_message(unit.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
-        weights.append(replace(unit, messages=messages, repeats=module.num_gathers, encoded_numel=0))
+            messages = (ring_message(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
+        weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
     shape = replace(plan.shape, far=False)  # it posts no receives ahead
     return replace(
         plan,
@@ -67,10 +70,10 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     )
 
 
-def _reduced_as_one(plan: Plan, itemsize: int) -> list[tuple[str, int]]:
+def _reduced_as_one(plan: StepPlan, itemsize: int) -> list[tuple[str, int]]:
     """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
     if plan.layout != "ddp":
-        return [(unit.name, unit.numel) for unit in plan.gradients or plan.rounds]
+        return [(transfer.name, transfer.numel) for transfer in plan.gradients or plan.rounds]
     numels = {name: spec.whole_numel for name, spec in plan.specs.items()}
     buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
     return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]

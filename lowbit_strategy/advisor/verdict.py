@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.advice import SetupOption, Workload
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import Quality
 
-PAYS = 1.05  # times as fast: less is not worth the trouble
+ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 BENCH_MINUTES = 2
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 _BISECTIONS = 14
@@ -45,48 +45,52 @@ class Verdict:
     """
 
     answer: Literal["use", "measure", "no"]
-    choice: Choice | None
+    choice: SetupOption | None
     gain: Gain | None
     sentence: str
     flips: tuple[str, ...] = ()
 
 
-def decide(found: Sequence[Choice], wanted: Wanted, situation: Situation, quality: Quality = "same") -> Verdict:
+def decide(
+    found: Sequence[SetupOption], workload: Workload, situation: Situation, quality: Quality = "same"
+) -> Verdict:
     """Compare the fastest set-up of that quality that fits with the framework's own.
 
     Args:
         found: All set-ups, timed.
-        wanted: Model and ranks.
+        workload: Model and ranks.
         situation: What they were timed with.
         quality: ``close``: also what has fewer than 4 bits.
     """
-    if wanted.world_size == 1:
+    if workload.world_size == 1:
         return Verdict("no", None, None, "Do not use this package here: one rank sends nothing.")
     allowed = ("same",) if quality == "same" else ("same", "close")
     ours = [choice for choice in found if choice.line and choice.quality in allowed]
-    fits = [choice for choice in ours if _fits(choice, wanted, situation)]
-    own = [choice for choice in found if choice.name.endswith("bf16") and _fits(choice, wanted, situation)]
+    fits = [choice for choice in ours if _fits(choice, workload, situation)]
+    own = [choice for choice in found if choice.name.endswith("bf16") and _fits(choice, workload, situation)]
     if not fits:
-        return Verdict("no", None, None, _too_large(ours, own, wanted, situation))
+        return Verdict("no", None, None, _too_large(ours, own, workload, situation))
     best = min(fits, key=lambda choice: choice.seconds)
     gain, worst = gain_of(best, own, situation)
-    flips = tuple(_flips(best, own, situation, worst, recommended=gain.low > PAYS))
-    if gain.low > PAYS:
+    flips = tuple(_flips(best, own, situation, worst, recommended=gain.low > ADVISE_MIN_SPEEDUP))
+    if gain.low > ADVISE_MIN_SPEEDUP:
         return Verdict("use", best, gain, f"Use: {best.line}: {gain}.", flips)
-    if gain.likely > PAYS:
+    if gain.likely > ADVISE_MIN_SPEEDUP:
         return Verdict("measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation)}.", flips)
     return Verdict("no", best, gain, f"Do not use this package here: {best.name} would be {gain}.", flips)
 
 
-def _fits(choice: Choice, wanted: Wanted, situation: Situation) -> bool:
+def _fits(choice: SetupOption, workload: Workload, situation: Situation) -> bool:
     limit = situation.memory_nbytes
-    return limit is None or choice.held_nbytes(wanted) <= _ROOM * limit
+    return limit is None or choice.held_nbytes(workload) <= _ROOM * limit
 
 
-def _too_large(ours: Sequence[Choice], own: Sequence[Choice], wanted: Wanted, situation: Situation) -> str:
+def _too_large(
+    ours: Sequence[SetupOption], own: Sequence[SetupOption], workload: Workload, situation: Situation
+) -> str:
     assert situation.memory_nbytes is not None
-    least = min(ours, key=lambda choice: choice.held_nbytes(wanted))
-    needs = f"{least.name} needs {least.held_nbytes(wanted) / 1e9:,.3g} GB before activations"
+    least = min(ours, key=lambda choice: choice.held_nbytes(workload))
+    needs = f"{least.name} needs {least.held_nbytes(workload) / 1e9:,.3g} GB before activations"
     limit = f"{situation.memory_nbytes / 1e9:.3g} GB of a device ({situation.memory_source})"
     alone = "the framework's own does" if own else "nor does the framework's own"
     return f"Do not use this package here: no set-up of it fits into the {limit}, {alone}; {needs}."
@@ -98,7 +102,7 @@ def _how(situation: Situation) -> str:
     return f"`lowbit bench` on two machines takes {BENCH_MINUTES} minutes and narrows this"
 
 
-def gain_of(choice: Choice, own: Sequence[Choice], situation: Situation) -> tuple[Gain, dict[What, float]]:
+def gain_of(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> tuple[Gain, dict[What, float]]:
     """The gain over the fastest of the framework's own, and the ends of the figures' ranges at which it is least.
 
     1. likely: the figures as they are
@@ -116,7 +120,7 @@ def gain_of(choice: Choice, own: Sequence[Choice], situation: Situation) -> tupl
     return Gain(found.likely, min(each.low for each in gains), max(each.high for each in gains)), worst
 
 
-def _gain_at(choice: Choice, own: Sequence[Choice], situation: Situation) -> Gain:
+def _gain_at(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> Gain:
     """Where the figures are certain. `own`: the framework's own that fit; none: the gain is infinite."""
     more_steps = 1.0 if choice.steps is None else choice.steps.times
     ours = situation.coding_as(choice.preset).step(choice.plan)
@@ -129,7 +133,12 @@ def _gain_at(choice: Choice, own: Sequence[Choice], situation: Situation) -> Gai
 
 
 def _flips(
-    choice: Choice, own: Sequence[Choice], situation: Situation, worst: dict[What, float], *, recommended: bool
+    choice: SetupOption,
+    own: Sequence[SetupOption],
+    situation: Situation,
+    worst: dict[What, float],
+    *,
+    recommended: bool,
 ) -> list[str]:
     """How far bandwidths are from where it would not be recommended any more, or would be."""
     found = []
@@ -138,7 +147,7 @@ def _flips(
             continue
 
         def pays(times: float, what: What = figure.what) -> bool:
-            return _gain_at(choice, own, situation.at({**worst, what: times * worst[what]})).low > PAYS
+            return _gain_at(choice, own, situation.at({**worst, what: times * worst[what]})).low > ADVISE_MIN_SPEEDUP
 
         times = _first(pays, recommended=recommended)
         if times is not None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.fit import fitted
+from lowbit_strategy.attach.fit import fit_to_memory
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.optimizer_checks import IfOfAdamsKind
 from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
@@ -51,7 +51,7 @@ from lowbit_strategy.model.fsdp_sharding import (
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
@@ -100,7 +100,7 @@ def attach_ddp(
     own_world = device.type == "cpu" or rule is not None
     size, far = prepared.node_size, options.far_links
     ranks = make_ranks(group, prepared.topology, size, device, scatter=False, own_world=own_world, far=far)
-    prepared = fitted(prepared, None, ranks, device)
+    prepared = fit_to_memory(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
@@ -145,12 +145,12 @@ def attach_replica(
     device = _device_of(module) if device is None else device
     membership = membership_of(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
-    prepared = fitted(prepared, None, ranks, device)
+    prepared = fit_to_memory(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     return _session(module, prepared, sync, group, ddp=ddp, membership=membership)
 
 
-def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[Reduced]:
+def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
     """What DDP will put together once it knows the order of gradients."""
     params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
     trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
@@ -206,7 +206,7 @@ def attach_fsdp(
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
     else:
         check_process_groups(module, group, replicated=False)
-    prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
+    prepared = fit_to_memory(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = BackwardSide(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, sync, side)

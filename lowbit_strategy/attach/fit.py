@@ -13,12 +13,12 @@ from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.fitting import Choice, Setup, allowed_nbytes, choices, choose, enough_gb
+from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 
-def fitted(
+def fit_to_memory(
     prepared: Prepared,
     weights: WeightCoding | None,
     ranks: Ranks,
@@ -44,7 +44,7 @@ def fitted(
     )
     options = prepared.options
     may = {"may_recode": options.weights is None, "may_uncorrect": options.second_moment is None}
-    found = list(choices(prepared.compressor, weights, setup, **may))
+    found = list(memory_options(prepared.compressor, weights, setup, **may))
     chosen = choose(found, room, limit)
     if chosen.differs and ranks.world.rank == 0:
         _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
@@ -55,7 +55,7 @@ def fitted(
     return replace(prepared, compressor=chosen.compressor, options=options)
 
 
-def _announce(chosen: Choice, unchanged: Sequence[Choice], room_nbytes: int) -> None:
+def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:
     """`unchanged`: the ways with the compressor that was asked for."""
     if chosen not in unchanged:
         smallest = min(unchanged, key=lambda way: way.memory.total)

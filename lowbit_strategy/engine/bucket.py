@@ -21,7 +21,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import Reduction
+from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.ranks.shape import Shape
 
 
@@ -138,7 +138,7 @@ class Bucket:
             if routes
             else None
         )
-        planned = Reduction(context.methods, context.specs, Shape(context.comm.world_size), placement.scatter)
+        planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size), placement.scatter)
         messages = planned.messages(names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # whatever the values are

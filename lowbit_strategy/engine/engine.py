@@ -24,8 +24,8 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, Reduced
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.gradients import Layout, ParamGroup
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
@@ -98,7 +98,7 @@ class GradientSync:
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
-        self._expected: tuple[Reduced, ...] = ()
+        self._expected: tuple[ParamGroup, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self.use(compressor)
 
@@ -370,11 +370,11 @@ class GradientSync:
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
 
-    def expect(self, reduced: Sequence[Reduced]) -> None:
+    def expect(self, reduced: Sequence[ParamGroup]) -> None:
         """What will be reduced as one, in the order of backward: for `plan`."""
         self._expected = tuple(reduced)
 
-    def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> Plan:
+    def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:
         """What a step sends and what is kept, as numbers.
 
         Args:
@@ -390,7 +390,7 @@ class GradientSync:
             self.state.assignments if assignments is None else assignments,
             self.ranks.shape,
             layout,
-            reduced=[*self._expected, *([Reduced(later)] if later else ())],
+            reduced=[*self._expected, *([ParamGroup(later)] if later else ())],
             coding=None if weights is None else coding or weights.coding,
             modules=None if weights is None else weights.layouts,
             outer=None if outer is None else outer.rule,

@@ -237,7 +237,7 @@ class SecondMoment:
         found = [self._own(view := inner.view(slot, roots, mean), view.out).square() for slot in inner.slots]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
         self._sync.byte_check.expect(inner)
-        self._sync.byte_check.besides(ring_nbytes(numbers, comm.world_size))
+        self._sync.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
         yield comm.all_reduce(numbers)
         for slot, squares, sums in zip(inner.slots, found, numbers / comm.world_size, strict=True):
             exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]

@@ -21,7 +21,7 @@ from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.plan.gradients import Reduced
+from lowbit_strategy.plan.gradients import ParamGroup
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
@@ -86,13 +86,13 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: B
     install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 
 
-def _reduced(groups: Sequence[Any], names: Mapping[int, str]) -> list[Reduced]:
+def _reduced(groups: Sequence[Any], names: Mapping[int, str]) -> list[ParamGroup]:
     """What each module reduces, the last module first."""
     found = []
     for group in reversed(groups):
         own = [names[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
         if own:
-            found.append(Reduced(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))
+            found.append(ParamGroup(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))
     return found
 
 

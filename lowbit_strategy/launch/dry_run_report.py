@@ -14,7 +14,7 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import share_of
@@ -120,12 +120,12 @@ def _shape(prepared: Prepared, *, far: bool) -> Shape:
     return Shape(topology.world_size, 0, share, topology, far and topology.num_nodes > 1)
 
 
-def _as_one(prepared: Prepared, itemsizes: Mapping[str, int]) -> list[Reduced]:
+def _as_one(prepared: Prepared, itemsizes: Mapping[str, int]) -> list[ParamGroup]:
     """All parameters of one type together, as if they were sharded as one."""
     by_size: dict[int, list[str]] = {}
     for spec in prepared.specs:
         by_size.setdefault(itemsizes[spec.name], []).append(spec.name)
-    return [Reduced(tuple(names), size) for size, names in by_size.items()]
+    return [ParamGroup(tuple(names), size) for size, names in by_size.items()]
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:

@@ -20,7 +20,7 @@ from lowbit_strategy.advisor.timing.coding import measure_coding
 from lowbit_strategy.advisor.timing.optimizer_clock import OptimizerClock
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.plan import StepPlan
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -78,7 +78,7 @@ class Linked:
         coding = measure_coding(compressor.phase(0), device)
         return replace(links, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
 
-    def predict(self, plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
+    def predict(self, plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
         """A line for a report."""
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))

@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.gradients import Layout, Reduced
+from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class MemoryOption:
     """One way, and what a rank keeps with it.
 
     Args:
@@ -74,9 +74,9 @@ class Choice:
         return f"{size(memory.total)} ({parts})"
 
 
-def choices(
+def memory_options(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, may_uncorrect: bool = False
-) -> Iterator[Choice]:
+) -> Iterator[MemoryOption]:
     """From what was asked for down to what keeps least.
 
     Args:
@@ -86,23 +86,23 @@ def choices(
         may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
         may_uncorrect: Nobody has chosen to correct Adam's second moment: it may stay as it is.
     """
-    yield choice(compressor, weights, setup)
+    yield memory_option(compressor, weights, setup)
     differs, costs = [], []
     if may_uncorrect and setup.squares:
         setup = replace(setup, squares=False)
         differs.append("Adam's second moment is not corrected")
         costs.append("more steps with Adam")
-        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
+        yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
     if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
         weights = replace(weights, keep="nothing")
         differs.append("weights are gathered again in backward instead of kept as codes")
         costs.append("none in loss, weights travel twice per step")
-        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
+        yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
     if _loss_is_measured(compressor, setup.shape):
         differs.append("no residual is kept")
         costs.append("within 0.3 % in loss where it was measured")
         compressor = replace(compressor, residual="none")
-        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
+        yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
 
 
 def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
@@ -113,14 +113,14 @@ def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
     return codebooks <= {"uniform", None} and compressor.bits >= 4 and shape.num_peers >= FEWEST_PEERS
 
 
-def choice(
+def memory_option(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
-) -> Choice:
+) -> MemoryOption:
     share = None if setup.shape.share is None else replace(setup.shape.share, index=0)
     parts = [spec.shared(share) for spec in setup.specs]
     trained = {spec.name for spec in parts}
     reduced = [
-        Reduced(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
+        ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
         for name, layout in setup.modules.items()
     ]
     plan = make_plan(
@@ -133,7 +133,7 @@ def choice(
         modules=setup.modules or None,
         squares=setup.squares,
     )
-    return Choice(
+    return MemoryOption(
         compressor=compressor,
         weights=weights,
         memory=plan.memory,
@@ -156,12 +156,12 @@ def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
     return min(total_nbytes // 4, max(total_nbytes // 8, left))
 
 
-def enough_gb(choice: Choice) -> str:
+def enough_gb(choice: MemoryOption) -> str:
     """The value of `memory=` that allows a choice."""
     return f"{1.005 * choice.memory.total / 1e9:.3g}"
 
 
-def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choice:
+def choose(found: Sequence[MemoryOption], room_nbytes: int, limit_nbytes: int) -> MemoryOption:
     """The first that fits into the room, or the smallest, if it is within the limit.
 
     Raises:

@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.shape import Shape
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
@@ -28,7 +28,7 @@ BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class ParamGroup:
     """Parameters that are reduced as one.
 
     Args:
@@ -42,7 +42,7 @@ class Reduced:
     name: str = ""
 
 
-def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CAP_NBYTES) -> list[Reduced]:
+def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CAP_NBYTES) -> list[ParamGroup]:
     """How DDP puts gradients together, once it has seen in which order they come.
 
     Args:
@@ -58,11 +58,11 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
             nbytes = 0
         found[-1][0].append(name)
         nbytes += numel * itemsize
-    return [Reduced(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
+    return [ParamGroup(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionPlan:
     """Who reduces what, and how.
 
     Args:
@@ -94,7 +94,7 @@ class Reduction:
         peers = self.shape.num_peers
         if peers == 1:
             return []
-        others, level, leaving = peers - 1, peer_level(self.shape), self.shape.peers_share_leaving()
+        others, level, internode_fraction = peers - 1, peer_level(self.shape), self.shape.peers_internode_fraction()
         messages: list[Message] = []
         rows = self._coded_rows(names)
         for hop in ("uplink",) if self.scatter else ("uplink", "downlink"):
@@ -102,7 +102,15 @@ class Reduction:
             if sizes:
                 promised = sum(sizes)
                 framed = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
-                messages.append(Message(level, hop, others * promised, others * (framed - promised), leaving=leaving))
+                messages.append(
+                    Message(
+                        level,
+                        hop,
+                        others * promised,
+                        others * (framed - promised),
+                        internode_fraction=internode_fraction,
+                    )
+                )
         for method, members in self._reduced(names).items():
             messages.append(
                 Message(
@@ -111,7 +119,7 @@ class Reduction:
                     sum(method.wire_nbytes(spec, peers, scatter=self.scatter) for spec in members),
                     in_series=method.num_messages(members, peers, scatter=self.scatter),
                     fixed=method.fixed_size,
-                    leaving=leaving,
+                    internode_fraction=internode_fraction,
                 )
             )
         return messages
@@ -142,7 +150,7 @@ class Reduction:
         own = 0 if self.scatter or peers <= 2 else row  # of two ranks it lies where the first message was
         return 2 * peers * row + own, 0 if self.scatter else 4 * shard
 
-    def working_nbytes(self, at_once: Iterable[Sequence[str]], device_type: str) -> int:
+    def working_nbytes(self, max_in_flight: Iterable[Sequence[str]], device_type: str) -> int:
         """Temporary memory for what no kernel codes.
 
         Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they
@@ -153,7 +161,9 @@ class Reduction:
         for pair, row_numel in self._coded_rows(self.methods):
             if not (pair.uplink.in_one_pass and (self.scatter or pair.downlink.in_one_pass)):
                 longest = max(longest, row_numel, min(run, self.shape.num_peers * row_numel))
-        return longest * _WORKING_NBYTES + max((round(self._reducing_nbytes(names)) for names in at_once), default=0)
+        return longest * _WORKING_NBYTES + max(
+            (round(self._reducing_nbytes(names)) for names in max_in_flight), default=0
+        )
 
     def _reducing_nbytes(self, names: Sequence[str]) -> float:
         copied = 4 if self.scatter else 0  # rows of several ranks are put together first
@@ -170,7 +180,7 @@ class Reduction:
 def summed(what: str, numel: int, shape: Shape) -> Message:
     """An exact sum of so many float32 over the peers, which no method has promised."""
     nbytes = 2 * (shape.num_peers - 1) * 4 * numel // shape.num_peers
-    return Message(peer_level(shape), what, 0, nbytes, leaving=shape.peers_share_leaving())
+    return Message(peer_level(shape), what, 0, nbytes, internode_fraction=shape.peers_internode_fraction())
 
 
 def peer_level(shape: Shape) -> Level:
@@ -178,16 +188,16 @@ def peer_level(shape: Shape) -> Level:
     return "flat" if shape.share is None else "inter-node"
 
 
-def peer_unit(
+def peer_transfer(
     name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], shape: Shape, *, scatter: bool = False
-) -> Unit:
+) -> TransferGroup:
     """What a rank sends for its parts of parameters that are no gradients of a step: coded on both hops."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
-    reduction, names = Reduction(methods, specs, shape, scatter), list(specs)
+    reduction, names = ReductionPlan(methods, specs, shape, scatter), list(specs)
     messages = reduction.messages(names)
     memory, mean = reduction.memory(names)
     numel, encoded = sum(spec.whole_numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
-    return Unit(name, numel, tuple(messages), 1, memory, encoded, mean)
+    return TransferGroup(name, numel, tuple(messages), 1, memory, encoded, mean)
 
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:
@@ -233,9 +243,9 @@ def intra_node_copied(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     return {"ddp": 4 * whole + added, "fsdp": 2 * whole + added, "hsdp": 0}[layout]
 
 
-def _gradient_unit(
-    reduced: Reduced, reduction: Reduction, layout: Layout, *, whole_model: Sequence[str], local: bool
-) -> Unit:
+def _gradient_transfer(
+    reduced: ParamGroup, reduction: ReductionPlan, layout: Layout, *, whole_model: Sequence[str], local: bool
+) -> TransferGroup:
     """Of parameters that are reduced as one.
 
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
@@ -250,7 +260,7 @@ def _gradient_unit(
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
         pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))
-        messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
+        messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, internode_fraction=0.0))
         memory, brief = intra_node_memory(numel, reduced.itemsize, shape, layout)
         copied = intra_node_copied(numel, reduced.itemsize, shape, layout)
     if not local:
@@ -261,7 +271,7 @@ def _gradient_unit(
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))
     hops = 1 if scatter else 2
-    return Unit(
+    return TransferGroup(
         reduced.name,
         sum(specs[name].whole_numel for name in reduced.names),
         tuple(messages),
@@ -272,19 +282,19 @@ def _gradient_unit(
     )
 
 
-def gradient_units(
-    reduced: Sequence[Reduced], reduction: Reduction, layout: Layout, *, local: bool
-) -> tuple[Unit, ...]:
+def gradient_transfers(
+    reduced: Sequence[ParamGroup], reduction: ReductionPlan, layout: Layout, *, local: bool
+) -> tuple[TransferGroup, ...]:
     """Of a whole model, in the order in which backward comes to them."""
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
-    known: dict[object, Unit] = {}  # the layers of a model are alike
-    units = []
+    known: dict[object, TransferGroup] = {}  # the layers of a model are alike
+    transfers = []
     for at, each in enumerate(reduced):
         whole_model = waiting if at == last else ()
         kind = reduction.kind_of(each.names), each.itemsize, bool(whole_model)
         if kind not in known:
-            known[kind] = _gradient_unit(each, reduction, layout, whole_model=whole_model, local=local)
-        units.append(replace(known[kind], name=each.name))
-    return tuple(units)
+            known[kind] = _gradient_transfer(each, reduction, layout, whole_model=whole_model, local=local)
+        transfers.append(replace(known[kind], name=each.name))
+    return tuple(transfers)

@@ -1,4 +1,4 @@
-"""What travels: messages, and the units that are sent as one."""
+"""What travels: messages, and the transfers that are sent as one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Message:
         framing_nbytes: Sent besides: headers, padding.
         in_series: Collectives, each of which waits for the one before.
         fixed: Whether the bytes are the same whatever the values are.
-        by_tree: Collectives in series where a tree of the nodes is taken in the place of a ring; None: none may be.
-        leaving: How much of it leaves the node, from 0 to 1.
+        tree_steps: Collectives in series where a tree of the nodes is taken in the place of a ring; None: none may be.
+        internode_fraction: How much of it leaves the node, from 0 to 1.
     """
 
     level: Level
@@ -33,8 +33,8 @@ class Message:
     framing_nbytes: int = 0
     in_series: int = 1
     fixed: bool = True
-    by_tree: int | None = None
-    leaving: float = 1.0
+    tree_steps: int | None = None
+    internode_fraction: float = 1.0
 
     @property
     def total_nbytes(self) -> int:
@@ -42,7 +42,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class TransferGroup:
     """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a fragment's movement.
 
     Args:
@@ -52,7 +52,7 @@ class Unit:
         repeats: How often it travels in a step (of a round: in a round), in the mean.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
-        brief_nbytes: Memory besides that one unit at a time has: what travels inside a node while all wait for it, and
+        brief_nbytes: Memory that only one transfer has at a time: what travels inside a node while all wait for it, and
             between two hops the mean of what this rank owns.
         copied_nbytes: Bytes that this rank reads and writes to put messages inside a node together, to add them, and to
             take them apart.
@@ -77,46 +77,53 @@ class Unit:
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
 
 
-def alike(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """The same units; those that send the same share one tuple of messages, by which their cost is looked up."""
+def alike(transfers: Iterable[TransferGroup]) -> tuple[TransferGroup, ...]:
+    """The same transfers; those that send the same share one tuple of messages, by which their cost is looked up."""
     known: dict[tuple[Message, ...], tuple[Message, ...]] = {}
-    return tuple(replace(unit, messages=known.setdefault(unit.messages, unit.messages)) for unit in units)
+    return tuple(
+        replace(transfer, messages=known.setdefault(transfer.messages, transfer.messages)) for transfer in transfers
+    )
 
 
-def under_way_nbytes(units: Sequence[Unit], at_once: int) -> int:
+def under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:
     """Memory for the most of so many in a row that are under way, and for what one has at a time."""
-    travelling = [sum(unit.buffer_nbytes for unit in units[first : first + at_once]) for first in range(len(units))]
-    return max(travelling, default=0) + max((unit.brief_nbytes for unit in units), default=0)
+    travelling = [
+        sum(transfer.buffer_nbytes for transfer in transfers[first : first + max_in_flight])
+        for first in range(len(transfers))
+    ]
+    return max(travelling, default=0) + max((transfer.brief_nbytes for transfer in transfers), default=0)
 
 
-def step_nbytes(units: Iterable[Unit], *levels: Level) -> int:
+def step_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
     """Promised bytes of a step."""
-    return round(sum(unit.repeats * unit.nbytes(*levels) for unit in units))
+    return round(sum(transfer.repeats * transfer.nbytes(*levels) for transfer in transfers))
 
 
-def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:
+def internode_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
     """Of `step_nbytes`, what leaves the node."""
     return round(
         sum(
-            unit.repeats * message.nbytes * message.leaving
-            for unit in units
-            for message in unit.messages
+            transfer.repeats * message.nbytes * message.internode_fraction
+            for transfer in transfers
+            for message in transfer.messages
             if not levels or message.level in levels
         )
     )
 
 
-def hop_nbytes(units: Iterable[Unit]) -> Mapping[str, float]:
+def hop_nbytes(transfers: Iterable[TransferGroup]) -> Mapping[str, float]:
     """Promised bytes of a step that leave the node, by what they are; the framework's own rings aside."""
     hops: dict[str, float] = {}
-    for unit in units:
-        for message in unit.messages:
+    for transfer in transfers:
+        for message in transfer.messages:
             if message.what not in RINGS:
-                hops[message.what] = hops.get(message.what, 0.0) + unit.repeats * message.nbytes * message.leaving
+                hops[message.what] = (
+                    hops.get(message.what, 0.0) + transfer.repeats * message.nbytes * message.internode_fraction
+                )
     return hops
 
 
-def ahead_nbytes(unit: Unit) -> int:
+def ahead_nbytes(transfer: TransferGroup) -> int:
     """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
-    own = (message for message in unit.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
+    own = (message for message in transfer.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
     return sum(message.total_nbytes for message in own)

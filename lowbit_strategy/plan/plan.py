@@ -13,19 +13,19 @@ from lowbit_strategy.methods._base.method import Method, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, Reduced, Reduction, ddp_buckets, gradient_units
+from lowbit_strategy.plan.gradients import Layout, ParamGroup, ReductionPlan, ddp_buckets, gradient_transfers
 from lowbit_strategy.plan.messages import (
-    Unit,
+    TransferGroup,
     ahead_nbytes,
     alike,
     hop_nbytes,
-    leaving_nbytes,
+    internode_nbytes,
     step_nbytes,
     under_way_nbytes,
 )
-from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
-from lowbit_strategy.plan.squares import square_units, squares_nbytes
-from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_units
+from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes, state_transfers
+from lowbit_strategy.plan.squares import square_transfers, squares_nbytes
+from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.shape import Shape
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
@@ -61,7 +61,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """What one rank sends and keeps.
 
     Args:
@@ -84,10 +84,10 @@ class Plan:
     layout: Layout
     specs: Mapping[str, TensorSpec]
     assignments: Mapping[str, Assignment]
-    gradients: tuple[Unit, ...]
-    weights: tuple[Unit, ...]
-    rounds: tuple[Unit, ...]
-    state: tuple[Unit, ...]
+    gradients: tuple[TransferGroup, ...]
+    weights: tuple[TransferGroup, ...]
+    rounds: tuple[TransferGroup, ...]
+    state: tuple[TransferGroup, ...]
     every: int
     outer: OuterRule | None
     memory: Memory
@@ -107,7 +107,7 @@ class Plan:
     @property
     def between_nbytes(self) -> int:
         """Of `sent_nbytes`, what leaves the node."""
-        return leaving_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
+        return internode_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
 
     @property
     def intra_node_nbytes(self) -> int:
@@ -122,7 +122,7 @@ class Plan:
     @property
     def in_series(self) -> int:
         """Collectives of a step's gradients, or of a round, that wait for each other, the longest bucket's."""
-        return max((unit.in_series for unit in self.rounds or self.gradients), default=0)
+        return max((transfer.in_series for transfer in self.rounds or self.gradients), default=0)
 
     def uncompressed_nbytes(self, itemsize: int) -> int:
         """Bytes that a ring of elements of `itemsize` bytes would send to the same peers in a step."""
@@ -137,14 +137,14 @@ def make_plan(
     shape: Shape,
     layout: Layout,
     *,
-    reduced: Sequence[Reduced] | None = None,
+    reduced: Sequence[ParamGroup] | None = None,
     coding: WeightCoding | None = None,
     modules: Mapping[str, ModuleLayout] | None = None,
     outer: OuterRule | None = None,
     every: int | None = None,
     device_type: str = "cuda",
     squares: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Args:
     specs: Parameters, or this rank's parts of them.
     assignments: What each parameter gets (`assign_all`).
@@ -166,19 +166,19 @@ def make_plan(
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
     scatter = layout == "fsdp"
-    reduction = Reduction(methods, by_name, shape, scatter)
-    gradients = gradient_units(reduced, reduction, layout, local=outer is not None)
-    rounds = alike(round_units(outer, methods, by_name, shape)) if outer is not None else ()
-    state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
+    reduction = ReductionPlan(methods, by_name, shape, scatter)
+    gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
+    rounds = alike(round_transfers(outer, methods, by_name, shape)) if outer is not None else ()
+    state = state_transfers(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     if squares:
-        state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
+        state += square_transfers(reduced, assignments, by_name, shape, scatter=scatter)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
-    at_once = len(gradients) if waits else _buckets_at_once(gradients, shape, layout)
+    max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, shape, layout)
     coded = [tuple(by_name)] if waits else [each.names for each in reduced]
     modules = modules or {}
-    weights = () if coding is None else alike(weight_units(coding, modules, shape, layout))
-    return Plan(
+    weights = () if coding is None else alike(weight_transfers(coding, modules, shape, layout))
+    return StepPlan(
         shape=shape,
         layout=layout,
         specs=by_name,
@@ -192,7 +192,7 @@ def make_plan(
         memory=Memory(
             residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
-            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, at_once),
+            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, max_in_flight),
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
@@ -204,7 +204,7 @@ def make_plan(
     )
 
 
-def _buckets_at_once(gradients: Sequence[Unit], shape: Shape, layout: Layout) -> int:
+def _max_buckets_in_flight(gradients: Sequence[TransferGroup], shape: Shape, layout: Layout) -> int:
     """How many are under way at most, where no method waits for the whole model.
 
     DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
@@ -213,32 +213,32 @@ def _buckets_at_once(gradients: Sequence[Unit], shape: Shape, layout: Layout) ->
     """
     if shape.far:
         return len(gradients)
-    return 2 + max((unit.in_series for unit in gradients), default=0) if layout == "ddp" else 1
+    return 2 + max((transfer.in_series for transfer in gradients), default=0) if layout == "ddp" else 1
 
 
 def _messages_nbytes(
-    gradients: Sequence[Unit],
-    weights: Sequence[Unit],
-    rounds: Sequence[Unit],
-    state: Sequence[Unit],
+    gradients: Sequence[TransferGroup],
+    weights: Sequence[TransferGroup],
+    rounds: Sequence[TransferGroup],
+    state: Sequence[TransferGroup],
     shape: Shape,
     layout: Layout,
     unsharded: int,
-    at_once: int,
+    max_in_flight: int,
 ) -> int:
-    """Memory for what is under way at most. `unsharded`: bytes of the whole gradients; `at_once`: buckets of them."""
-    nbytes = under_way_nbytes(gradients, at_once)
+    """Peak memory of messages. `unsharded`: bytes of the whole gradients; `max_in_flight`: buckets in flight."""
+    nbytes = under_way_nbytes(gradients, max_in_flight)
     nbytes += under_way_nbytes(rounds, len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
     nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and shape.far else 1)
     nbytes += under_way_nbytes(state, 1)
     if shape.far:
-        nbytes += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *weights, *state))
+        nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *state))
     if layout == "fsdp" and shape.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
         nbytes += unsharded // shape.world_size + (unsharded if shape.share is None else 0)
     return nbytes
 
 
-def _residual_nbytes(reduction: Reduction) -> int:
+def _residual_nbytes(reduction: ReductionPlan) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
     shape = reduction.shape
     placement = Placement(shape.rank // shape.num_parts, shape.num_peers, torch.device("meta"), reduction.scatter)

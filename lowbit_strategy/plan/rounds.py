@@ -9,8 +9,8 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
-from lowbit_strategy.plan.gradients import peer_unit, summed
-from lowbit_strategy.plan.messages import Unit
+from lowbit_strategy.plan.gradients import peer_transfer, summed
+from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.shape import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
@@ -43,23 +43,23 @@ def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     return buckets
 
 
-def round_units(
+def round_transfers(
     rule: OuterRule, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape
-) -> tuple[Unit, ...]:
+) -> tuple[TransferGroup, ...]:
     """A round's buckets. Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
-    units = []
+    transfers = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
         for number, bucket in enumerate(buckets_of(fragment)):
-            unit = peer_unit(f"fragment {at}, bucket {number}", bucket, methods, shape)
+            transfer = peer_transfer(f"fragment {at}, bucket {number}", bucket, methods, shape)
             if number == 0:
                 header = summed("header", NUM_FACTS + shape.num_peers + sampled, shape)
-                unit = replace(unit, messages=(header, *unit.messages))
-            units.append(unit)
-    return tuple(units)
+                transfer = replace(transfer, messages=(header, *transfer.messages))
+            transfers.append(transfer)
+    return tuple(transfers)
 
 
-def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) -> tuple[Unit, ...]:
+def state_transfers(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) -> tuple[TransferGroup, ...]:
     """What averaging the inner optimizers' state sends: a key of a fragment's parameters each, in one message.
 
     How many keys an optimizer keeps is not known before it steps: where all are averaged, two are taken for granted, as
@@ -67,17 +67,19 @@ def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) 
     """
     every = {"exp_avg": 1, "exp_avg_sq": 1} if rule.average_state is True else dict(rule.average_state or ())
     methods = {name: each.method for name, each in assign_all(StateCode(), list(specs.values())).items()}
-    units = []
+    transfers = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         for bucket in buckets_of(fragment):
-            unit = peer_unit("", bucket, methods, shape)
-            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), shape), *unit.messages)
-            memory = unit.buffer_nbytes + 3 * 4 * sum(spec.numel for spec in bucket)
-            units += [
-                replace(unit, name=f"fragment {at}, {key}", messages=messages, repeats=1 / rounds, buffer_nbytes=memory)
+            transfer = peer_transfer("", bucket, methods, shape)
+            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), shape), *transfer.messages)
+            memory = transfer.buffer_nbytes + 3 * 4 * sum(spec.numel for spec in bucket)
+            transfers += [
+                replace(
+                    transfer, name=f"fragment {at}, {key}", messages=messages, repeats=1 / rounds, buffer_nbytes=memory
+                )
                 for key, rounds in sorted(every.items())
             ]
-    return tuple(units)
+    return tuple(transfers)
 
 
 def anchor_nbytes(rule: OuterRule, specs: Mapping[str, TensorSpec]) -> int:

@@ -12,8 +12,8 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import StateCode
-from lowbit_strategy.plan.gradients import Reduced, peer_unit, summed
-from lowbit_strategy.plan.messages import Unit
+from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
+from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.shape import Shape
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
@@ -45,28 +45,28 @@ def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
     return {spec.name: _CODES.method(spec) for spec in specs}
 
 
-def square_units(
-    reduced: Sequence[Reduced],
+def square_transfers(
+    reduced: Sequence[ParamGroup],
     assignments: Mapping[str, Assignment],
     specs: Mapping[str, TensorSpec],
     shape: Shape,
     *,
     scatter: bool,
-) -> tuple[Unit, ...]:
+) -> tuple[TransferGroup, ...]:
     """Of a step in the mean, after the first ones: roots of a bucket's squares, and sketches."""
     names = set(served(assignments))
     methods = methods_of_squares([specs[name] for name in names])
-    units = []
+    transfers = []
     for each in reduced if shape.num_peers > 1 else ():
         members = [specs[name] for name in each.names if name in names]
         if members:
-            unit = peer_unit("squares", members, methods, shape, scatter=scatter)
+            transfer = peer_transfer("squares", members, methods, shape, scatter=scatter)
             sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), shape)
             # beside messages: roots, and squares on their way into sums
-            memory = unit.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
-            messages = (*unit.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
-            units.append(replace(unit, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))
-    return tuple(units)
+            memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
+            messages = (*transfer.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
+            transfers.append(replace(transfer, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))
+    return tuple(transfers)
 
 
 def squares_nbytes(

@@ -13,7 +13,7 @@ from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, Unit
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.shape import Shape
 
 
@@ -36,7 +36,7 @@ class ModuleLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleWeights:
+class ModuleWeightCost:
     """What a module's weights cost a rank.
 
     Args:
@@ -67,7 +67,7 @@ def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
     return layout.coded and not isinstance(coding, Exact)
 
 
-def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeights:
+def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeightCost:
     """What one module's weights cost a rank, where `world_size` ranks share them."""
     others, itemsize = world_size - 1, layout.dtype.itemsize
     rows = [dim0_cut(spec.shape, world_size).row_numel for spec in layout.specs]
@@ -83,7 +83,7 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
     kept = {"nothing": 0, "codes": own, "replica": exact}[keep] * world_size
     framing = HEADER_NBYTES + ALIGNMENT * len(rows)
     message = own + framing if coded and others else 0
-    return ModuleWeights(
+    return ModuleWeightCost(
         gather_nbytes=others * own,
         framing_nbytes=others * framing,
         exact_nbytes=others * exact,
@@ -105,16 +105,16 @@ def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape
     return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
 
 
-def weight_units(
+def weight_transfers(
     coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout
-) -> tuple[Unit, ...]:
+) -> tuple[TransferGroup, ...]:
     """Of a whole model, in the order of its modules. With two levels each message first goes to every other node."""
     num_ranks = sharing_ranks(shape, layout)
     if num_ranks == 1:
         return ()
     two_level = layout == "fsdp" and shape.share is not None
     flat: Level = "intra-node" if layout == "hsdp" else "flat"
-    units = []
+    transfers = []
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
         coded, memory, brief = has_codes(coding, module), cost.buffer_nbytes, 0
@@ -140,12 +140,18 @@ def weight_units(
                 in_series=len(pieces),
                 nbytes=(inside - 1) * nodes * row,
                 framing_nbytes=(inside - 1) * nodes * framing,
-                leaving=0.0,
+                internode_fraction=0.0,
             )
             messages: tuple[Message, ...] = (far, near)
         else:
-            leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving() if ours else shape.ring_share_leaving
-            messages = (Message(flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, leaving=leaving),)
+            internode_fraction = (
+                0.0 if layout == "hsdp" else shape.world_internode_fraction() if ours else shape.ring_internode_fraction
+            )
+            messages = (
+                Message(
+                    flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, internode_fraction=internode_fraction
+                ),
+            )
         numel = sum(spec.numel for spec in module.specs)
-        units.append(Unit(name, numel, messages, cost.num_gathers, memory, numel if coded else 0, brief))
-    return tuple(units)
+        transfers.append(TransferGroup(name, numel, messages, cost.num_gathers, memory, numel if coded else 0, brief))
+    return tuple(transfers)

@@ -42,16 +42,16 @@ class Shape:
         """Whether there are several nodes, or the ranks of a node do not follow each other."""
         return self.topology is not None and self.topology.num_nodes != 1
 
-    def peers_share_leaving(self) -> float:
+    def peers_internode_fraction(self) -> float:
         """Fraction of what this rank sends to all of its peers equally that leaves the node."""
         return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
 
-    def world_share_leaving(self) -> float:
+    def world_internode_fraction(self) -> float:
         """The same for all ranks."""
         return self._leaving(range(self.world_size))
 
     @property
-    def ring_share_leaving(self) -> float:
+    def ring_internode_fraction(self) -> float:
         """The same in a ring, as in the framework's collectives: one of a node's ranks sends to the next node."""
         per_node = None if self.topology is None else self.topology.ranks_per_node
         return (1.0 / per_node if per_node else 1.0) if self.has_nodes else 0.0

@@ -83,7 +83,7 @@ class InnerState:
             states = self._states()
             for name in dict.fromkeys(name for _, name in pairs):
                 bound_(states.get(name, {}))
-        self._sync.byte_check.besides(self._sync.ranks.peers.sent_nbytes - before)
+        self._sync.byte_check.add_untracked(self._sync.ranks.peers.sent_nbytes - before)
 
     def _average(self, pairs: Sequence[tuple[str, str]]) -> None:
         own = self._own(pairs)

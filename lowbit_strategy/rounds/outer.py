@@ -231,7 +231,7 @@ class OuterSync:
         comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
-        self.sync.byte_check.besides(comm.sent_nbytes - before)
+        self.sync.byte_check.add_untracked(comm.sent_nbytes - before)
         yield pending
 
     def _apply_if_due(self) -> bool:

@@ -33,7 +33,7 @@ _SPECS = (
 _DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be shows in the first step
 
 
-class AloneBucket:
+class SingleRankBucket:
     """Parameters as one bucket that this rank reduces alone, as one of `world_size` whose others send nothing."""
 
     def __init__(
@@ -87,7 +87,7 @@ def try_level(
     if not chosen:
         return {}
     x = torch.cat([values[spec.name] for spec in chosen])
-    bucket = AloneBucket(level, chosen, x.device, seed=seed)
+    bucket = SingleRankBucket(level, chosen, x.device, seed=seed)
     out = torch.empty_like(x)
     for _ in range(_WARM_ROUNDS if _starts_warm(bucket.sync) else 1):
         _forget_residuals_(bucket.sync)
@@ -123,7 +123,7 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():
-        bucket = AloneBucket(level, specs, device, world_size=world_size, scatter=scatter)
+        bucket = SingleRankBucket(level, specs, device, world_size=world_size, scatter=scatter)
         x = torch.ones(bucket.numel * world_size if scatter else bucket.numel, dtype=dtype, device=device)
         bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if scatter else x)
 

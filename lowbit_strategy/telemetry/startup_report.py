@@ -14,10 +14,10 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weights import CHOICES, Exact, WeightCoding
-from lowbit_strategy.plan.messages import leaving_nbytes, step_nbytes
-from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
+from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.squares import few_bits
-from lowbit_strategy.plan.weights import kept_nbytes, weight_units
+from lowbit_strategy.plan.weights import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.shape import Shape
 
 _LONGEST_PHASE = 1 << 20
@@ -57,19 +57,19 @@ class WeightChoice:
         return f"{self.label}, {size(self.step_nbytes)}/step{between}, {memory}"
 
 
-def _choice(plan: Plan, coding: WeightCoding) -> WeightChoice:
+def _choice(plan: StepPlan, coding: WeightCoding) -> WeightChoice:
     again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
     kept = {
         "nothing": "gathered anew in backward" if again else "sent once, as FSDP2 keeps them until backward",
         "codes": "kept as codes",
         "replica": "kept as a replica",
     }
-    ours, units = coding != Exact(), weight_units(coding, plan.modules, plan.shape, plan.layout)
+    ours, units = coding != Exact(), weight_transfers(coding, plan.modules, plan.shape, plan.layout)
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
         step_nbytes(units),
         kept_nbytes(coding, plan.modules, plan.shape, plan.layout),
-        leaving_nbytes(units) if plan.shape.has_nodes and ours else None,
+        internode_nbytes(units) if plan.shape.has_nodes and ours else None,
     )
 
 
@@ -85,7 +85,7 @@ class Report:
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
-    plan: Plan
+    plan: StepPlan
     groups: list[Group]
     weights: list[WeightChoice]
     kernels: str
@@ -178,7 +178,7 @@ def build_report(sync: GradientSync) -> Report:
     return report_of(sync.plan(), sync.compressor, device=sync.device, step_index=sync.step_index)
 
 
-def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_index: int = 0) -> Report:
+def report_of(plan: StepPlan, compressor: Compressor, *, device: torch.device, step_index: int = 0) -> Report:
     """Args:
     plan: Of the run.
     compressor: That the plan is of.

@@ -21,13 +21,13 @@ from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.plan.messages import step_nbytes
-from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.weights import weight_units
+from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.plan.weights import weight_transfers
 from lowbit_strategy.telemetry.startup_report import size
 
 WARM_STEPS, TIMED_STEPS = 40, 10
-WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is not worth having
-CERTAIN = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
+AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster than that is not worth having
+MIN_WIN_RATE = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
 CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
 
 _Moment = float | torch.cuda.Event
@@ -153,7 +153,7 @@ class StepTimes:
             self._sync.unsubscribe(self)
 
 
-def step_line(step: StepTime, sent_nbytes: int, plan: Plan) -> str:
+def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:
     """What is reported.
 
     Args:
@@ -170,10 +170,10 @@ def step_line(step: StepTime, sent_nbytes: int, plan: Plan) -> str:
     )
 
 
-def uncompressed_nbytes(plan: Plan, dtype: torch.dtype) -> int:
+def uncompressed_nbytes(plan: StepPlan, dtype: torch.dtype) -> int:
     """Bytes that a rank would send to the same peers in a step, gradients and FSDP2's weights, all of `dtype`."""
     modules = {name: replace(module, dtype=dtype) for name, module in plan.modules.items()}
-    weights = weight_units(Exact(), modules, plan.shape, plan.layout)
+    weights = weight_transfers(Exact(), modules, plan.shape, plan.layout)
     return plan.uncompressed_nbytes(dtype.itemsize) + step_nbytes(weights)
 
 
@@ -197,7 +197,7 @@ class Timed:
     def is_certainly_faster(self, other: Timed) -> bool:
         """Whether in most pairs of a step of each this is the faster one, as Mann and Whitney count them."""
         pairs = [own < seconds for own in self.seconds for seconds in other.seconds]
-        return sum(pairs) >= CERTAIN * len(pairs)
+        return sum(pairs) >= MIN_WIN_RATE * len(pairs)
 
     def __str__(self) -> str:
         ordered, out = sorted(self.seconds), len(self.seconds) // 4
@@ -217,7 +217,7 @@ def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
     if not tried:
         return Verdict(None, "no candidate fits into the memory")
     measured = ", ".join(str(each) for each in (own, *tried))
-    faster = [at for at, each in enumerate(tried) if each.median <= WORTH_IT * own.median]
+    faster = [at for at, each in enumerate(tried) if each.median <= AUTO_MAX_STEP_RATIO * own.median]
     if not faster:
         return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
     certain = [at for at in faster if tried[at].is_certainly_faster(own)]

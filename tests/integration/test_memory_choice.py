@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit_strategy import LoCo, WeightCode
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from lowbit_strategy.plan.fitting import Setup, choices
+from lowbit_strategy.plan.fitting import Setup, memory_options
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint
@@ -52,7 +52,7 @@ def limited(folder: Path) -> Facts:
             made_plan = sync.plan()
             specs = tuple(spec.whole for spec in made_plan.specs.values())
             where = Setup(specs=specs, shape=made_plan.shape, layout="fsdp", modules=made_plan.modules)
-            found = choices(LoCo(), WeightCode(), where, may_recode=True)
+            found = memory_options(LoCo(), WeightCode(), where, may_recode=True)
             totals = [each.memory.total for each in found]
         facts[memory] = {
             "losses": model.losses,

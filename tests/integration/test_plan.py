@@ -15,7 +15,7 @@ from lowbit_strategy import PRESETS, DiLoCo, Exact, LoCo, as_weights
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.plan.messages import Unit, step_nbytes
+from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.ranks.topology import hybrid_mesh
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of
@@ -37,8 +37,8 @@ class Calls(NamedTuple):
     collectives: int
 
 
-def planned(units: tuple[Unit, ...]) -> Calls:
-    messages = [(unit.repeats, message) for unit in units for message in unit.messages]
+def planned(transfers: tuple[TransferGroup, ...]) -> Calls:
+    messages = [(transfer.repeats, message) for transfer in transfers for message in transfer.messages]
     return Calls(
         sum(repeats * message.total_nbytes for repeats, message in messages),
         sum(repeats * message.in_series for repeats, message in messages),

@@ -8,7 +8,7 @@ from lowbit_strategy.advisor.cluster import Coding
 from lowbit_strategy.advisor.timing.device_clock import device_seconds_of, seconds_of
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.telemetry.measure import AloneBucket
+from lowbit_strategy.telemetry.measure import SingleRankBucket
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _TENSORS, _SMALL_NUMEL = 8, 1 << 13
@@ -44,7 +44,7 @@ class _Bucket:
         each = numel // _TENSORS
         specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_TENSORS)]
         self._device = device
-        self._alone = AloneBucket(compressor.phase(1 << 20), specs, device)
+        self._alone = SingleRankBucket(compressor.phase(1 << 20), specs, device)
         own = torch.Generator(device).manual_seed(0)  # the script's random numbers stay as they are
         self._x = torch.randn(self._alone.numel, device=device, generator=own)
         self._out = torch.empty_like(self._x)

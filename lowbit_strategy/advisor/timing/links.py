@@ -35,9 +35,9 @@ _MORE_OF_SHORT = 3  # times the calls: from what a message of no length takes al
 def slowest_network(networks: Sequence[Network]) -> Network:
     """Of all ranks': the slowest is waited for."""
     rings = [each.rings for each in networks if each.rings is not None]
-    crowding = [each.crowding for each in networks if each.crowding is not None]
-    mean = statistics.mean(crowding) if crowding else None
-    return Network(*_slowest(networks), crowding=mean, rings=Rings(*_slowest(rings)) if rings else None)
+    cpu_oversubscription = [each.cpu_oversubscription for each in networks if each.cpu_oversubscription is not None]
+    mean = statistics.mean(cpu_oversubscription) if cpu_oversubscription else None
+    return Network(*_slowest(networks), cpu_oversubscription=mean, rings=Rings(*_slowest(rings)) if rings else None)
 
 
 def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
@@ -47,7 +47,7 @@ def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
     """On all ranks, which all call this."""
     far = (ranks.peers,) if ranks.peers.is_far and not ranks.comes_and_goes else ()
-    turns = Turns(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node, between=far)
+    turns = ComputeLoad(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node, between=far)
     between, near = measure_link(ranks.peers, turns), turns.inside_a_node()
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, near)
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
@@ -56,18 +56,18 @@ def measure_network(ranks: Ranks, device: torch.device) -> Network:
         nodes = -(-ranks.world.world_size // per_node)
         around = measure_ring(ranks.world, turns, max(1, nodes - 1))
         rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, near, 1))
-    crowding = turns.crowding if turns.crowding > _CROWDED else None
-    return Network(between.shared_by(per_node), inside, crowding, rings)
+    cpu_oversubscription = turns.cpu_oversubscription if turns.cpu_oversubscription > _OVERSUBSCRIBED else None
+    return Network(between.shared_by(per_node), inside, cpu_oversubscription, rings)
 
 
-class Turns:
+class ComputeLoad:
     """On CPU, computation before each message that is timed, as a step has it.
 
     Ranks that have computed are not ready at the same moment, nor does a processor turn to a message at once where
     others wait for it: a message takes longer than one right after another does.
 
     Attributes:
-        crowding: Seconds that a second of a processor's time takes while all ranks compute.
+        cpu_oversubscription: Seconds that a second of a processor's time takes while all ranks compute.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Turns:
         self._meets = [each for each in (near, *between) if each is not None] if between else [comm]
         self._usual: Callable[[list[float]], float] = min if far else statistics.median
         self.seconds = self.work_s = self._longest_s = 0.0
-        self.crowding = 1.0
+        self.cpu_oversubscription = 1.0
         self._x = torch.ones(256, 256, device=device) / 256
         self._times = 0
         if device.type != "cpu" or comm.world_size == 1:
@@ -101,7 +101,7 @@ class Turns:
         turns = _NUM_TURNS * (_TIMES_FAR if far else 1)
         own = time.thread_time()
         self.seconds, self.work_s = self._timed(turns)
-        self.crowding = max(1.0, self.seconds * turns / max(time.thread_time() - own, 1e-6))
+        self.cpu_oversubscription = max(1.0, self.seconds * turns / max(time.thread_time() - own, 1e-6))
         self._longest_s = self.agreed(self.seconds)
 
     def take(self) -> None:
@@ -128,7 +128,7 @@ class Turns:
             _highest(comm, longest)
         return float(longest)
 
-    def inside_a_node(self) -> Turns:
+    def inside_a_node(self) -> ComputeLoad:
         """The same for messages that do not leave a node."""
         near = copy.copy(self)
         near._usual, near.far = statistics.median, False
@@ -146,10 +146,16 @@ class Turns:
         """Seconds of a collective that follows a turn, the median of a few calls; their mean processor time; and by
         which part of the seconds calls differ (`spread_of`).
 
-        Of each call the ranks' mean counts: who comes first waits for the last, and each is the last now and then.
-        Turns without it are timed before and after: how fast a processor is changes, and a short message takes less
-        time than that changes a turn by. `more`: times the usual number of calls. `most_s`: fewer calls where they take
-        longer. Slow calls end as soon as they differ little.
+        Of each call the mean over ranks counts: the first rank waits for the last, and each is last now and then. The
+        load alone is timed before and after: processor speed varies by more than a short message takes. Slow calls end
+        as soon as they differ little.
+
+        Args:
+            comm: The ranks.
+            call: The collective.
+            more: Times the usual number of calls.
+            pause_s: The longest pause before a call.
+            most_s: Fewer calls where they take longer together.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time, as much as a call takes and `pause_s` at most. Where
@@ -214,10 +220,10 @@ def _highest(comm: Comm, x: torch.Tensor) -> None:
 
 _TURN_S, _NUM_TURNS = 4e-3, 25  # of a processor's time; turns that tell how long one takes
 _TIMES_FAR = 8  # as many turns: ranks that are far apart do not begin together, and are to compute at the same time
-_CROWDED = 1.25  # below it, ranks have processors to spare
+_OVERSUBSCRIBED = 1.25  # below it, ranks have processors to spare
 
 
-def measure_link(comm: Comm, turns: Turns) -> Link:
+def measure_link(comm: Comm, turns: ComputeLoad) -> Link:
     """Of one rank, by all-to-alls among the ranks of `comm`."""
     device, others = turns.device, comm.world_size - 1
 
@@ -229,7 +235,7 @@ def measure_link(comm: Comm, turns: Turns) -> Link:
     return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1, _BUDGET_S)
 
 
-def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
+def measure_ring(comm: Comm, turns: ComputeLoad, in_series: int) -> Link:
     """Of one rank, by the backend's own all-reduces, each of two hops of so many messages in series."""
     own, size = GroupComm(comm.group), comm.world_size
 
@@ -244,7 +250,7 @@ def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
 
 def _measure(
     comm: Comm,
-    turns: Turns,
+    turns: ComputeLoad,
     collective: Callable[[int], Callable[[], object]],
     sizes: Sequence[int],
     sent_nbytes: Callable[[int], float],
@@ -280,7 +286,7 @@ def _measure(
         if turns.far and not turns.agreed(float(not is_straight(measured))):
             left = left[-2:]
     comm.sent_nbytes = counted
-    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
+    work = Work(turns.cpu_oversubscription * waking / in_series, turns.cpu_oversubscription * nbyte_s)
     return Link(
         latency / in_series,
         rate_of(measured),

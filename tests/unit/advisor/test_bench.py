@@ -95,7 +95,7 @@ def test_of_many_ranks_some_pairs_are_measured() -> None:
 
 def test_a_rank_alone_has_no_link() -> None:
     device = torch.device("cpu")
-    link = links.measure_link(LocalComm(), links.Turns(LocalComm(), device))
+    link = links.measure_link(LocalComm(), links.ComputeLoad(LocalComm(), device))
     assert link.nbytes_per_s == ANY_RATE
     assert link.work is None
     assert coding.measure_coding(LoCo(), device).numel_per_s > 0
@@ -131,8 +131,8 @@ def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls(far: boo
 
 def measured_links(rank: int, world_size: int, far: bool) -> Any:
     comm = GroupComm()
-    turns = links.Turns(comm, torch.device("cpu"), far=far)
-    assert 1.0 <= turns.crowding < 100
+    turns = links.ComputeLoad(comm, torch.device("cpu"), far=far)
+    assert 1.0 <= turns.cpu_oversubscription < 100
     return links.measure_link(comm, turns), links.measure_ring(comm, turns, 1)
 
 
@@ -148,7 +148,7 @@ def test_ranks_find_a_collective_equally_slow_and_between_far_ones_its_fastest_c
 def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
     """One call of three is fast, and in the others one rank waits for the other."""
     comm, costs = GroupComm(), []
-    near, far = (links.Turns(comm, torch.device("cpu"), far=far) for far in (False, True))
+    near, far = (links.ComputeLoad(comm, torch.device("cpu"), far=far) for far in (False, True))
     for turns in (near, far, far.inside_a_node()):
         calls = itertools.count()
 
@@ -178,7 +178,7 @@ def far_calls_begin(rank: int, world_size: int) -> list[float]:
         begun.append(time.monotonic())
         time.sleep(0.1 * rank)
 
-    turns = links.Turns(comm, torch.device("cpu"), far=True, near=GroupComm())
+    turns = links.ComputeLoad(comm, torch.device("cpu"), far=True, near=GroupComm())
     turns.cost_of(comm, call)
     return begun
 
@@ -205,7 +205,7 @@ def calls_of_two_links(rank: int, world_size: int, far: bool) -> int:
         comm.all_reduce(torch.zeros(1)).wait()
 
     between = [comm] if far else []  # with the ranks of a node they reach all
-    turns = links.Turns(GroupComm(), torch.device("cpu"), far=far, near=GroupComm(near), between=between)
+    turns = links.ComputeLoad(GroupComm(), torch.device("cpu"), far=far, near=GroupComm(near), between=between)
     turns.cost_of(comm, call)
     return times
 
@@ -226,7 +226,7 @@ def busy_between_calls(rank: int, world_size: int) -> float:
         while time.process_time() - began < 0.02:
             pass
 
-    turns = links.Turns(comm, torch.device("cpu"), far=True, near=comm)
+    turns = links.ComputeLoad(comm, torch.device("cpu"), far=True, near=comm)
     with mock.patch.object(links, "_highest", meet):
         return turns.cost_of(comm, lambda: None)[1]
 
@@ -252,9 +252,9 @@ def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_t
     assert (given.inter_node.latency_s, given.inter_node.nbytes_per_s) == (1e-3, 1e9 / 8)
     assert given.rings is None
     work = Work(1e-3, 1e-9)  # on a machine alone: what messages to others take is not known better than this
-    alone = replace(measured, nodes=1, levels={"intra-node": replace(link, work=work)}, crowding=2.0)
+    alone = replace(measured, nodes=1, levels={"intra-node": replace(link, work=work)}, cpu_oversubscription=2.0)
     given, _ = cluster_of(Said(link="1gbit", latency="1ms"), alone)
-    assert (given.inter_node.work, given.intra_node.work, given.crowding) == (work, work, 2.0)
+    assert (given.inter_node.work, given.intra_node.work, given.cpu_oversubscription) == (work, work, 2.0)
     apart = replace(measured, levels={"inter-node": replace(link, work=work)})
     given, _ = cluster_of(Said(), apart)
     assert given.intra_node.work == work

@@ -22,7 +22,7 @@ BENCH = Bench(
     levels={"inter-node": Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2))), "intra-node": Link(1e-5, 1e10)},
     pairs=tuple(Pair(a, b, "inter-node", 1e-3, 1e8, 2e8) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
     rings=Rings(Link(2e-3, 5e7, ((1e4, 1e-4),), Work(1e-4, 1e-9)), Link(1e-5, 1e9)),
-    crowding=1.5,
+    cpu_oversubscription=1.5,
     codings={"loco": Coding(1e9, 1e-4)},
     memcpy_nbytes_per_s=1e10,
 )
@@ -58,7 +58,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(ValueError, match="measure again"):
         read_bench(path, HERE)
-    for part in ("levels", "pairs", "rings", "crowding", "machines", "codings"):
+    for part in ("levels", "pairs", "rings", "cpu_oversubscription", "machines", "codings"):
         BENCH.write(path)
         path.write_text(json.dumps({**json.loads(path.read_text()), part: ["edited"]}))
         with pytest.raises(ValueError, match=f"is damaged: it.{part}"):
@@ -100,10 +100,10 @@ def test_figures_that_no_link_can_have_are_refused_with_their_place(tmp_path: Pa
 
 
 def test_wild_pairs_are_named() -> None:
-    assert BENCH.wild_pairs() == []
+    assert BENCH.outlier_links() == []
     slow = replace(BENCH.pairs[2], nbytes_per_s=1e7)
-    (sentence,) = replace(BENCH, pairs=(*BENCH.pairs[:2], slow, BENCH.pairs[3])).wild_pairs()
+    (sentence,) = replace(BENCH, pairs=(*BENCH.pairs[:2], slow, BENCH.pairs[3])).outlier_links()
     assert sentence.startswith("ranks 1 and 2 (inter-node) reach each other at 10 MB/s")
     far = replace(BENCH.pairs[0], latency_s=0.05)
-    (sentence,) = replace(BENCH, pairs=(far, *BENCH.pairs[1:])).wild_pairs()
+    (sentence,) = replace(BENCH, pairs=(far, *BENCH.pairs[1:])).outlier_links()
     assert sentence.startswith("ranks 0 and 2")

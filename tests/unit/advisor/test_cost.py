@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
-from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Workload, plan_for
 from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
 from lowbit_strategy.advisor.cost import break_even, message_seconds, over_bandwidth, step_time
 from lowbit_strategy.advisor.models import transformer
@@ -19,36 +19,36 @@ from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import Reduced
+from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.messages import RING, Message
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 SLOW, FAST = Link(0.01, 1e9 / 8), Link(1e-6, 1e12)
 
 
-def cluster(link: Link = SLOW, *, ways: int = 1) -> Cluster:
-    return Cluster(inter_node=link, intra_node=Link(5e-6, 50e9), ways=ways)
+def cluster(link: Link = SLOW, *, latency_multiplier: int = 1) -> Cluster:
+    return Cluster(inter_node=link, intra_node=Link(5e-6, 50e9), latency_multiplier=latency_multiplier)
 
 
 def test_one_bucket_takes_its_latencies_and_its_bytes() -> None:
     """`T = messages in series x latency + bytes / bandwidth`, after all of backward."""
     specs = [TensorSpec("weight", (1024, 1024))]
     shape = Shape(4, 0, None, Topology((1,) * 4, 4))
-    plan = make_plan(specs, assign_all(LoCo(), specs), shape, "ddp", reduced=[Reduced(("weight",))])
+    plan = make_plan(specs, assign_all(LoCo(), specs), shape, "ddp", reduced=[ParamGroup(("weight",))])
     (unit,) = plan.gradients
     nbytes = sum(message.total_nbytes for message in unit.messages)
-    for ways in (1, 2):
-        found = step_time(plan, cluster(ways=ways), 0.5).seconds
-        assert found == pytest.approx(0.5 + 2 * ways * SLOW.latency_s + nbytes / SLOW.nbytes_per_s)
+    for multiplier in (1, 2):
+        found = step_time(plan, cluster(latency_multiplier=multiplier), 0.5).seconds
+        assert found == pytest.approx(0.5 + 2 * multiplier * SLOW.latency_s + nbytes / SLOW.nbytes_per_s)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("name", ["loco", "dense", "topk"])
 def test_a_prediction_lies_between_its_bounds_and_grows_with_worse_links(layout: str, name: str) -> None:
-    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
-    plan = plan_for(wanted, layout, PRESETS[name])  # type: ignore[arg-type]
+    workload = Workload(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(workload, layout, PRESETS[name])  # type: ignore[arg-type]
     before = 0.0
     for nbytes_per_s in (1e12, 1e10, 1e9, 1e8, 1e7):
         link = Link(1e-4, nbytes_per_s)
@@ -61,8 +61,8 @@ def test_a_prediction_lies_between_its_bounds_and_grows_with_worse_links(layout:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
 def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
-    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
-    plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+    workload = Workload(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
     stock = uncompressed(plan, 2)
     at = break_even(*(over_bandwidth(each, cluster(), 0.5) for each in (plan, stock)))
     assert at is not None
@@ -73,7 +73,7 @@ def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
 
 
 def test_break_even_does_not_depend_on_rings_that_were_measured_of_the_link_as_it_is() -> None:
-    plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
+    plan = plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
     stock = uncompressed(plan, 2)
     fast = Link(1e-6, 1e11)
     found = [
@@ -86,11 +86,11 @@ def test_break_even_does_not_depend_on_rings_that_were_measured_of_the_link_as_i
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> None:
-    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
-    plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+    workload = Workload(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
     for each in (plan, uncompressed(plan, 2)):
         none = Work(0.0, 0.0)
-        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, crowding=1.0)
+        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, cpu_oversubscription=1.0)
         before = step_time(each, at, 0.5).seconds
         for work in (none, Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
             links = {level: replace(getattr(at, level), work=work) for level in ("inter_node", "intra_node")}
@@ -125,7 +125,7 @@ def test_what_a_message_alone_is_slower_by_is_waited_for_like_a_latency() -> Non
     assert link.split_s(1e3)[0] == 0.0  # it passes faster than the rate says
     assert link.split_s(1e4) == pytest.approx((2e-2, 1e-2))
     at = replace(cluster(link), intra_node=link)
-    message = Message("flat", "rows", 10_000, in_series=1, leaving=1.0)
+    message = Message("flat", "rows", 10_000, in_series=1, internode_fraction=1.0)
     assert message_seconds(message, at, 1) == pytest.approx((2.1e-2, 1e-2))
 
 
@@ -134,12 +134,12 @@ def test_buckets_are_those_of_the_strategy_and_of_ddp() -> None:
     specs = [TensorSpec(f"weight {at}", (512, 512)) for at in range(160)]  # a MiB each
     found = {}
     for device_type in ("cpu", "cuda"):
-        wanted = Wanted(specs, 2, 1, device_type=device_type)
-        plan = plan_for(wanted, "ddp", PRESETS["loco"])
+        workload = Workload(specs, 2, 1, device_type=device_type)
+        plan = plan_for(workload, "ddp", PRESETS["loco"])
         found[device_type] = len(plan.gradients)
         stock = uncompressed(plan, 4).gradients
         assert len(stock) == 1 + -(-159 // 25)
-        assert sum(unit.numel for unit in stock) == wanted.numel
+        assert sum(unit.numel for unit in stock) == workload.numel
     assert found == {"cpu": 1 + -(-159 // 8), "cuda": 1 + -(-159 // 128)}
 
 
@@ -149,14 +149,14 @@ def test_messages_in_series_share_the_bytes() -> None:
     at = replace(cluster(link), rings=Rings(link, link))
     for what in ("rows", RING):
         for in_series, expected in ((1, 9e-4), (10, 0.0)):
-            found = message_seconds(Message("flat", what, 1000, in_series=in_series, leaving=1.0), at, 1)
+            found = message_seconds(Message("flat", what, 1000, in_series=in_series, internode_fraction=1.0), at, 1)
             assert found == (0.0, pytest.approx(expected))
 
 
 def test_rings_take_the_work_that_was_measured_of_them() -> None:
-    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo()), 2)
+    plan = uncompressed(plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo()), 2)
     link, ring = Link(1e-6, 1e12, work=Work(1.0, 0.0)), Link(1e-6, 1e12, work=Work(1e-3, 0.0))
-    at = replace(cluster(link), crowding=1.0, rings=Rings(ring, ring))
+    at = replace(cluster(link), cpu_oversubscription=1.0, rings=Rings(ring, ring))
     in_series = sum(message.in_series for unit in plan.gradients for message in unit.messages)
     assert step_time(plan, at, 0.5).low == pytest.approx(0.5 + 1e-3 * in_series)
     assert step_time(plan, replace(at, rings=None), 0.5).low == pytest.approx(0.5 + in_series)
@@ -167,8 +167,8 @@ def test_sums_inside_a_node_take_their_copies(layout: str, times: float) -> None
     """DDP cuts its bucket into rows, adds those and fills it again: of two ranks 2 + 1.5 + 2 times its bytes."""
     specs = [TensorSpec("weight", (1024, 1024))]
     for ranks_per_node, copied in ((2, times), (1, 0)):
-        wanted = Wanted(specs, 2, ranks_per_node)
-        plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+        workload = Workload(specs, 2, ranks_per_node)
+        plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
         at = Cluster(inter_node=FAST, intra_node=FAST, prefetches=False, memcpy_nbytes_per_s=1e9)
         more = step_time(plan, at, 0.5).seconds - step_time(plan, replace(at, memcpy_nbytes_per_s=None), 0.5).seconds
         assert more == pytest.approx(copied * 4 * 1024**2 / 1e9, rel=1e-3)
@@ -176,10 +176,10 @@ def test_sums_inside_a_node_take_their_copies(layout: str, times: float) -> None
 
 def test_messages_inside_a_node_take_the_work_that_was_measured_there() -> None:
     """As the inner steps of local steps do, whatever messages to far hosts take."""
-    wanted = Wanted(transformer(1e9), 2, 2, itemsize=2)
-    plan = plan_for(wanted, "hsdp", LoCo(), outer=OUTER_RULES["diloco"])
+    workload = Workload(transformer(1e9), 2, 2, itemsize=2)
+    plan = plan_for(workload, "hsdp", LoCo(), outer=OUTER_RULES["diloco"])
     near, far = Link(0.0, 1e12, work=Work(1e-3, 0.0)), Link(0.05, 1e12, work=Work(1.0, 0.0))
-    at = Cluster(inter_node=far, intra_node=near, crowding=1.0, prefetches=False)
+    at = Cluster(inter_node=far, intra_node=near, cpu_oversubscription=1.0, prefetches=False)
     inside = sum(
         unit.repeats * message.in_series for unit in (*plan.gradients, *plan.weights) for message in unit.messages
     )
@@ -195,10 +195,10 @@ def test_buckets_that_leave_at_once_take_as_long_as_one_message_of_all_their_byt
     assert step.seconds == pytest.approx(2 * 0.05 + nbytes / 1e6, rel=0.02)
 
 
-def far_plan() -> tuple[Plan, int]:
+def far_plan() -> tuple[StepPlan, int]:
     """Of two far ranks, and the bytes of both hops."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
-    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
+    plan = plan_for(Workload(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
     assert len(plan.gradients) > 1
     nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
     return replace(plan, shape=replace(plan.shape, far=True)), nbytes
@@ -222,7 +222,7 @@ def test_far_hops_are_not_faster_than_the_best_rate_that_was_measured_after_one_
 def test_rows_of_coded_weights_that_leave_at_once_overflow_what_the_way_holds() -> None:
     """Each module's alone would not."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
-    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "fsdp", PRESETS["loco"])
+    plan = plan_for(Workload(specs, 2, 1, device_type="cpu"), "fsdp", PRESETS["loco"])
     far = replace(plan, shape=replace(plan.shape, far=True))
     nbytes = sum(message.nbytes for unit in plan.weights if unit.encoded_numel for message in unit.messages)
     assert len(plan.weights) > 4
@@ -239,7 +239,7 @@ def test_rows_of_coded_weights_that_leave_at_once_overflow_what_the_way_holds() 
 def test_buckets_one_after_the_other_share_one_burst() -> None:
     """Each is short enough to pass a limit of the rate at once after a pause, but between buckets there is none."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(64)]
-    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
+    plan = plan_for(Workload(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
     nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
     longest = max(message.nbytes for unit in plan.gradients for message in unit.messages)
     link = Link(0.0, 1e6, ((longest, 0.0), (2 * nbytes, (2 * nbytes - longest) / 1e6)))
@@ -259,7 +259,7 @@ def test_a_stream_has_the_best_rate_that_was_measured_after_one_burst() -> None:
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_beside_the_optimizer_nothing_travels(layout: str, prefetches: bool) -> None:
     """The more of a step's computing it is, the less is hidden; where nothing travels it makes no difference."""
-    plan = plan_for(Wanted(transformer(1e9), 4, 2, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
+    plan = plan_for(Workload(transformer(1e9), 4, 2, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
     for link in (Link(1e-4, 1e8), Link(1e-4, 1e9), Link(0.0, 1e15)):
         at = replace(cluster(link), prefetches=prefetches, intra_node=Link(0.0, 1e15))
         before = 0.0
@@ -277,8 +277,8 @@ def test_beside_the_optimizer_nothing_travels(layout: str, prefetches: bool) -> 
 
 def test_where_ranks_share_processors_half_of_what_buckets_hide_is_hidden() -> None:
     """And all of what the framework's own rings hide, and what travels between far ranks."""
-    plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
-    alone, shared = cluster(Link(1e-4, 1e10)), replace(cluster(Link(1e-4, 1e10)), crowding=2.0)
+    plan = plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
+    alone, shared = cluster(Link(1e-4, 1e10)), replace(cluster(Link(1e-4, 1e10)), cpu_oversubscription=2.0)
     far = replace(plan, shape=replace(plan.shape, far=True))
     before, after = step_time(plan, alone, 0.5), step_time(plan, shared, 0.5)
     assert after.seconds == pytest.approx((before.seconds + before.high) / 2)
@@ -289,9 +289,9 @@ def test_where_ranks_share_processors_half_of_what_buckets_hide_is_hidden() -> N
 
 def test_gloo_waits_for_a_note_of_the_receiver_unless_receives_are_posted_ahead() -> None:
     """Twice the latency of the framework's own messages and of near ranks; far ranks have posted their receives."""
-    far = Wanted(transformer(1e9), 4, 1, itemsize=2, device_type="cpu", far=True)
+    far = Workload(transformer(1e9), 4, 1, itemsize=2, device_type="cpu", far=True)
     both = plan_for(replace(far, far=False), "ddp", LoCo()), plan_for(far, "ddp", LoCo())
-    once, twice = cluster(Link(0.05, 1e12)), replace(cluster(Link(0.05, 1e12)), ways=2)
+    once, twice = cluster(Link(0.05, 1e12)), replace(cluster(Link(0.05, 1e12)), latency_multiplier=2)
     near, ahead = (step_time(plan, twice, 0.1).seconds - step_time(plan, once, 0.1).seconds for plan in both)
     assert near > 0.05
     assert ahead == 0.0
@@ -303,7 +303,7 @@ def test_gloo_waits_for_a_note_of_the_receiver_unless_receives_are_posted_ahead(
 def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node: int) -> None:
     """Twelve modules: the weights' latency once, and that of the last gradients."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
-    plan = plan_for(Wanted(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
+    plan = plan_for(Workload(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
     far = replace(plan, shape=replace(plan.shape, far=True))
     at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), prefetches=False)
     latencies = step_time(far, at, 0.0).seconds / 0.05
@@ -311,12 +311,12 @@ def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node:
 
 
 def test_the_outermost_module_is_gathered_once_a_step() -> None:
-    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
+    plan = uncompressed(plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
     assert {unit.name: unit.repeats for unit in plan.weights if unit.repeats != 2} == {"root": 1}
 
 
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
-    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
+    plan = uncompressed(plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
     link = Link(1e-3, 1e9)
     at = replace(cluster(link), rings=Rings(link, link), prefetches=False)
     once, twice = (step_time(plan, replace(at, scatters=scatters), 0.5).seconds for scatters in (True, False))
@@ -332,14 +332,14 @@ def test_published_figures_are_near_their_predictions_and_inside_their_ranges() 
     assert sum(row.inside for row in found) / len(found) >= 9 / 10
 
 
-def random_plans() -> st.SearchStrategy[Plan]:
+def random_plans() -> st.SearchStrategy[StepPlan]:
     """Of any layout, with and without compression and with local steps, over one level or two."""
 
-    def plan_of(layout: str, name: str, numel: float, nodes: int, per_node: int, own: bool) -> Plan:
+    def plan_of(layout: str, name: str, numel: float, nodes: int, per_node: int, own: bool) -> StepPlan:
         outer = OUTER_RULES.get(name) if layout != "fsdp" and not own else None
-        wanted = Wanted(transformer(numel), nodes, per_node, itemsize=2)
+        workload = Workload(transformer(numel), nodes, per_node, itemsize=2)
         compressor = PRESETS["loco" if name in OUTER_RULES else name]
-        plan = plan_for(wanted, layout, compressor, outer=outer)  # type: ignore[arg-type]
+        plan = plan_for(workload, layout, compressor, outer=outer)  # type: ignore[arg-type]
         return uncompressed(plan, 2) if own else plan
 
     layouts, names = st.sampled_from(["ddp", "fsdp", "hsdp"]), st.sampled_from(["loco", "powersgd", "dense", "diloco"])
@@ -359,7 +359,7 @@ def random_plans() -> st.SearchStrategy[Plan]:
     st.booleans(),
 )
 def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
-    plan: Plan,
+    plan: StepPlan,
     latency_s: float,
     rate: float,
     inside: float,
@@ -385,7 +385,7 @@ def test_a_window_limits_what_a_long_way_carries() -> None:
 
 
 def test_a_ring_keeps_the_pace_of_its_slowest_link() -> None:
-    plan = uncompressed(plan_for(Wanted(transformer(1e9), 2, 4, itemsize=2), "ddp", LoCo()), 2)
+    plan = uncompressed(plan_for(Workload(transformer(1e9), 2, 4, itemsize=2), "ddp", LoCo()), 2)
     nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
     for between, inside, slowest in ((1e9, 1e12, 1e9), (1e12, 1e9, 1e9)):
         at = Cluster(inter_node=Link(0.0, between), intra_node=Link(0.0, inside))
@@ -394,7 +394,7 @@ def test_a_ring_keeps_the_pace_of_its_slowest_link() -> None:
 
 def test_a_rank_alone_sends_and_codes_nothing() -> None:
     for layout in ("ddp", "fsdp"):
-        plan = plan_for(Wanted(transformer(1e8), 1, 1, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
+        plan = plan_for(Workload(transformer(1e8), 1, 1, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
         at = replace(cluster(), encoded_per_s=1e9, bucket_s=1e-3)
         assert step_time(uncompressed(plan, 2), at, 0.5).high == 0.5
 

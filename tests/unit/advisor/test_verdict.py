@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lowbit_strategy.advisor.advice import Wanted, choices
+from lowbit_strategy.advisor.advice import Workload, setup_options
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.gather import Said, gather
 from lowbit_strategy.advisor.inputs import Situation, What
 from lowbit_strategy.advisor.models import transformer
-from lowbit_strategy.advisor.verdict import PAYS, Gain, Verdict, decide, gain_of
+from lowbit_strategy.advisor.verdict import ADVISE_MIN_SPEEDUP, Gain, Verdict, decide, gain_of
 
 
 def verdict(params: float, nodes: int, ranks_per_node: int, **said: str) -> Verdict:
-    wanted, given = Wanted(transformer(params), nodes, ranks_per_node, itemsize=2), Said(**said)
-    situation = gather(given, wanted.numel, None, given.known_machine())
-    return decide(choices(wanted, situation), wanted, situation)
+    workload, given = Workload(transformer(params), nodes, ranks_per_node, itemsize=2), Said(**said)
+    situation = gather(given, workload.numel, None, given.known_machine())
+    return decide(setup_options(workload, situation), workload, situation)
 
 
 def certain(params: float, nodes: int, ranks_per_node: int, link: Link, compute_s: float, memory: float) -> str | None:
     """The name of what is best where nothing is uncertain."""
-    wanted = Wanted(transformer(params), nodes, ranks_per_node, itemsize=2)
+    workload = Workload(transformer(params), nodes, ranks_per_node, itemsize=2)
     situation = Situation(Cluster(inter_node=link, intra_node=Link(5e-6, 50e9)), compute_s, (), memory)
-    choice = decide(choices(wanted, situation), wanted, situation).choice
+    choice = decide(setup_options(workload, situation), workload, situation).choice
     return None if choice is None else choice.name
 
 
@@ -67,7 +67,7 @@ def test_slow_links_get_a_line_to_paste(nodes: int, ranks_per_node: int, said: d
     assert found.answer == "use"
     assert found.sentence.startswith('Use: strategy="loco_')
     assert found.gain is not None
-    assert PAYS < found.gain.low <= found.gain.likely <= found.gain.high
+    assert ADVISE_MIN_SPEEDUP < found.gain.low <= found.gain.likely <= found.gain.high
 
 
 def test_what_does_not_fit_is_never_recommended() -> None:
@@ -97,9 +97,9 @@ def test_the_answer_flips_where_it_says_so() -> None:
 
 
 def test_the_range_of_a_gain_holds_that_of_any_figures_within_theirs() -> None:
-    wanted, said = Wanted(transformer(1e9), 4, 8, itemsize=2), Said(link="100gbit", compute="0.2s")
-    situation = gather(said, wanted.numel)
-    found = choices(wanted, situation)
+    workload, said = Workload(transformer(1e9), 4, 8, itemsize=2), Said(link="100gbit", compute="0.2s")
+    situation = gather(said, workload.numel)
+    found = setup_options(workload, situation)
     (ours,) = [each for each in found if each.name == "loco_fsdp"]
     own = [each for each in found if each.name.endswith("bf16")]
     gain, worst = gain_of(ours, own, situation)

@@ -11,8 +11,8 @@ from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choice, choices, choose
-from lowbit_strategy.plan.gradients import Reduced
+from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_option, memory_options
+from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import share_of
@@ -68,7 +68,7 @@ def test_the_residual_of_usual_models_on_80_gb_is_kept(specs: list[TensorSpec], 
     own_numel = sum(spec.numel for spec in specs) // (8 * nodes)
     free = GPU - 4 * own_numel  # float32 parameters are there
     room = allowed_nbytes(GPU, free, own_numel)
-    best = choose(list(choices(LoCo(), WeightCode(), setup(specs, nodes, 8), may_recode=True)), room, free)
+    best = choose(list(memory_options(LoCo(), WeightCode(), setup(specs, nodes, 8), may_recode=True)), room, free)
     assert best.compressor == LoCo()
     assert best.weights is not None
     assert best.weights.keep == weights
@@ -95,14 +95,14 @@ def chosen(
 ) -> str:
     where = setup(specs, nodes, 8)
     asked = (compressor or LoCo(), weights or WeightCode())
-    found = list(choices(*asked, where, may_recode=weights is None))
+    found = list(memory_options(*asked, where, may_recode=weights is None))
     best = choose(found, int(room), int(limit))
     assert best.memory.total <= room or best == min(found, key=lambda each: each.memory.total)
     return best.differs
 
 
 def total(specs: list[TensorSpec], nodes: int, compressor: Compressor, weights: WeightCoding) -> float:
-    return choice(compressor, weights, setup(specs, nodes, 8)).memory.total / 1e9
+    return memory_option(compressor, weights, setup(specs, nodes, 8)).memory.total / 1e9
 
 
 def test_llama_70b_on_8_nodes_of_8_keeps_less_than_12_gb_without_the_user() -> None:
@@ -110,7 +110,7 @@ def test_llama_70b_on_8_nodes_of_8_keeps_less_than_12_gb_without_the_user() -> N
     assert total(LLAMA_70B, 8, LoCo(), WeightCode()) > 70
     differs = chosen(LLAMA_70B, 8)
     assert differs == "weights are gathered again in backward instead of kept as codes; no residual is kept"
-    memory = choice(LoCo(residual="none"), WeightCode(keep="nothing"), setup(LLAMA_70B, 8, 8)).memory
+    memory = memory_option(LoCo(residual="none"), WeightCode(keep="nothing"), setup(LLAMA_70B, 8, 8)).memory
     assert memory.total / 1e9 < 12
     assert memory.messages / 1e9 < 5  # of the root, which has embedding and head: they go in pieces inside the node
 
@@ -156,7 +156,7 @@ def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
 
 def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
     small = [TensorSpec("weight", (256, 256))]
-    found = list(choices(LoCo(), None, replace(setup(small, 1, 8), modules={}, layout="ddp"), may_recode=True))
+    found = list(memory_options(LoCo(), None, replace(setup(small, 1, 8), modules={}, layout="ddp"), may_recode=True))
     with pytest.raises(
         ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* and 1 KB are allowed"
     ) as error:
@@ -166,7 +166,7 @@ def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
 
 
 def test_every_choice_says_what_it_costs() -> None:
-    found = list(choices(LoCo(), WeightCode(), setup(LLAMA_13B, 1, 8), may_recode=True))
+    found = list(memory_options(LoCo(), WeightCode(), setup(LLAMA_13B, 1, 8), may_recode=True))
     assert [bool(each.costs) for each in found] == [bool(each.differs) for each in found] == [False, True, True]
     assert "weights travel twice" in found[1].costs
     assert "weights travel twice" in found[2].costs
@@ -177,7 +177,7 @@ def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
     """Llama-70B's embedding and head, 8 nodes of 8: 8.4 GB of float32 inside the node, 256 MiB at a time."""
     where = setup(LLAMA_70B, 8, 8)
     parts = [spec.shared(where.shape.share) for spec in LLAMA_70B]
-    root = Reduced(tuple(spec.name for spec in where.modules[""].specs), name="root")
+    root = ParamGroup(tuple(spec.name for spec in where.modules[""].specs), name="root")
     plan = make_plan(
         parts,
         assign_all(LoCo(), parts),

@@ -16,8 +16,8 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, share_of
 from lowbit_strategy.ranks.shape import Shape
@@ -59,12 +59,12 @@ def modules(specs: list[TensorSpec]) -> dict[str, ModuleLayout]:
     }
 
 
-def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> Plan:
+def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> StepPlan:
     specs, topology = llama(), Topology((8,) * 125, 1000)
     share = None if size is None else share_of(0, size, 1000, scatter=layout == "fsdp")
     shape = Shape(1000, 0, share, topology)
     parts = [spec.shared(share) for spec in specs]
-    reduced = [Reduced(tuple(s.name for s in m.specs), 2, name) for name, m in modules(specs).items()]
+    reduced = [ParamGroup(tuple(s.name for s in m.specs), 2, name) for name, m in modules(specs).items()]
     return make_plan(
         parts,
         assign_all(LoCo(), parts),
@@ -148,7 +148,7 @@ def test_messages_in_series_are_the_collectives_of_a_step(name: str, layout: Any
             before = calls.count
             harness.run(sync, harness.grads(step))
         names = tuple(spec.name for spec in SPECS)
-        sync.expect([Reduced(names)])
+        sync.expect([ParamGroup(names)])
         (unit,) = sync.plan().gradients
         return calls.count - before, unit.in_series
 
@@ -218,7 +218,7 @@ def test_what_waits_for_the_whole_model_is_reduced_at_once_however_it_is_cut(
     """DGC that clips needs the norm of all gradients before any of them is sent."""
     specs = [TensorSpec(f"weight {at}", (512, 512)) for at in range(8)]
     assigned = assign_all(DGC(clip_norm=clip_norm, warmup_steps=0), specs)
-    one, many = [Reduced(tuple(spec.name for spec in specs))], [Reduced((spec.name,)) for spec in specs]
+    one, many = [ParamGroup(tuple(spec.name for spec in specs))], [ParamGroup((spec.name,)) for spec in specs]
     at_once, one_by_one = (
         make_plan(specs, assigned, Shape(4), "ddp", reduced=reduced).memory.working for reduced in (one, many)
     )
