@@ -109,7 +109,7 @@ class SetupOption:
 
     @property
     def seconds(self) -> float:
-        """Of a step, times as many as it needs to the same loss, where that was measured."""
+        """Step time multiplied by the measured increase in steps."""
         assert self.time is not None
         return self.time.seconds * (1.0 if self.steps is None else self.steps.times)
 

@@ -110,7 +110,7 @@ def _is_terminal() -> bool:
 
 
 def _ask() -> tuple[str, int, int, str, str, str]:
-    """What a prediction needs, of whom it helps to ask."""
+    """Prompt for the inputs of a prediction."""
     return (
         typer.prompt("How many parameters has the model (7e9, 350M)?"),
         typer.prompt("How many machines?", default=2, type=int),

@@ -112,7 +112,7 @@ class Link:
         return replace(self, nbytes_per_s=min(ANY_RATE, ranks * self.nbytes_per_s), measured=measured)
 
     def scaled(self, rate: float = 1.0, latency: float = 1.0, window: float = 1.0) -> Link:
-        """The same link with so many times its rate, its latency and its window."""
+        """The link with its rate, latency and window multiplied by these factors."""
         return replace(
             self,
             latency_s=latency * self.latency_s,
@@ -188,7 +188,7 @@ class Cluster:
     memcpy_nbytes_per_s: float | None = None
 
     def between_nodes(self, link: Link) -> Cluster:
-        """The same with another link between nodes, of which no rings were measured."""
+        """The same with another link between nodes, whose rings were not measured."""
         now = self.inter_node
         return replace(self, inter_node=replace(link, work=now.work, window_nbytes=now.window_nbytes), rings=None)
 
@@ -201,7 +201,7 @@ class Cluster:
         inside: float = 1.0,
         coding: float = 1.0,
     ) -> Cluster:
-        """The same cluster with so many times each figure: of links between nodes and inside them, of coding."""
+        """The cluster with each figure multiplied: of links between nodes and inside them, of coding."""
         rings = self.rings
         if rings is not None:
             rings = Rings(rings.between.scaled(link, latency), rings.inside.scaled(inside, latency))

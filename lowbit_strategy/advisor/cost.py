@@ -10,9 +10,9 @@ shows in a step depends on what it can overlap:
 * local steps: a round's messages, less what its delay hides, over the steps of the round
 
 Where messages are sent, and gradients coded, by the processors that compute (`Work`), a step takes its compute and all
-of that work at least, whatever overlaps: ``T >= compute + work``.
+of that work at least, regardless of overlap: ``T >= compute + work``.
 
-Besides the estimate there are bounds: everything that can overlap does (`low`), or nothing does (`high`).
+Bounds: everything that can overlap does (`low`), or nothing does (`high`).
 
 References:
     Agarwal et al., "On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022, arXiv
@@ -34,7 +34,7 @@ FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: the estimate, and what it cannot leave if the figures it is made from are right."""
+    """Seconds of a step, with lower and upper bounds that assume correct inputs."""
 
     seconds: float
     low: float
@@ -42,7 +42,7 @@ class StepTime:
 
 
 def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> tuple[float, float]:
-    """What a message waits for latency, and how long its bytes take; all ranks of a node send theirs at once."""
+    """Latency and transfer time of a message; all ranks of a node send at once."""
     times = _times(message, cluster)
     number = max(1, message.in_series)
     each = message.total_nbytes / number
@@ -61,7 +61,7 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
 
 
 def _link_of(message: Message, cluster: Cluster) -> Link:
-    """Of which it waits for the latency."""
+    """The link whose latency it waits for."""
     if cluster.rings is not None and message.what in RINGS:
         return cluster.rings.between if message.internode_fraction else cluster.rings.inside
     return cluster.inter_node if message.internode_fraction else cluster.intra_node
@@ -96,7 +96,7 @@ class _Cost:
 
 
 def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> _Cost:
-    """Of one time that it travels."""
+    """Of one transfer."""
     parts = [message_seconds(message, cluster, ranks_per_node) for message in transfer.messages]
     encoding = transfer.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
     encoding += cluster.bucket_s if transfer.encoded_numel else 0.0
@@ -173,7 +173,7 @@ def _sum(transfers: Sequence[TransferGroup], costs: Sequence[_Cost]) -> _Cost:
 
 
 def ranks_per_node(plan: StepPlan) -> int:
-    """As far as it is known; 1 otherwise."""
+    """Ranks per node, or 1 if unknown."""
     topology = plan.shape.topology
     return 1 if topology is None else topology.ranks_per_node or 1
 
@@ -181,8 +181,8 @@ def ranks_per_node(plan: StepPlan) -> int:
 def _bucket_by_bucket(plan: StepPlan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
     """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart.
 
-    What the buckets before take of the processors delays backward, and so the bucket that comes next. All of them
-    together are not faster than the link lets so many bytes pass, of which each by itself may be a burst.
+    Processor time of earlier buckets delays backward, and so the next bucket. All buckets together are no faster than
+    the link's sustained rate, although each alone may be a burst.
     """
     transfers = plan.gradients
     total = sum(transfer.numel for transfer in transfers) or 1
@@ -202,8 +202,8 @@ def _bucket_by_bucket(plan: StepPlan, costs: Sequence[_Cost], cluster: Cluster, 
 
 
 def _hidden_less(plan: StepPlan, hidden_s: float, cluster: Cluster) -> float:
-    """Half of what buckets could hide is not, where ranks take turns on the processors: between two messages a bucket
-    waits for one. The framework's own rings do not; nor do far messages, which need none for most of their way.
+    """When CPUs are oversubscribed, only half of the ideal overlap is achieved: between two messages a bucket waits for
+    a processor. The framework's own rings do not; nor do far messages, which need none for most of their way.
     """
     own = any(message.what not in RINGS for transfer in plan.gradients for message in transfer.messages)
     return max(0.0, hidden_s) / 2 if own and cluster.cpu_oversubscription is not None and not plan.shape.far else 0.0

@@ -95,7 +95,7 @@ class Situation:
         cluster: Links and coding, as they probably are.
         compute_s: A step without communication.
         figures: What is uncertain of these; empty: nothing.
-        memory_nbytes: Of a rank; None: whatever is needed.
+        memory_nbytes: Of a rank; None: unlimited.
         memory_source: Where that comes from.
         optimizer_s: Of the step, the optimizer's, beside which nothing travels.
     """
@@ -108,7 +108,7 @@ class Situation:
     optimizer_s: float = 0.0
 
     def at(self, times: Mapping[What, float]) -> Situation:
-        """With so many times each figure that is named."""
+        """With the named figures multiplied by these factors."""
         factors = {str(what): factor for what, factor in times.items() if what != "compute"}
         return replace(
             self, cluster=self.cluster.scaled(**factors), compute_s=times.get("compute", 1.0) * self.compute_s

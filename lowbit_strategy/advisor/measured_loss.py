@@ -32,7 +32,7 @@ class Loss:
 
     @property
     def excess(self) -> float:
-        """What is certainly not chance of it; of a single seed, all."""
+        """Excess loss beyond two standard errors; the raw gap if there is only one seed."""
         return self.percent if self.error is None else self.percent - _CERTAIN * self.error
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ def worst_loss(name: str) -> Loss | None:
 
 
 def quality_of(name: str, bits: float) -> Quality:
-    """How a preset of so many bits may be used.
+    """How a preset with `bits` per element may be used.
 
     ``same``: 4 bits and more, and no loss of a model is higher by more than chance. ``close``: at most half a per cent
     higher on every model. ``worse``: more than that. ``unmeasured``: nobody knows.

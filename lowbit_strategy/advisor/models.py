@@ -1,4 +1,4 @@
-"""Parameters of a model of which only the size is known."""
+"""Parameters of a model when only its size is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_LAYER = 12  # matrices of width x width: four of attention, eight of the fe
 
 
 def transformer(num_params: float) -> list[TensorSpec]:
-    """A decoder of about so many parameters: as deep as it has heads of 128, embedding and head not tied.
+    """A decoder of about `num_params` parameters: as deep as it has heads of 128, embedding and head not tied.
 
     Raises:
         ValueError: Fewer than a model of one head would have.

@@ -37,7 +37,7 @@ class Verdict:
     """The answer.
 
     Args:
-        answer: ``use``: it pays whatever the figures are within their ranges. ``measure``: it probably does. ``no``.
+        answer: ``use``: it pays for all figures within their ranges. ``measure``: it probably does. ``no``.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
         gain: Of that.
         sentence: For the user.

@@ -25,7 +25,7 @@ def fit_to_memory(
     device: torch.device,
     modules: Mapping[str, ModuleLayout] | None = None,
 ) -> Prepared:
-    """`prepared` with what fits, on all ranks alike; as it is where nothing limits the memory.
+    """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
 
     Raises:
         ValueError: Nothing fits.

@@ -20,7 +20,7 @@ class ByteCheck:
         self._checks, self._before = False, 0  # a turn may arrive that was under way when its run was saved
 
     def begin_step(self, *, checks: bool) -> None:
-        """After everything else that a step begins with. `checks`: nothing but the methods will send in this step."""
+        """Call last in `begin_step`. `checks`: only the methods will send in this step."""
         self._checks, self._before = checks and self._comm.counts, self._comm.sent_nbytes
         self._promised = self._padding = 0
 
@@ -30,8 +30,8 @@ class ByteCheck:
         self._promised += bucket.planned_nbytes
         self._padding += bucket.padding_nbytes
 
-    def besides(self, nbytes: int) -> None:
-        """So many bytes have been sent that are no bucket's."""
+    def add_untracked(self, nbytes: int) -> None:
+        """`nbytes` have been sent that belong to no bucket."""
         self._before += nbytes
 
     def end_step(self) -> None:

@@ -129,7 +129,7 @@ class ReductionPlan:
         return tuple((id(self.methods[name]), self.specs[name].shape, id(self.specs[name].part)) for name in names)
 
     def _reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
-        """The parameters of each method with communication of its own."""
+        """The parameters of each `Reducer`."""
         reduced: dict[Reducer, list[TensorSpec]] = {}
         for name in names:
             if isinstance(method := self.methods[name], Reducer):
@@ -178,7 +178,7 @@ class ReductionPlan:
 
 
 def summed(what: str, numel: int, shape: Shape) -> Message:
-    """An exact sum of so many float32 over the peers, which no method has promised."""
+    """An uncompressed float32 all-reduce of `numel` elements over the peers, which no method accounts for."""
     nbytes = 2 * (shape.num_peers - 1) * 4 * numel // shape.num_peers
     return Message(peer_level(shape), what, 0, nbytes, internode_fraction=shape.peers_internode_fraction())
 

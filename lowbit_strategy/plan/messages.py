@@ -20,10 +20,10 @@ class Message:
         level: Among which ranks: all (``flat``), those of a node, or those with the same part on all nodes.
         what: In a word.
         nbytes: Bytes that this rank sends to others, as the method promises them.
-        framing_nbytes: Sent besides: headers, padding.
+        framing_nbytes: Sent in addition: headers, padding.
         in_series: Collectives, each of which waits for the one before.
-        fixed: Whether the bytes are the same whatever the values are.
-        tree_steps: Collectives in series where a tree of the nodes is taken in the place of a ring; None: none may be.
+        fixed: Whether the bytes do not depend on values.
+        tree_steps: Collectives in series if a tree of the nodes is used instead of a ring; None: it cannot be.
         internode_fraction: How much of it leaves the node, from 0 to 1.
     """
 
@@ -49,7 +49,7 @@ class TransferGroup:
         name: For reports.
         numel: Elements of its parameters, wholly.
         messages: Each waits for the one before it.
-        repeats: How often it travels in a step (of a round: in a round), in the mean.
+        repeats: How often it travels per step (of a round: per round), on average.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
         brief_nbytes: Memory that only one transfer has at a time: what travels inside a node while all wait for it, and
@@ -86,7 +86,7 @@ def alike(transfers: Iterable[TransferGroup]) -> tuple[TransferGroup, ...]:
 
 
 def under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:
-    """Memory for the most of so many in a row that are under way, and for what one has at a time."""
+    """Peak buffer memory with at most `max_in_flight` transfers in flight."""
     travelling = [
         sum(transfer.buffer_nbytes for transfer in transfers[first : first + max_in_flight])
         for first in range(len(transfers))

@@ -72,7 +72,7 @@ class StepPlan:
         gradients: Of every step, in the order in which backward produces them.
         weights: Of every step: FSDP2's modules, in their order.
         rounds: Local steps: of every round.
-        state: Of a step, or a round, in the mean: for the optimizers' state, where it is averaged or made of squares.
+        state: Per step or round, on average: for the optimizers' state, where it is averaged or made of squares.
         every: Optimizer steps of a round; 1 without local steps.
         outer: The rule of local steps, where they are.
         memory: By purpose.

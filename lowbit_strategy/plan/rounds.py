@@ -14,7 +14,7 @@ from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.shape import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
-BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
+BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
 NUM_FACTS = 5  # numbers of a header beside the sample and one per rank
 
 
@@ -31,7 +31,7 @@ def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[Tenso
 
 
 def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """Consecutive parameters, as many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
+    """Consecutive parameters of at most `BUCKET_NUMEL` elements together, or a larger one alone."""
     buckets: list[list[TensorSpec]] = [[]]
     numel = 0
     for spec in specs:

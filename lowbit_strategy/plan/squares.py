@@ -53,7 +53,7 @@ def square_transfers(
     *,
     scatter: bool,
 ) -> tuple[TransferGroup, ...]:
-    """Of a step in the mean, after the first ones: roots of a bucket's squares, and sketches."""
+    """Per step on average, after the first ones: roots of a bucket's squares, and sketches."""
     names = set(served(assignments))
     methods = methods_of_squares([specs[name] for name in names])
     transfers = []

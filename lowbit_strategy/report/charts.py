@@ -41,7 +41,7 @@ STYLE: Any = {  # keys are a literal type of matplotlib's stubs
 
 
 class Paper(NamedTuple):
-    """What charts are drawn for: text keeps its size, so a narrow screen gets charts of its own.
+    """What charts are drawn for: text keeps its size, so a narrow screen gets its own charts.
 
     Args:
         width: Of a chart, in inches.

@@ -190,7 +190,7 @@ class AdaptiveDriver:
                 self._add_(view.spec.name, view.out, scale / share)
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
-        """Not asked for: levels are tried on gradients, whatever is in force."""
+        """Not asked for: levels are tried on gradients regardless of those in force."""
 
     def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
         sync, values = self.sync, {}

@@ -187,7 +187,7 @@ class ModelControl:
         """From now on learning rates have the factor that the controller has set.
 
         Returns:
-            The batches in one optimizer step that it wants with it; None: whatever there are.
+            The batches in one optimizer step that it wants with it; None: any number.
         """
         if self.driver is None:
             return None
@@ -206,7 +206,7 @@ class ModelControl:
             closure: What it is to be called with, if it computes gradients.
 
         Returns:
-            The closure to call it with in the place of `closure`.
+            The closure to call it with instead of `closure`.
         """
         rates: list[float] = []
 

@@ -155,10 +155,10 @@ class Report:
         if not shape.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
-        besides = f" and {size(exact)}/step of exact gradients" if exact else ""
+        inside = f" and {size(exact)}/step of exact gradients" if exact else ""
         obstacle = None if shape.topology is None else shape.topology.obstacle
         why = f"; one level, because {obstacle or 'two_level=False'}" if shape.share is None else ""
-        return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{besides}{why}"]
+        return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self) -> list[str]:
         """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""

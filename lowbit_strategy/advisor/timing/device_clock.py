@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-_AHEAD = 2.0  # a GPU is kept busy for so many times as long as the host needs to ask for what is timed
+_AHEAD = 2.0  # times as long as the host needs to ask for what is timed, a GPU is kept busy
 
 
 def finish(device: torch.device) -> None:

@@ -202,7 +202,7 @@ class ComputeLoad:
         return (high - low) * (1.0 if self.far else 0.5) / max(self._usual(ordered), 1e-7)
 
     def _warm(self, call: Callable[[], object]) -> float:
-        """Seconds of a turn and the last call on the slowest rank, so that all repeat it as often."""
+        """Seconds of a load and the last call on the slowest rank, so that all ranks repeat it equally often."""
         longest = 0.0
         for _ in range(1 + _MOST_WARMING):
             before, longest = longest, self.agreed(seconds_of(call, self.device))
@@ -219,7 +219,7 @@ def _highest(comm: Comm, x: torch.Tensor) -> None:
 
 
 _TURN_S, _NUM_TURNS = 4e-3, 25  # of a processor's time; turns that tell how long one takes
-_TIMES_FAR = 8  # as many turns: ranks that are far apart do not begin together, and are to compute at the same time
+_TIMES_FAR = 8  # times the turns: ranks that are far apart do not begin together, and are to compute at the same time
 _OVERSUBSCRIBED = 1.25  # below it, ranks have processors to spare
 
 
@@ -236,7 +236,7 @@ def measure_link(comm: Comm, turns: ComputeLoad) -> Link:
 
 
 def measure_ring(comm: Comm, turns: ComputeLoad, in_series: int) -> Link:
-    """Of one rank, by the backend's own all-reduces, each of two hops of so many messages in series."""
+    """Of one rank, by the backend's own all-reduces, each of two hops of `in_series` messages."""
     own, size = GroupComm(comm.group), comm.world_size
 
     def reduce(nbytes: int) -> Callable[[], object]:

@@ -33,7 +33,7 @@ def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
 
 
 def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], None] = lambda: None) -> list[Pair]:
-    """One after the other, while all other ranks are quiet, as many as there is time for; on all ranks of the default
+    """One after the other, while all other ranks are quiet, until time runs out; on all ranks of the default
     group.
 
     Args:
