@@ -16,8 +16,8 @@ from lowbit_strategy.advisor import units
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.gather import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.timing.clocks import OptimizerClock
 from lowbit_strategy.advisor.timing.coding import measure_coding
-from lowbit_strategy.advisor.timing.optimizer_clock import OptimizerClock
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.plan.plan import StepPlan

@@ -35,7 +35,6 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.bounds import BoundsObserver
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -44,7 +43,7 @@ from lowbit_strategy.telemetry.metric_format import (
     start_fields,
 )
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
-from lowbit_strategy.telemetry.observe import Observation, Observer
+from lowbit_strategy.telemetry.observe import BoundsObserver, Observation, Observer
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 from lowbit_strategy.telemetry.startup_report import build_report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowbit_strategy.advisor.cluster import Coding
-from lowbit_strategy.advisor.timing.device_clock import device_seconds_of, seconds_of
+from lowbit_strategy.advisor.timing.clocks import device_seconds_of, seconds_of
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.measure import SingleRankBucket

@@ -11,7 +11,7 @@ import torch
 
 from lowbit_strategy.advisor.bench_file import slowest
 from lowbit_strategy.advisor.cluster import ANY_RATE, Link, Network, Rings, Work
-from lowbit_strategy.advisor.timing.device_clock import finish, seconds_of
+from lowbit_strategy.advisor.timing.clocks import finish, seconds_of
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.ranks.ranks import Ranks
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
 from lowbit_strategy.report.charts import SCREEN, draw_all
-from lowbit_strategy.report.comparison import compare, configuration
+from lowbit_strategy.report.page import compare, configuration
 from lowbit_strategy.report.run import read_run
 from lowbit_strategy.rounds.agreement import MembersChange
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
