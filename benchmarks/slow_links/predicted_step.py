@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
@@ -56,7 +56,8 @@ def measured_cluster() -> Cluster:
     dist.all_gather_object(everyone, mine)
     ranks.destroy()
     networks, every_coding, copies = zip(*everyone, strict=True)
-    return slowest_network(networks).cluster(slowest_codings(every_coding), min(copies), is_gloo=True)
+    codings, copied = slowest_codings(every_coding), min(copies)
+    return replace(slowest_network(networks), codings=codings, memcpy_nbytes_per_s=copied)
 
 
 class AloneInDDP(LanguageModel):

@@ -111,9 +111,9 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     network = slowest_network(gathered(measure_network(ranks, device)))
     far = ranks.peers.is_far
     ranks.destroy()
-    levels = {"inter-node": network.between} if topology.num_nodes != 1 else {}
+    levels = {"inter-node": network.inter_node} if topology.num_nodes != 1 else {}
     if topology.num_nodes == 1 or size is not None:
-        levels["intra-node"] = network.inside
+        levels["intra-node"] = network.intra_node
     going = progress.add_task("pairs of ranks", total=len(pairs_to_measure(world_size)))
     pairs = measure_pairs(topology, device, lambda: progress.advance(going))
     per_node = topology.ranks_per_node or 1

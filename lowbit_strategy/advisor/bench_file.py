@@ -9,7 +9,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work, check_finite
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Coding, Link, Rings, Work, check_finite
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.version import __version__
 
@@ -68,7 +68,7 @@ class Bench:
         pairs: One by one.
         far: Whether messages between machines take so long that all are to travel at once.
         rings: Links as the framework's own collectives find them; None: there is one rank.
-        cpu_oversubscription: As that of a `Cluster`.
+        cpu_oversubscription: See `Cluster`.
         codings: How fast a rank encodes and decodes one hop, by the names of presets.
         memcpy_nbytes_per_s: Read and written once each on this device.
     """
@@ -99,8 +99,15 @@ class Bench:
         """What predictions need. Messages on a level that was not measured take the work of the other's."""
         work = next((link.work for link in self.levels.values()), None)
         inside = self.levels.get("intra-node", Link(0.0, ANY_RATE, work=work))
-        network = Network(self.levels.get("inter-node", inside), inside, self.cpu_oversubscription, self.rings)
-        return network.cluster(self.codings, self.memcpy_nbytes_per_s, is_gloo=self.backend == "gloo").coding_as("loco")
+        return Cluster(
+            inter_node=self.levels.get("inter-node", inside),
+            intra_node=inside,
+            gloo=self.backend == "gloo",
+            cpu_oversubscription=self.cpu_oversubscription,
+            rings=self.rings,
+            codings=self.codings,
+            memcpy_nbytes_per_s=self.memcpy_nbytes_per_s,
+        ).coding_as("loco")
 
     def outlier_links(self) -> list[str]:
         """A sentence for each pair whose link is far slower than most of its level."""

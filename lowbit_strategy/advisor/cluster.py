@@ -163,9 +163,8 @@ class Cluster:
         intra_node: Of each rank to the others of its node.
         encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
         latency_multiplier: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
-        trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
-        prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
-        scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
+        gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
+            uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
         cpu_oversubscription: Seconds that a second of processor time takes while all ranks compute; None: there are
             processors to spare, so messages and coding take none of that time.
         rings: Of the framework's own collectives; None: the same links.
@@ -178,9 +177,7 @@ class Cluster:
     intra_node: Link
     encoded_per_s: float | None = None
     latency_multiplier: int = 1
-    trees: bool = True
-    prefetches: bool = True
-    scatters: bool = True
+    gloo: bool = False
     cpu_oversubscription: float | None = None
     rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
@@ -222,32 +219,3 @@ class Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
         coding = self.codings.get(preset)
         return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Network(Rings):
-    """Links as measured while all ranks send.
-
-    Args:
-        between: A node's link to the other nodes.
-        inside: A rank's to the others of its node; the same with one level.
-        cpu_oversubscription: As that of a `Cluster`.
-        rings: Links as the framework's own collectives find them; None: there is one rank.
-    """
-
-    cpu_oversubscription: float | None = None
-    rings: Rings | None = None
-
-    def cluster(self, codings: Mapping[str, Coding], memcpy_nbytes_per_s: float | None, *, is_gloo: bool) -> Cluster:
-        """What predictions need of measurements."""
-        return Cluster(
-            inter_node=self.between,
-            intra_node=self.inside,
-            trees=not is_gloo,
-            prefetches=not is_gloo,
-            scatters=not is_gloo,
-            cpu_oversubscription=self.cpu_oversubscription,
-            rings=self.rings,
-            codings=codings,
-            memcpy_nbytes_per_s=memcpy_nbytes_per_s,
-        )

@@ -49,7 +49,7 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     link = _link_of(message, cluster)
     if cluster.rings is not None and message.what in RINGS:
         return _split_time([(link, each)], times * number, times * message.in_series * link.latency_s)
-    in_series = message.in_series if message.tree_steps is None or not cluster.trees else message.tree_steps
+    in_series = message.in_series if message.tree_steps is None or cluster.gloo else message.tree_steps
     latency = times * in_series * cluster.latency_multiplier * link.latency_s
     parts = [
         (cluster.inter_node, message.internode_fraction * ranks_per_node * each),
@@ -78,7 +78,7 @@ def _split_time(parts: Sequence[tuple[Link, float]], times: float, latency: floa
 
 
 def _times(message: Message, cluster: Cluster) -> int:
-    return 2 if message.what == RING_SCATTER and not cluster.scatters else 1
+    return 2 if message.what == RING_SCATTER and cluster.gloo else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: f
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)
         seconds += _hidden_less(plan, beside_s + max(step.seconds, step.work) - seconds, cluster)
-    elif cluster.prefetches:
+    elif not cluster.gloo:
         seconds = _with_prefetch(plan, gradients, weights, beside_s)
     else:
         seconds = _in_turn(plan, gradients, weights, cluster, beside_s)

@@ -152,9 +152,7 @@ def _cluster(measured: Bench | None, *, on_cpu: bool) -> Cluster:
         encoded_per_s=coded,
         bucket_s=0.0 if on_cpu else _BUCKET_S,
         latency_multiplier=_latency_multiplier(on_cpu=on_cpu),
-        trees=not on_cpu,
-        prefetches=not on_cpu,
-        scatters=not on_cpu,
+        gloo=on_cpu,
     )
 
 

@@ -37,36 +37,28 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         itemsize: Bytes of an element of the gradients.
         weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
     """
+    own = replace(plan, rounds=(), state=(), every=1, outer=None, memory=Memory())
     if plan.shape.world_size == 1:
         silent = [
-            tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in of)
-            for of in (plan.gradients, plan.weights)
+            tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)
+            for transfers in (plan.gradients, plan.weights)
         ]
-        return replace(
-            plan, gradients=silent[0], weights=silent[1], rounds=(), state=(), every=1, outer=None, memory=Memory()
-        )
+        return replace(own, gradients=silent[0], weights=silent[1])
     hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     sizes = _reduced_as_one(plan, itemsize)
     rings = {numel: (ring_message(numel * itemsize, plan, hops=hops, what=what),) for _, numel in sizes}
-    gradients = tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes)
     weights = []
     for transfer in plan.weights:
         module, messages = plan.modules[transfer.name], transfer.messages
         if plan.layout != "hsdp":
             messages = (ring_message(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
         weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
-    shape = replace(plan.shape, far=False)  # it posts no receives ahead
     return replace(
-        plan,
-        shape=shape,
-        gradients=gradients,
+        own,
+        shape=replace(plan.shape, far=False),  # it posts no receives ahead
+        gradients=tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes),
         weights=alike(weights),
-        rounds=(),
-        state=(),
-        every=1,
-        outer=None,
-        memory=Memory(),
     )
 
 

@@ -6,11 +6,12 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from lowbit_strategy.advisor.bench_file import slowest
-from lowbit_strategy.advisor.cluster import ANY_RATE, Link, Network, Rings, Work
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link, Rings, Work
 from lowbit_strategy.advisor.timing.clocks import finish, seconds_of
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.ranks.ranks import Ranks
@@ -32,19 +33,20 @@ _CALLS_OF_LONGER = 6  # of a longer message, at most
 _MORE_OF_SHORT = 3  # times the calls: from what a message of no length takes all other times are counted
 
 
-def slowest_network(networks: Sequence[Network]) -> Network:
-    """Of all ranks': the slowest is waited for."""
-    rings = [each.rings for each in networks if each.rings is not None]
-    cpu_oversubscription = [each.cpu_oversubscription for each in networks if each.cpu_oversubscription is not None]
-    mean = statistics.mean(cpu_oversubscription) if cpu_oversubscription else None
-    return Network(*_slowest(networks), cpu_oversubscription=mean, rings=Rings(*_slowest(rings)) if rings else None)
+def slowest_network(found: Sequence[Cluster]) -> Cluster:
+    """Of what each rank has measured: the slowest is waited for."""
+    rings = [(each.rings.between, each.rings.inside) for each in found if each.rings is not None]
+    waiting = [each.cpu_oversubscription for each in found if each.cpu_oversubscription is not None]
+    return replace(
+        found[0],
+        inter_node=slowest([each.inter_node for each in found]),
+        intra_node=slowest([each.intra_node for each in found]),
+        cpu_oversubscription=statistics.mean(waiting) if waiting else None,
+        rings=Rings(*map(slowest, zip(*rings, strict=True))) if rings else None,
+    )
 
 
-def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
-    return slowest([each.between for each in links]), slowest([each.inside for each in links])
-
-
-def measure_network(ranks: Ranks, device: torch.device) -> Network:
+def measure_network(ranks: Ranks, device: torch.device) -> Cluster:
     """On all ranks, which all call this."""
     far = (ranks.peers,) if ranks.peers.is_far and not ranks.comes_and_goes else ()
     turns = ComputeLoad(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node, between=far)
@@ -57,7 +59,13 @@ def measure_network(ranks: Ranks, device: torch.device) -> Network:
         around = measure_ring(ranks.world, turns, max(1, nodes - 1))
         rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, near, 1))
     cpu_oversubscription = turns.cpu_oversubscription if turns.cpu_oversubscription > _OVERSUBSCRIBED else None
-    return Network(between.shared_by(per_node), inside, cpu_oversubscription, rings)
+    return Cluster(
+        inter_node=between.shared_by(per_node),
+        intra_node=inside,
+        gloo=device.type == "cpu",
+        cpu_oversubscription=cpu_oversubscription,
+        rings=rings,
+    )
 
 
 class ComputeLoad:

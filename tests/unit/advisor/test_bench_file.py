@@ -99,7 +99,7 @@ def test_figures_that_no_link_can_have_are_refused_with_their_place(tmp_path: Pa
         read_bench(path, HERE)
 
 
-def test_wild_pairs_are_named() -> None:
+def test_outlier_links_are_named() -> None:
     assert BENCH.outlier_links() == []
     slow = replace(BENCH.pairs[2], nbytes_per_s=1e7)
     (sentence,) = replace(BENCH, pairs=(*BENCH.pairs[:2], slow, BENCH.pairs[3])).outlier_links()

@@ -84,13 +84,13 @@ def test_break_even_does_not_depend_on_rings_that_were_measured_of_the_link_as_i
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("prefetches", [True, False])
-def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> None:
+@pytest.mark.parametrize("gloo", [False, True])
+def test_more_work_never_makes_a_step_shorter(layout: str, gloo: bool) -> None:
     workload = Workload(transformer(1e9), 4, 2, itemsize=2)
     plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
     for each in (plan, uncompressed(plan, 2)):
         none = Work(0.0, 0.0)
-        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, cpu_oversubscription=1.0)
+        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, gloo=gloo, cpu_oversubscription=1.0)
         before = step_time(each, at, 0.5).seconds
         for work in (none, Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
             links = {level: replace(getattr(at, level), work=work) for level in ("inter_node", "intra_node")}
@@ -169,7 +169,7 @@ def test_sums_inside_a_node_take_their_copies(layout: str, times: float) -> None
     for ranks_per_node, copied in ((2, times), (1, 0)):
         workload = Workload(specs, 2, ranks_per_node)
         plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
-        at = Cluster(inter_node=FAST, intra_node=FAST, prefetches=False, memcpy_nbytes_per_s=1e9)
+        at = Cluster(inter_node=FAST, intra_node=FAST, gloo=True, memcpy_nbytes_per_s=1e9)
         more = step_time(plan, at, 0.5).seconds - step_time(plan, replace(at, memcpy_nbytes_per_s=None), 0.5).seconds
         assert more == pytest.approx(copied * 4 * 1024**2 / 1e9, rel=1e-3)
 
@@ -179,7 +179,7 @@ def test_messages_inside_a_node_take_the_work_that_was_measured_there() -> None:
     workload = Workload(transformer(1e9), 2, 2, itemsize=2)
     plan = plan_for(workload, "hsdp", LoCo(), outer=OUTER_RULES["diloco"])
     near, far = Link(0.0, 1e12, work=Work(1e-3, 0.0)), Link(0.05, 1e12, work=Work(1.0, 0.0))
-    at = Cluster(inter_node=far, intra_node=near, cpu_oversubscription=1.0, prefetches=False)
+    at = Cluster(inter_node=far, intra_node=near, cpu_oversubscription=1.0, gloo=True)
     inside = sum(
         unit.repeats * message.in_series for unit in (*plan.gradients, *plan.weights) for message in unit.messages
     )
@@ -230,7 +230,7 @@ def test_rows_of_coded_weights_that_leave_at_once_overflow_what_the_way_holds() 
     short = ((holds, holds / rate),)
     overflowing = Link(0.05, 1e5, (*short, (2 * holds, 10 * holds / rate)))
     found = [
-        step_time(far, Cluster(inter_node=link, intra_node=link, prefetches=False), 0.0).seconds
+        step_time(far, Cluster(inter_node=link, intra_node=link, gloo=True), 0.0).seconds
         for link in (Link(0.05, rate, short), overflowing)
     ]
     assert found[1] - found[0] > 7 * holds / rate
@@ -256,12 +256,12 @@ def test_a_stream_has_the_best_rate_that_was_measured_after_one_burst() -> None:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("prefetches", [True, False])
-def test_beside_the_optimizer_nothing_travels(layout: str, prefetches: bool) -> None:
+@pytest.mark.parametrize("gloo", [False, True])
+def test_beside_the_optimizer_nothing_travels(layout: str, gloo: bool) -> None:
     """The more of a step's computing it is, the less is hidden; where nothing travels it makes no difference."""
     plan = plan_for(Workload(transformer(1e9), 4, 2, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
     for link in (Link(1e-4, 1e8), Link(1e-4, 1e9), Link(0.0, 1e15)):
-        at = replace(cluster(link), prefetches=prefetches, intra_node=Link(0.0, 1e15))
+        at = replace(cluster(link), gloo=gloo, intra_node=Link(0.0, 1e15))
         before = 0.0
         for optimizer_s in (0.0, 0.1, 0.25, 0.5):
             found = step_time(plan, at, 0.5, optimizer_s)
@@ -305,7 +305,7 @@ def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node:
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
     plan = plan_for(Workload(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
     far = replace(plan, shape=replace(plan.shape, far=True))
-    at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), prefetches=False)
+    at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), gloo=True)
     latencies = step_time(far, at, 0.0).seconds / 0.05
     assert 2 <= latencies < 4
 
@@ -318,10 +318,12 @@ def test_the_outermost_module_is_gathered_once_a_step() -> None:
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
     plan = uncompressed(plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
     link = Link(1e-3, 1e9)
-    at = replace(cluster(link), rings=Rings(link, link), prefetches=False)
-    once, twice = (step_time(plan, replace(at, scatters=scatters), 0.5).seconds for scatters in (True, False))
-    gradients = sum(m.in_series * 1e-3 + m.total_nbytes / 1e9 for unit in plan.gradients for m in unit.messages)
-    assert twice - once == pytest.approx(gradients)
+    at = replace(cluster(link), rings=Rings(link, link), gloo=True)
+    gradients, weights = (
+        sum(unit.repeats * (m.in_series * 1e-3 + m.total_nbytes / 1e9) for unit in units for m in unit.messages)
+        for units in (plan.gradients, plan.weights)
+    )
+    assert step_time(plan, at, 0.5).seconds == pytest.approx(0.5 + 2 * gradients + weights)
 
 
 def test_published_figures_are_near_their_predictions_and_inside_their_ranges() -> None:
@@ -366,10 +368,10 @@ def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
     compute_s: float,
     times: float,
     window: float | None,
-    prefetches: bool,
+    gloo: bool,
 ) -> None:
     far = Link(latency_s, rate, window_nbytes=window)
-    at = Cluster(inter_node=far, intra_node=Link(5e-6, inside), encoded_per_s=1e10, prefetches=prefetches)
+    at = Cluster(inter_node=far, intra_node=Link(5e-6, inside), encoded_per_s=1e10, gloo=gloo)
     step = step_time(plan, at, compute_s)
     for better in (at.scaled(link=times), at.scaled(inside=times), at.scaled(latency=1 / times)):
         faster = step_time(plan, better, compute_s)

@@ -51,7 +51,7 @@ def test_who_gives_the_time_of_computing_plans_for_gpus() -> None:
     linked, device = Linked.of("1gbit", "50ms", "0.1s"), torch.device("cpu")
     cluster = linked.cluster(LoCo(), device)
     assert not linked.is_far(device)
-    assert (cluster.encoded_per_s, cluster.ways, cluster.prefetches) == (1e11, 1, True)
+    assert (cluster.encoded_per_s, cluster.latency_multiplier, cluster.gloo) == (1e11, 1, False)
     with torch.device("meta"):
         report = plan(nn.Linear(64, 64), LoCo(), Planned(scatter=False, world_size=4, num_nodes=4), device=device)
     assert "assumed: GPUs, 1e+11 elements/s encoded" in linked.predict(report.plan, cluster, 0.1)
