@@ -28,11 +28,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lowbit_strategy.advisor.timing.clocks import device_seconds_of
+from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
-from testing.kernels.cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
+from testing.kernels.cases import FITTED_1, FITTED_2, check_case, codebook_format, core_cases
 
 ARCHITECTURES = (80, 90)
 SOURCES = (2, 8, 64)
@@ -41,8 +41,8 @@ FORMATS: dict[str, BlockFormat] = {
     "8bit": uniform(8, 128),
     "2bit": uniform(2, 128),
     "e2m1": e2m1(128),
-    "fitted2": fitted(2, FITTED_2),
-    "fitted1": fitted(1, FITTED_1, 128, "mean_abs"),
+    "fitted2": codebook_format(2, FITTED_2),
+    "fitted1": codebook_format(1, FITTED_1, 128, "mean_abs"),
 }
 NUM_SETS = 3  # buffers take turns, so that no run finds its input in the cache
 
@@ -68,7 +68,7 @@ class Row:
 
 def launches(vector: int) -> tuple[object, ...]:
     """What --sweep tries."""
-    from lowbit_strategy.kernels.triton.tiles import Launch
+    from lowbit_strategy.kernels.triton.layout import Launch
 
     choices = itertools.product((8, 16, 32, 64), (1, 2, 4, 8), sorted({4, 8, 16, vector}))
     return tuple(Launch(elements_per_thread=e, num_warps=w, vector=v) for e, w, v in choices if v <= e)

@@ -48,7 +48,7 @@ def cold_compile(device: torch.device) -> Figures:
                 "from lowbit_strategy.kernels.format import uniform\n"
                 "from testing.kernels import offline\n"
                 "from lowbit_strategy.kernels.triton.layout import device_format\n"
-                "from lowbit_strategy.kernels.triton.tiles import decode_launch\n"
+                "from lowbit_strategy.kernels.triton.layout import decode_launch\n"
                 "fmt = uniform(4, 128)\n"
                 "launch = decode_launch(device_format(fmt))\n"
                 "start = time.process_time()\n"

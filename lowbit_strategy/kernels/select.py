@@ -243,3 +243,43 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
         return positions, values
     backends.implementation("select", x.device).chunk_top_k(x, kept_M, positions, values)
     return positions, values
+
+
+class Sum:
+    """``x + addend``, which ends up in x, formed by the first pass that has to read all of it.
+
+    Memory is the limit of sparse methods on a CPU: adding the gradient to the residual, looking for overflow and
+    collecting what reaches a threshold are one pass over both. What forms the sum raises `OverflowedSum` if not all of
+    it is finite.
+
+    Args:
+        x: float32 [N], contiguous.
+        addend: float [N], or None: x is the sum already.
+    """
+
+    def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:
+        self._x, self._addend = x, addend
+
+    def numel(self) -> int:
+        return self._x.numel()
+
+    def formed(self) -> Tensor:
+        if self._addend is not None:
+            self.above(math.nan, expected=0)
+        return self._x
+
+    def sample(self, num: int, *, seed: int) -> Tensor:
+        """As `sample_magnitudes`; forms nothing."""
+        return sample_magnitudes(self._x, num, seed=seed, addend=self._addend)
+
+    def above(self, threshold: float, *, expected: int) -> tuple[Tensor, Tensor]:
+        """As `select_above`."""
+        return select_above(self._x, threshold, expected=expected, addend=self._taken_addend())
+
+    def _taken_addend(self) -> Tensor | None:
+        addend, self._addend = self._addend, None
+        return addend
+
+    def top_k(self, k: int) -> tuple[Tensor, Tensor]:
+        """As `top_k`."""
+        return top_k(self._x, k, addend=self._taken_addend())

@@ -16,8 +16,7 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import TINY, largest_threshold
-from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
@@ -57,7 +56,7 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
     numel = total.numel()
     num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
     if 4 * num >= numel:
-        return nonzero(Chosen(*top_k(total, k)))
+        return nonzero(Chosen(*total.top_k(k)))
     sample = total.sample(num, seed=seed)
     threshold = max(largest_threshold(sample, round(k / numel * num)), TINY)  # zeros are never sent
     for _ in range(1 + _MAX_ROUNDS):
@@ -71,7 +70,7 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
 def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
     """What was selected, at most the `most` largest."""
     if indices.numel() > most:
-        chosen, values = top_k(Sum(values), most)
+        chosen, values = top_k(values, most)
         indices = indices.index_select(0, chosen)
     return Chosen(indices.long(), values)
 

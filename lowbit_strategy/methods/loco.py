@@ -13,10 +13,16 @@ from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary, unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.blocks import Feedback, decode_sum_, encode_
+from lowbit_strategy.kernels.format import (
+    BlockFormat,
+    e2m1,
+    gaussian_codebook,
+    lloyd_max,
+    ternary,
+    unbiased_lloyd_max,
+    uniform,
+)
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -33,10 +39,10 @@ _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # possible bits, and the format by bits and block size
     "uniform": (range(2, 9), uniform),
     "e2m1": (range(4, 5), lambda bits, block_size: e2m1(block_size)),
-    "fitted": (range(1, 5), fitted),
+    "fitted": (range(1, 5), lloyd_max),
     "ternary": (range(2, 3), lambda bits, block_size: ternary(block_size)),
-    "unit_gain": (range(1, 5), lambda bits, block_size: unit_gain(2**bits, block_size)),
-    "ternary_unit_gain": (range(2, 3), lambda bits, block_size: unit_gain(3, block_size)),
+    "unit_gain": (range(1, 5), lambda bits, block_size: unbiased_lloyd_max(2**bits, block_size)),
+    "ternary_unit_gain": (range(2, 3), lambda bits, block_size: unbiased_lloyd_max(3, block_size)),
 }
 
 

@@ -11,7 +11,7 @@ from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.gathered import GatheredReducer
 from lowbit_strategy.methods._base.method import Method
@@ -33,7 +33,7 @@ class TopKReducer(SparseReducer):
         return f"top-k {self.density:g}, {self.codec.label}"
 
     def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*top_k(total, self.num_kept(view.spec)))
+        return Chosen(*total.top_k(self.num_kept(view.spec)))
 
 
 SelectionKind = Literal["exact", "chunk", "group"]

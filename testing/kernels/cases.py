@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.codebooks import unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.blocks import Feedback
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -28,12 +27,12 @@ ODD = (-2.0, -0.875, 0.0, 0.75, 1.875)  # five codebook, not symmetric
 MANY = tuple((i - 15.5) / 8 for i in range(32))  # more than a kernel unrolls
 
 
-def fitted(bits: int, codebook: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
+def codebook_format(bits: int, codebook: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
     return BlockFormat(bits=bits, block_size=block_size, scale_rule=rule, codebook=codebook)  # type: ignore[arg-type]
 
 
 def ternary(block_size: int) -> BlockFormat:
-    return fitted(2, (-1.0, 0.0, 1.0), block_size, "ternary")
+    return codebook_format(2, (-1.0, 0.0, 1.0), block_size, "ternary")
 
 
 FORMATS: dict[str, BlockFormat] = {
@@ -42,23 +41,23 @@ FORMATS: dict[str, BlockFormat] = {
     "uniform8-block32": uniform(8, 32),
     "uniform3-block32": uniform(3, 32),
     "uniform8-block4096": uniform(8, 4096),
-    "fitted2": fitted(2, FITTED_2),
-    "fitted2-block64": fitted(2, FITTED_2, 64),
-    "fitted2-mean": fitted(2, FITTED_2, 32, "mean_abs"),
-    "fitted1": fitted(1, FITTED_1, 128, "mean_abs"),
-    "fitted1-block32": fitted(1, FITTED_1, 32, "rms"),
-    "fitted1-block1024": fitted(1, FITTED_1, 1024, "rms"),
-    "fitted3-odd": fitted(3, ODD),
-    "fitted4": fitted(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
-    "fitted5-many": fitted(5, MANY, 64),
+    "fitted2": codebook_format(2, FITTED_2),
+    "fitted2-block64": codebook_format(2, FITTED_2, 64),
+    "fitted2-mean": codebook_format(2, FITTED_2, 32, "mean_abs"),
+    "fitted1": codebook_format(1, FITTED_1, 128, "mean_abs"),
+    "fitted1-block32": codebook_format(1, FITTED_1, 32, "rms"),
+    "fitted1-block1024": codebook_format(1, FITTED_1, 1024, "rms"),
+    "fitted3-odd": codebook_format(3, ODD),
+    "fitted4": codebook_format(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
+    "fitted5-many": codebook_format(5, MANY, 64),
     **{f"ternary-block{size}": ternary(size) for size in (32, 64, 128, 256)},
-    "fitted3-absmax": fitted(3, (-2.0, -0.875, 0.0, 0.75, 2.0), rule="absmax"),
+    "fitted3-absmax": codebook_format(3, (-2.0, -0.875, 0.0, 0.75, 2.0), rule="absmax"),
     "e2m1": e2m1(128),
     "e2m1-block32": e2m1(32),
-    "unit1": unit_gain(2, 64),
-    "unit2": unit_gain(4, 64),
-    "unit-ternary": unit_gain(3, 128),
-    "unit-ternary-block32": unit_gain(3, 32),
+    "unit1": unbiased_lloyd_max(2, 64),
+    "unit2": unbiased_lloyd_max(4, 64),
+    "unit-ternary": unbiased_lloyd_max(3, 128),
+    "unit-ternary-block32": unbiased_lloyd_max(3, 32),
 }
 
 

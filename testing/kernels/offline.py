@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,8 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.triton import blocks, dense, encode, rotation
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
-from lowbit_strategy.kernels.triton.layout import device_format
+from lowbit_strategy.kernels.triton.layout import Launch, device_format
 from lowbit_strategy.kernels.triton.select import CHUNK, NUM_WARPS, chunk_top_k_kernel
-from lowbit_strategy.kernels.triton.tiles import Launch
 
 _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8"}
 _ALIGNED = [["tt.divisibility", 16]]
@@ -54,24 +54,28 @@ class Resources:
         """Machine instructions of all paths together."""
         return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", self.sass, re.MULTILINE))
 
-    def executed(self, turns: Sequence[int] = ()) -> int:
-        """Machine instructions that a thread runs to its end, each loop as often as `turns` says, in order."""
+    def executed(self, turns: Sequence[int] = ()) -> Counter[str]:
+        """Machine instructions that a thread runs to its end by name, each loop as often as `turns` says, in order."""
         places: dict[str, int] = {}
         loops: list[range] = []
-        count = last = 0
+        names: list[str] = []
+        end = 0
         for line in self.sass.splitlines():
             if label := re.match(r"(\.L_x_\d+):", line):
-                places[label[1]] = count
-            elif re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+\S", line):
+                places[label[1]] = len(names)
+            elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", line):
                 back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-                if back and back[1] in places and places[back[1]] < count:
-                    loops.append(range(places[back[1]], count + 1))
-                count += 1
-                last = count if re.search(r"\bEXIT\b", line) else last
+                if back and back[1] in places and places[back[1]] < len(names):
+                    loops.append(range(places[back[1]], len(names) + 1))
+                names.append(found[1])
+                end = len(names) if found[1] == "EXIT" else end
         if len(loops) != len(turns):
             raise ValueError(f"the code has {len(loops)} loops, turns are given for {len(turns)}")
-        loops.sort(key=lambda loop: loop.start)
-        return last + sum(len(loop) * (num - 1) for loop, num in zip(loops, turns, strict=True))
+        counts = Counter(names[:end])
+        for loop, num in zip(sorted(loops, key=lambda loop: loop.start), turns, strict=True):
+            for name in names[loop.start : loop.stop]:
+                counts[name] += num - 1
+        return counts
 
     @property
     def num_spills(self) -> int:
@@ -113,7 +117,7 @@ def encode_resources(
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
     unrolled = loops_of(sources)["UNROLLED"]
-    constants = {**_constants(fmt, launch), "BYTES": _needs_bytes(fmt), "UNROLLED": unrolled}
+    constants = {**_constants(fmt, launch), "UNROLLED": unrolled}
     return _compile(decode_sum_kernel, {"out": _POINTERS[out]}, constants, launch, arch)
 
 

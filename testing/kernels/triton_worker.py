@@ -11,11 +11,22 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
 
+import numpy as np
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from lowbit_strategy.kernels.triton import blocks, dense, rotation, select
-from lowbit_strategy.kernels.triton.layout import device_format
-from lowbit_strategy.kernels.triton.tiles import encode_launch
+from lowbit_strategy.kernels.triton.layout import device_format, encode_launch
 from testing.kernels.cases import check_case, check_dense, check_sources, core_cases, other_cases, quick_cases
 from testing.kernels.row_cases import check_chunks, check_rotations
+
+
+def fused(builder: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """What a GPU does, where the interpreter rounds the product: so these tests see what is fused, too."""
+    total = x.data.astype(np.longdouble) * y.data.astype(np.longdouble) + z.data.astype(np.longdouble)
+    return TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
+
+
+InterpreterBuilder.create_fma = fused
 
 
 def main(which: str, part: int, num_parts: int) -> None:

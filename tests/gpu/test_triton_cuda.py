@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lowbit_strategy.advisor.timing.clocks import device_seconds_of
-from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.blocks import Feedback, decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
@@ -26,8 +25,7 @@ FORMAT = uniform(4, 128)
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_every_byte_is_the_references(case: Case, num_tiles: float) -> None:
     from lowbit_strategy.kernels.triton import blocks
-    from lowbit_strategy.kernels.triton.layout import device_format
-    from lowbit_strategy.kernels.triton.tiles import encode_launch
+    from lowbit_strategy.kernels.triton.layout import device_format, encode_launch
 
     tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
     case = Case(**{**{name: getattr(case, name) for name in Case.__dataclass_fields__}, "num_tiles": num_tiles})

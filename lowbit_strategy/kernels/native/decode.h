@@ -147,13 +147,13 @@ ALWAYS_INLINE void sum_batch(
     if (as.how == BY_BITS) find_bits(&from, fmt->code_nbytes);
     const int n = fmt->block_size, stride = as.unpack ? codes_stride(fmt) : fmt->code_nbytes;
     from.num = num;
-    const uint8_t *source = call->wire + first * call->wire_stride;
+    const uint8_t *source = call->wire + first * call->wire_row_stride;
     if (as.unpack)
         for (int w = 0; w < num; w++)
-            unpack(fmt, source + w * call->wire_stride + batch->codes, codes + w * SIZE, batch->num_blocks);
+            unpack(fmt, source + w * call->wire_row_stride + batch->codes, codes + w * SIZE, batch->num_blocks);
     for (int b = 0; b < batch->num_blocks; b++) {
         for (int w = 0; w < num; w++) {
-            const uint8_t *wire = source + w * call->wire_stride;
+            const uint8_t *wire = source + w * call->wire_row_stride;
             uint16_t scale_bits;
             memcpy(&scale_bits, wire + batch->scales + 2 * b, 2);
             from.scale[w] = bfloat16_to_float(scale_bits);

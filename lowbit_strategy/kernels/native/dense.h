@@ -88,7 +88,7 @@ static void dense_decode_piece(const struct lowbit_call *call, struct piece piec
     const int padded = whole_vectors(piece.count);
     const uint8_t *wire = wire_of(call, &piece);
     for (int64_t w = 0; w < call->num_sources; w++)
-        add_floats(total, wire + w * call->wire_stride, piece.count, is_narrow(call), w > 0);
+        add_floats(total, wire + w * call->wire_row_stride, piece.count, is_narrow(call), w > 0);
     for (int i = 0; i < piece.count; i++) total[i] *= call->alpha;
     memset(total + piece.count, 0, (size_t)(padded - piece.count) * 4);
     store_floats(call, piece.segment->x_offset + piece.at, total, piece.count);

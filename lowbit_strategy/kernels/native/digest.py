@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import isa
-from lowbit_strategy.kernels.native.functions import function
+from lowbit_strategy.kernels.native import function, isa
 from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.reference.digest import FACTOR, weights
 

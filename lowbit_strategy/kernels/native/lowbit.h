@@ -45,7 +45,7 @@ struct lowbit_call {
     uint16_t *residual_scale;
     uint8_t *wire;
     const struct lowbit_segment *segments;
-    int64_t num_segments, wire_stride, num_sources;
+    int64_t num_segments, wire_row_stride, num_sources;
     int32_t x_dtype, wire_dtype, residual_kind, reset, stochastic, stochastic_residual; /* wire_dtype: without a format */
     uint32_t seed;
     float beta_old, beta_new, alpha;

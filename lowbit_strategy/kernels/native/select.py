@@ -7,8 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import isa
-from lowbit_strategy.kernels.native.functions import function
+from lowbit_strategy.kernels.native import function, isa
 from lowbit_strategy.kernels.native.threads import run, run_on_elements
 from lowbit_strategy.kernels.reference.rng import hash32
 

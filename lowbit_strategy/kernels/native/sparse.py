@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import isa
-from lowbit_strategy.kernels.native.functions import function
+from lowbit_strategy.kernels.native import function, isa
 from lowbit_strategy.kernels.native.threads import run_on_elements
 from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
 

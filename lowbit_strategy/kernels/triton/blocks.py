@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
-from lowbit_strategy.kernels.triton.layout import DeviceFormat, codebook_table, device_format
+from lowbit_strategy.kernels.triton.layout import (
+    DeviceFormat,
+    Launch,
+    codebook_table,
+    decode_launch,
+    device_format,
+    encode_launch,
+    on,
+    tiles_of,
+)
 from lowbit_strategy.kernels.triton.packing import load_scale
-from lowbit_strategy.kernels.triton.tiles import Launch, decode_launch, encode_launch, on, tiles_of
-from lowbit_strategy.kernels.triton.unpacking import BYTE_BITS, add_source, load_bytes
+from lowbit_strategy.kernels.triton.unpacking import add_source, interleaved, load_codes
 
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
@@ -30,28 +41,37 @@ def loops_of(sources: int) -> dict[str, int]:
     return {"groups": groups, "singles": singles, "UNROLLED": 0}
 
 
+class Common(NamedTuple):
+    """What all tiles of a decoder have in common; `zero` is for `add_words`."""
+
+    stride: tl.tensor
+    alpha: tl.tensor
+    table: tl.tensor
+    zero: tl.tensor
+    groups: tl.tensor
+    singles: tl.tensor
+
+
 @triton.jit
 def add_sources(
     totals,
     codes_at,
     scales_at,
-    stride,
     rows,
-    table,
-    byte_bits,
+    common,
     NUM: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
-    BYTES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     """Totals + source 0 + source 1 ..., in this order; every load is issued before the first is used."""
     packed, scales = (), ()
     for s in tl.static_range(NUM):
-        packed = packed + (load_bytes(codes_at + stride * s, rows, fmt, shape, PLAIN),)
-        scales = scales + (load_scale(scales_at + stride * s, rows, shape, BYTES, PLAIN),)
+        at = common.stride * s
+        packed = packed + (load_codes(codes_at + at, rows, fmt, shape, PLAIN),)
+        scales = scales + (load_scale(scales_at + at, rows, shape, fmt.code_nbytes % 2 != 0, PLAIN),)
     for s in tl.static_range(NUM):
-        totals = add_source(totals, packed[s], scales[s], table, byte_bits, fmt)
+        totals = add_source(totals, packed[s], scales[s], common.table, common.zero, fmt)
     return totals
 
 
@@ -59,48 +79,40 @@ def add_sources(
 def decode_tile(
     codes_at,
     scales_at,
-    stride,
     out,
     left,
-    alpha,
-    table,
-    groups,
-    singles,
+    common,
     UNROLLED: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
-    BYTES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     PARTS: tl.constexpr = fmt.parts
+    PIECES: tl.constexpr = 4 if fmt.words else 1
     K: tl.constexpr = shape.rows
-    L: tl.constexpr = fmt.length
+    L: tl.constexpr = fmt.length // PIECES
     rows = elements_in_rows(left, fmt, shape) > 0
-    byte_bits = BYTE_BITS + (stride >> 62).to(tl.int32)  # the same, but unknown to the compiler: see grid_value
     totals = ()
-    for _ in tl.static_range(PARTS):
+    for _ in tl.static_range(PARTS * PIECES):
         totals = totals + (tl.zeros([K, L], tl.float32),)
     if UNROLLED:
-        totals = add_sources(
-            totals, codes_at, scales_at, stride, rows, table, byte_bits, UNROLLED, fmt, shape, BYTES, PLAIN
-        )
+        totals = add_sources(totals, codes_at, scales_at, rows, common, UNROLLED, fmt, shape, PLAIN)
     else:
-        for _ in tl.range(groups, num_stages=1):
-            totals = add_sources(
-                totals, codes_at, scales_at, stride, rows, table, byte_bits, SOURCES_AT_ONCE, fmt, shape, BYTES, PLAIN
-            )
-            codes_at += stride * SOURCES_AT_ONCE
-            scales_at += stride * SOURCES_AT_ONCE
-        for _ in tl.range(singles, num_stages=1):
-            totals = add_sources(
-                totals, codes_at, scales_at, stride, rows, table, byte_bits, 1, fmt, shape, BYTES, PLAIN
-            )
-            codes_at += stride
-            scales_at += stride
+        for _ in tl.range(common.groups, num_stages=1):
+            totals = add_sources(totals, codes_at, scales_at, rows, common, SOURCES_AT_ONCE, fmt, shape, PLAIN)
+            codes_at += common.stride * SOURCES_AT_ONCE
+            scales_at += common.stride * SOURCES_AT_ONCE
+        for _ in tl.range(common.singles, num_stages=1):
+            totals = add_sources(totals, codes_at, scales_at, rows, common, 1, fmt, shape, PLAIN)
+            codes_at += common.stride
+            scales_at += common.stride
     at = offsets(fmt.block, fmt, shape)
     for p in tl.static_range(PARTS):
         place = at + p * fmt.length
-        value = (totals[p] * alpha).to(out.dtype.element_ty)
+        total = totals[p]
+        if fmt.words:
+            total = interleaved(totals[4 * p], totals[4 * p + 1], totals[4 * p + 2], totals[4 * p + 3])
+        value = (total * common.alpha).to(out.dtype.element_ty)
         if PLAIN:
             tl.store(out + place, value)
         else:
@@ -122,39 +134,23 @@ def decode_sum_kernel(
     fmt: tl.constexpr,
     shape: tl.constexpr,
     small: tl.constexpr,
-    BYTES: tl.constexpr,
 ):
     TILE: tl.constexpr = shape.rows * fmt.block
     row, tile, left = locate(segment_of_tile, segments, TILE)
-    place = ahead(tl.load(row), tile, TILE)
     codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
+    out += ahead(tl.load(row), tile, TILE)
     stride = stride.to(tl.int64)
-    if is_plain(out + place, left, TILE):
-        here = tl.multiple_of(out + place, 16)
-        decode_tile(
-            codes_at, scales_at, stride, here, left, alpha, table, groups, singles, UNROLLED, fmt, shape, BYTES, True
-        )
+    zero = (stride >> 62).to(tl.int32)  # which the compiler does not know
+    common = Common(stride, alpha, table, zero, groups, singles)
+    if is_plain(out, left, TILE):
+        decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)
     else:
         for i in range(shape.rows // small.rows):
-            step = i * (small.rows * fmt.block)
-            if left > step:
-                decode_tile(
-                    codes_at + i * (small.rows * fmt.code_nbytes),
-                    scales_at + i * (small.rows * 2),
-                    stride,
-                    out + place + step,
-                    left - step,
-                    alpha,
-                    table,
-                    groups,
-                    singles,
-                    UNROLLED,
-                    fmt,
-                    small,
-                    BYTES,
-                    False,
-                )
+            done = i * (small.rows * fmt.block)
+            if left > done:
+                codes, scales = codes_at + i * (small.rows * fmt.code_nbytes), scales_at + i * (small.rows * 2)
+                decode_tile(codes, scales, out + done, left - done, common, UNROLLED, fmt, small, False)
 
 
 def int32_of(seed: int) -> int:
@@ -162,9 +158,16 @@ def int32_of(seed: int) -> int:
     return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
 
 
-def needs_bytes(wire: Tensor, fmt: DeviceFormat, stride: int = 0) -> bool:
+def aligned(wire_WB: Tensor) -> Tensor:
+    """The same rows, each on 16 bytes as all messages have them; only what is not is copied."""
+    if (wire_WB.data_ptr() | wire_WB.stride(0)) % 16:
+        return torch.nn.functional.pad(wire_WB, (0, -wire_WB.shape[1] % 16))
+    return wire_WB
+
+
+def needs_bytes(wire: Tensor, fmt: DeviceFormat) -> bool:
     """Whether scales may lie at odd addresses."""
-    return bool(fmt.code_nbytes % 2 or wire.data_ptr() % 2 or stride % 2)
+    return bool(fmt.code_nbytes % 2 or wire.data_ptr() % 2)
 
 
 def encode_(
@@ -219,7 +222,7 @@ def decode_sum_(
     alpha: float,
     launch: Launch | None = None,
 ) -> None:
-    device = device_format(fmt)
+    device, wire_WB = device_format(fmt), aligned(wire_WB)
     launch = launch or decode_launch(device)
     tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), out.device)
     if tiles.count == 0:
@@ -238,7 +241,6 @@ def decode_sum_(
             fmt=device,
             shape=shape,
             small=small,
-            BYTES=needs_bytes(wire_WB, device, wire_WB.stride(0)),
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
         )

@@ -22,8 +22,14 @@ from lowbit_strategy.kernels.triton.device_functions import (
     offsets,
 )
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
-from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
-from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
+from lowbit_strategy.kernels.triton.quantize import (
+    block_scale,
+    inverse,
+    quantize,
+    residual_scale,
+    round_parts,
+    stream_key,
+)
 
 RESIDUAL_STREAM = tl.constexpr(_RESIDUAL_STREAM)
 RESIDUAL_QMAX = tl.constexpr(127)
@@ -149,12 +155,22 @@ def encode_tile(
     scales_at,
     left,
     first,
+    done,
     step,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     how: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
+    """All blocks that `shape` has, from the one that `done` says on."""
+    x += done * fmt.block
+    codes_at += done * fmt.code_nbytes
+    scales_at += done * 2
+    first += done * fmt.block
+    if residual is not None:
+        residual += done * fmt.block
+    if residual_scale is not None:
+        residual_scale += done
     K: tl.constexpr = shape.rows
     rows = elements_in_rows(left, fmt, shape) > 0
     if residual is None:
@@ -209,42 +225,22 @@ def encode_kernel(
     """Without a residual (None) nothing is compensated."""
     TILE: tl.constexpr = shape.rows * fmt.block
     row, tile, left = locate(segment_of_tile, segments, TILE)
-    place = ahead(tl.load(row), tile, TILE)
+    x += ahead(tl.load(row), tile, TILE)
     block = ahead(tl.load(row + 1), tile, shape.rows)
-    codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
-    scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
+    codes = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
+    scales = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
     step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
     first = tile * TILE
-    if is_plain(x + place, left, TILE):
-        encode_tile(
-            tl.multiple_of(x + place, 16),
-            None if residual is None else residual + block * fmt.block,
-            None if residual_scale is None else residual_scale + block,
-            codes_at,
-            scales_at,
-            left,
-            first,
-            step,
-            fmt,
-            shape,
-            how,
-            True,
-        )
+    if residual is not None:
+        residual += block * fmt.block
+    if residual_scale is not None:
+        residual_scale += block
+    if is_plain(x, left, TILE):
+        here = tl.multiple_of(x, 16)
+        encode_tile(here, residual, residual_scale, codes, scales, TILE, first, 0, step, fmt, shape, how, True)
     else:
         for i in range(shape.rows // small.rows):
-            done = i * (small.rows * fmt.block)
-            if left > done:
-                encode_tile(
-                    x + place + done,
-                    None if residual is None else residual + (block + i * small.rows) * fmt.block,
-                    None if residual_scale is None else residual_scale + (block + i * small.rows),
-                    codes_at + i * (small.rows * fmt.code_nbytes),
-                    scales_at + i * (small.rows * 2),
-                    left - done,
-                    first + done,
-                    step,
-                    fmt,
-                    small,
-                    how,
-                    False,
-                )
+            done = i * small.rows
+            rest = left - done * fmt.block
+            if rest > 0:
+                encode_tile(x, residual, residual_scale, codes, scales, rest, first, done, step, fmt, small, how, False)

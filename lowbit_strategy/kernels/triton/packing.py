@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lowbit_strategy.kernels.triton.device_functions import bits_of, offsets
-from lowbit_strategy.kernels.triton.rounding import ROUND
+from lowbit_strategy.kernels.triton.quantize import ROUND
 
 ZERO_TRITS = tl.constexpr(121)  # five middle trits
 
@@ -44,7 +44,11 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
     WIDTH: tl.constexpr = fmt.planes[PLANE].width
     PER_BYTE: tl.constexpr = 8 // fmt.planes[PLANE].width
     SPREAD: tl.constexpr = fmt.planes[PLANE].spread
-    if len(fmt.planes) == 1:
+    if fmt.e2m1:
+        both = codes[0] + codes[1] * 16
+        sign = (both >> 9) & 0x11
+        byte = (both + sign + 0x77) ^ (sign * 15)  # 7 plus or minus the magnitude
+    elif len(fmt.planes) == 1:
         # sum of code * 2**k, exact in float32: no shifts, no masks, and no carry leaves the byte
         total = codes[R]
         for k in tl.static_range(1, PER_BYTE):

@@ -1,21 +1,80 @@
-"""Device functions: a source's packed codes to what they stand for, times the scale."""
+"""Device functions: packed codes to what they stand for, times the scale, added to a sum.
+
+Formats with codes of one plane that stand for integers or E2M1 are read as words ``[rows, length / 4]`` of four
+neighboring bytes: element ``4 j + b`` of part p is a field of word j, at bit ``8 b + p * width``. Their totals are kept
+in this order, part by part, each as four tensors. All other formats are read byte by byte.
+"""
 
 from __future__ import annotations
 
+import struct
+
+import torch
 import triton
 import triton.language as tl
 
+from lowbit_strategy.kernels.format import E2M1
 from lowbit_strategy.kernels.triton.device_functions import add_product, offsets
 from lowbit_strategy.kernels.triton.packing import load_rows
-from lowbit_strategy.kernels.triton.rounding import e2m1_value
 
-BYTE = tl.constexpr(8388608.0)  # 2**23: a byte or'ed into its mantissa is that number
-BYTE_BITS = tl.constexpr(0x4B000000)
+BYTE_BITS = tl.constexpr(0x4B000000)  # of 2**23: a number or'ed into its mantissa is added to it
+SIGN = tl.constexpr(-(2**31))
+HAS_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+
+
+def _float16_bytes() -> tuple[int, int, int, int]:
+    """Tables of eight bytes for the codes 0 to 7 and 8 to 15 of E2M1: the upper byte of the value as float16.
+
+    Of the negative ones half of that byte, since `prmt` gives 0 for an index of 8 and more only if bytes are below 128.
+    """
+    high = [struct.pack("<e", value)[1] for value in E2M1]
+    negative = bytes([*((0x80 | byte) >> 1 for byte in reversed(high)), 0])
+    return struct.unpack("<4I", negative + bytes([*high, 0]))
+
+
+_TABLES = _float16_bytes()
+FIRST_NEGATIVE, FIRST_POSITIVE = tl.constexpr(_TABLES[0]), tl.constexpr(_TABLES[2])
+# of the word $8, the values of its eight codes from the lowest on; $9 and $10 are the first halves of both tables
+_LOOK_UP = """
+    prmt.b32 negative, $9, {negative:#x}, {word};
+    prmt.b32 positive, $10, {positive:#x}, mirrored;
+    mad.lo.u32 bytes, negative, 2, positive;
+    prmt.b32 pair, bytes, 0, 0x1404; mov.b32 {{first, second}}, pair;
+    cvt.f32.f16 ${0}, first; cvt.f32.f16 ${1}, second;
+    prmt.b32 pair, bytes, 0, 0x3424; mov.b32 {{first, second}}, pair;
+    cvt.f32.f16 ${2}, first; cvt.f32.f16 ${3}, second;"""
+E2M1_PTX = tl.constexpr(
+    "{ .reg .b32 word, mirrored, negative, positive, bytes, pair; .reg .b16 first, second;"
+    "xor.b32 mirrored, $8, 0x88888888; shr.u32 word, $8, 16;"
+    + _LOOK_UP.format(0, 1, 2, 3, word="$8", negative=_TABLES[1], positive=_TABLES[3])
+    + "shr.u32 mirrored, mirrored, 16;"
+    + _LOOK_UP.format(4, 5, 6, 7, word="word", negative=_TABLES[1], positive=_TABLES[3])
+    + "}"
+)
+
+
+@triton.jit
+def load_codes(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """The packed codes of the tile's blocks as a tuple of tensors: int32 words, or uint8 in the order of the planes."""
+    if fmt.words:
+        packed = (load_words(pointer, rows, fmt, shape, PLAIN),)
+    else:
+        packed = load_bytes(pointer, rows, fmt, shape, PLAIN)
+    return packed
+
+
+@triton.jit
+def load_words(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """int32 [rows, length / 4]."""
+    WORDS: tl.constexpr = fmt.length // 4
+    VECTOR: tl.constexpr = max(1, shape.vector // 4)
+    at = tl.arange(0, shape.rows)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    place = pointer.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(at, [1, VECTOR])
+    return load_rows(place, rows[:, None], PLAIN)
 
 
 @triton.jit
 def load_bytes(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """The packed codes of the tile's blocks as a tuple of uint8 tensors, in the order of the planes."""
     packed = ()
     if fmt.ternary:
         byte = tl.arange(0, fmt.block)[None, :] % fmt.code_nbytes
@@ -39,45 +98,81 @@ def load_plane(pointer, rows, PLANE: tl.constexpr, fmt: tl.constexpr, shape: tl.
 
 
 @triton.jit
-def add_source(totals, packed, scale, table, byte_bits, fmt: tl.constexpr):
-    """Totals + what one source's codes stand for: a tuple of float32 parts. Where products with the scale are exact,
-    the fused form rounds as the sum of both does.
+def add_source(totals, packed, scale, table, zero, fmt: tl.constexpr):
+    """Totals + what one source's codes stand for: a tuple of float32 parts."""
+    if fmt.words:
+        sums = add_words(totals, packed[0], scale, zero, fmt)
+    else:
+        sums = add_bytes(totals, packed, scale, table, zero, fmt)
+    return sums
+
+
+@triton.jit
+def add_words(totals, word, scale, zero, fmt: tl.constexpr):
+    """Totals + what one source's codes stand for. Products with the scale are exact: the fused form rounds as a sum.
+
+    `zero` is 0 but not a constant: what is added to it stays in a register, where a constant would be moved
+    each time, or would make two instructions of one that has another constant.
     """
+    sums = ()
+    if fmt.e2m1:
+        values = e2m1_values(word, zero, fmt)
+        for i in tl.static_range(8):
+            sums = sums + (add_product(totals[i], values[2 * (i % 4) + i // 4], scale),)
+    else:
+        for i in tl.static_range(4 * fmt.parts):
+            value = integer(word, 8 * (i % 4) + (i // 4) * fmt.bits, fmt.bits, fmt.qmax, zero)
+            sums = sums + (add_product(totals[i], value, scale),)
+    return sums
+
+
+@triton.jit
+def integer(word, AT: tl.constexpr, WIDTH: tl.constexpr, QMAX: tl.constexpr, zero):
+    """The field at bit AT, minus QMAX, as float32. It stays where it is: it is in the mantissa of a power of two whose
+    last places it fills. Fields that are not below the exponent are moved.
+    """
+    PLACE: tl.constexpr = AT if AT + WIDTH <= 23 else AT - 16
+    moved = word if PLACE == AT else word >> 16
+    bits = (moved & (((1 << WIDTH) - 1) << PLACE)) | (zero + (BYTE_BITS - (PLACE << 23)))
+    return bits.to(tl.float32, bitcast=True) - (1.0 * (1 << (23 - PLACE)) + QMAX)
+
+
+@triton.jit
+def e2m1_values(word, zero, fmt: tl.constexpr):
+    if HAS_PTX:
+        tables = [word, zero + FIRST_NEGATIVE, zero + FIRST_POSITIVE]
+        return tl.inline_asm_elementwise(
+            E2M1_PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r", tables, (tl.float32,) * 8, True, 1
+        )
+    values = ()
+    for i in tl.static_range(8):
+        number = ((word >> (4 * i)) & 15) - fmt.zero_code
+        bits = (tl.abs(number) << 22) | (number & SIGN)  # a float whose smallest are below the normal range, as E2M1's
+        values = values + (bits.to(tl.float32, bitcast=True) * 2.0**127,)
+    return values
+
+
+@triton.jit
+def interleaved(a, b, c, d):
+    """[rows, 4 n] of four [rows, n]."""
+    K: tl.constexpr = a.shape[0]
+    N: tl.constexpr = a.shape[1]
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [K, 4 * N])
+
+
+@triton.jit
+def add_bytes(totals, packed, scale, table, zero, fmt: tl.constexpr):
     PARTS: tl.constexpr = fmt.parts
     sums = ()
     for p in tl.static_range(PARTS):
         if fmt.ternary:
             total = totals[p] + trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, fmt)
-        elif fmt.e2m1:
-            total = add_product(totals[p], e2m1_value(code_of(packed, p, fmt) - fmt.zero_code), scale)
         elif fmt.codebook_size > 0:
             total = totals[p] + codebook_value(packed, p, scale, table, fmt)
-        elif len(fmt.planes) == 1:
-            total = add_masked(totals[p], packed, p, scale, byte_bits, fmt)
         else:
-            total = add_product(totals[p], grid_value(code_of(packed, p, fmt), fmt.qmax, byte_bits), scale)
+            total = add_product(totals[p], integer(code_of(packed, p, fmt), 0, fmt.bits, fmt.qmax, zero), scale)
         sums = sums + (total,)
     return sums
-
-
-@triton.jit
-def grid_value(code, QMAX: tl.constexpr, byte_bits):
-    """Code - QMAX as float32, for a code below 256.
-
-    `byte_bits` is not a constant: masking a field and or'ing BYTE_BITS is one instruction with one constant in it, but
-    two instructions with two.
-    """
-    return (code | byte_bits).to(tl.float32, bitcast=True) - (BYTE + QMAX)
-
-
-@triton.jit
-def add_masked(total, packed, P: tl.constexpr, scale, byte_bits, fmt: tl.constexpr):
-    """A field that stays where it is in its byte: 2**k times too large, which the scale takes back, exactly."""
-    SPREAD: tl.constexpr = fmt.planes[0].spread
-    WIDTH: tl.constexpr = fmt.planes[0].width
-    K: tl.constexpr = (P // SPREAD) * WIDTH
-    field = packed[P % SPREAD].to(tl.int32) & (((1 << WIDTH) - 1) << K)
-    return add_product(total, grid_value(field, fmt.qmax << K, byte_bits), scale * (1.0 / (1 << K)))
 
 
 @triton.jit

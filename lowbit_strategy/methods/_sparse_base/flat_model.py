@@ -15,8 +15,14 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import TINY, largest_threshold, sample_magnitudes, select_above, top_k
-from lowbit_strategy.kernels.sums import OverflowedSum
+from lowbit_strategy.kernels.select import (
+    TINY,
+    OverflowedSum,
+    largest_threshold,
+    sample_magnitudes,
+    select_above,
+    top_k,
+)
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_, num_kept, pending_sums, undo_
 

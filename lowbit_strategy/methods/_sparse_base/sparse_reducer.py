@@ -33,7 +33,7 @@ from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.sums import OverflowedSum, Sum
+from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 

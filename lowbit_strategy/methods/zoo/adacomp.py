@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.sums import Sum
+from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, View

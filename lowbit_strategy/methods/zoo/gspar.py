@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
-from lowbit_strategy.kernels.sums import Sum
+from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor

@@ -13,8 +13,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import TINY, largest_threshold
-from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
@@ -153,7 +152,7 @@ class SIDCoReducer(SparseReducer):
         few = math.ceil(_SAMPLE_KEPT / self.density)
         num = max(_SAMPLE_NUMEL, few)
         if max(4 * num, 8 * few) >= total.numel():  # fitting would take longer than an exact selection
-            return nonzero(Chosen(*top_k(total, wanted)))
+            return nonzero(Chosen(*total.top_k(wanted)))
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
             total.formed()  # raises
@@ -169,7 +168,7 @@ class SIDCoReducer(SparseReducer):
         if n == 0 or share >= 1.0:
             return TINY  # zeros are never sent
         fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
-        tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
+        tail = top_k(nonzero_n, min(n, max(1, round(_REACH * share * n))))[1]
         least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
         reached = int((nonzero_n >= fitted).sum())
         self._adapt_stages_(tensors, reached / (share * n))

@@ -15,8 +15,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.codebooks import ternary
-from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
+from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM

@@ -12,8 +12,7 @@ from lowbit_strategy.codecs.contraction import contracts, hard_blocks
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.kernels.codebooks import fitted, ternary
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, lloyd_max, ternary, uniform
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
@@ -25,22 +24,22 @@ SHRINK: dict[str, Codec] = {
     "2 bits": BlockCodec(uniform(2, 128)),
     "ternary": BlockCodec(ternary(128)),
     "signs": BlockCodec(BlockFormat(bits=1, block_size=4096, scale_rule="mean_abs", codebook=(-1.0, 1.0))),
-    "fitted, 2 bits": BlockCodec(fitted(2, 64)),
+    "fitted, 2 bits": BlockCodec(lloyd_max(2, 64)),
     "two means": TwoMeansCodec(4096),
     "rotated": RotatedCodec(BlockCodec(uniform(2, 64))),
     "l2, nearest": L2Codec(2, 128).nearest(),
     "natural, 2 bits, nearest": NaturalCodec(2, 128).nearest(),
     "natural, 8 bits, nearest": NaturalCodec(8, 128).nearest(),
     "trits, nearest": TernaryCodec(128).nearest(),
-    "fitted, 1 bit, nearest": BlockCodec(fitted(1, 64)).nearest(),
+    "fitted, 1 bit, nearest": BlockCodec(lloyd_max(1, 64)).nearest(),
 }
 GROW: dict[str, Codec] = {
     "l2": L2Codec(2, 128),
     "trits": TernaryCodec(128),
     "stochastic 2 bits": BlockCodec(uniform(2, 128), "stochastic"),
-    "fitted, 1 bit": BlockCodec(fitted(1, 64)),
-    "fitted, 2 bits, large blocks": BlockCodec(fitted(2, 512)),
-    "rotated": RotatedCodec(BlockCodec(fitted(1, 64))),
+    "fitted, 1 bit": BlockCodec(lloyd_max(1, 64)),
+    "fitted, 2 bits, large blocks": BlockCodec(lloyd_max(2, 512)),
+    "rotated": RotatedCodec(BlockCodec(lloyd_max(1, 64))),
 }
 
 
@@ -76,8 +75,8 @@ def test_one_bit_codebooks_overshoot_on_blocks_with_one_element() -> None:
     """The figure in LoCo's documentation."""
     x = torch.zeros(64)
     x[5] = 1.0
-    assert ratio(BlockCodec(fitted(1, 64)), x) == pytest.approx(1.44, abs=0.01)
-    assert ratio(BlockCodec(fitted(1, 64)).nearest(), x) < 1
+    assert ratio(BlockCodec(lloyd_max(1, 64)), x) == pytest.approx(1.44, abs=0.01)
+    assert ratio(BlockCodec(lloyd_max(1, 64)).nearest(), x) < 1
 
 
 def test_natural_rounds_to_the_nearer_power() -> None:

@@ -17,8 +17,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.kernels.codebooks import fitted, ternary
-from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.format import lloyd_max, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -39,11 +38,11 @@ CODECS: dict[str, Codec] = {
     "natural 8": NaturalCodec(8, 64),
     "natural 3": NaturalCodec(3, 64),
     "natural 3, nearest": NaturalCodec(3, 64).nearest(),
-    "signs at the mean magnitude": BlockCodec(fitted(1, 64)).nearest(),
+    "signs at the mean magnitude": BlockCodec(lloyd_max(1, 64)).nearest(),
     "trits": TernaryCodec(64),
     "rotated": RotatedCodec(BlockCodec(uniform(4, 64), "nearest")),
     "rotated by 32": RotatedCodec(NaturalCodec(4, 64), 32),
-    "fitted": BlockCodec(fitted(2, 64)),
+    "fitted": BlockCodec(lloyd_max(2, 64)),
     "ternary": BlockCodec(ternary(64)),
 }
 

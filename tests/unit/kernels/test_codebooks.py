@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, sent_share, ternary, unit_gain
+from lowbit_strategy.kernels.format import gaussian_codebook, lloyd_max, sent_share, ternary, unbiased_lloyd_max
 
 
 def test_known_constants() -> None:
@@ -45,8 +45,8 @@ def test_no_shift_lowers_the_error() -> None:
 
 
 def test_formats() -> None:
-    assert fitted(2, 64).bits_per_element == 2.25
-    assert fitted(1, 64).bits_per_element == 1.25
+    assert lloyd_max(2, 64).bits_per_element == 2.25
+    assert lloyd_max(1, 64).bits_per_element == 1.25
     assert ternary(128).bits_per_element == 1.75
 
 
@@ -56,10 +56,10 @@ def test_refuses(codebook_size: int) -> None:
         gaussian_codebook(codebook_size)
 
 
-def test_unit_gain_constants() -> None:
+def test_unbiased_constants() -> None:
     assert sent_share(2) == pytest.approx(2 / math.pi, abs=1e-5)
-    assert unit_gain(2, 64).codebook == pytest.approx((-1.2533, 1.2533), abs=1e-4)
-    three, four = unit_gain(3, 128), unit_gain(4, 64)
+    assert unbiased_lloyd_max(2, 64).codebook == pytest.approx((-1.2533, 1.2533), abs=1e-4)
+    three, four = unbiased_lloyd_max(3, 128), unbiased_lloyd_max(4, 64)
     assert three.codebook == pytest.approx((-1.5114, 0.0, 1.5114), abs=1e-4)
     assert three.thresholds == pytest.approx((-0.612, 0.612), abs=1e-4)
     assert three.is_ternary
@@ -69,10 +69,10 @@ def test_unit_gain_constants() -> None:
 
 
 @pytest.mark.parametrize("codebook_size", [2, 3, 4, 8])
-def test_unit_gain_on_a_gaussian(codebook_size: int) -> None:
+def test_unbiased_values_on_a_gaussian(codebook_size: int) -> None:
     """What is sent has the whole input in it, and no other thresholds with unit gain have less error."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
-    fmt = unit_gain(codebook_size, 64)
+    fmt = unbiased_lloyd_max(codebook_size, 64)
 
     def scaled_error(thresholds: tuple[float, ...]) -> tuple[float, float]:
         q = torch.tensor(fmt.codebook)[torch.bucketize(x, torch.tensor(thresholds))]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import select as reference
-from lowbit_strategy.kernels.sums import OverflowedSum, Sum, top_k
+from lowbit_strategy.kernels.select import OverflowedSum, Sum
 
 
 def _added(x: Tensor, addend: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def test_top_k_of_a_sum_is_the_definition(path: str, numel: int, k: int) -> None
     for sparse in (False, True):
         ours, addend = x.clone(), addend * (torch.arange(numel) % 7 == 0) if sparse else addend
         wanted = ours + addend
-        indices, values = top_k(Sum(ours, addend), k)
+        indices, values = Sum(ours, addend).top_k(k)
         assert torch.equal(ours, wanted)
         assert torch.equal(indices, reference.top_k(wanted, k))
         assert torch.equal(values, wanted[indices])
@@ -143,12 +143,12 @@ def test_top_k_of_a_sum_that_overflows_raises(path: str, numel: int) -> None:
     x, addend = _pair(numel)
     x[numel // 2] = addend[numel // 2] = 3e38
     with pytest.raises(OverflowedSum):
-        top_k(Sum(x, addend), numel // 1000)
+        Sum(x, addend).top_k(numel // 1000)
 
 
 def test_top_k_of_a_sum_of_nearly_nothing_but_zeros() -> None:
     x, addend = torch.zeros(3_000_000), torch.zeros(3_000_000)
     addend[[5, 2_000_000]] = 1.0
-    indices, values = top_k(Sum(x, addend), 4)
+    indices, values = Sum(x, addend).top_k(4)
     assert indices.tolist() == [0, 1, 5, 2_000_000]
     assert values.tolist() == [0.0, 0.0, 1.0, 1.0]

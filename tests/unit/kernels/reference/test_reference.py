@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.codebooks import fitted, ternary
-from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.blocks import Feedback
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, lloyd_max, ternary, uniform
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,
@@ -23,7 +22,7 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 
 FORMATS = [
     *(uniform(bits, 64) for bits in range(2, 9)),
-    *(fitted(bits, 64) for bits in (1, 2, 3)),
+    *(lloyd_max(bits, 64) for bits in (1, 2, 3)),
     ternary(64),
     e2m1(64),
 ]

@@ -7,19 +7,17 @@ import re
 import pytest
 import torch
 
-from lowbit_strategy.kernels.codebooks import unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowbit_strategy.kernels.triton.layout import device_format
-from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
+from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch
 from testing.kernels import offline
-from testing.kernels.cases import FITTED_2, fitted, ternary
+from testing.kernels.cases import FITTED_2, codebook_format, ternary
 
 ARCHITECTURES = (80, 90)
 FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
-FORMATS["fitted2"] = fitted(2, FITTED_2)
+FORMATS["fitted2"] = codebook_format(2, FITTED_2)
 FOUR_PROGRAMS, THREE_PROGRAMS = 128, 168  # registers that leave room for so many programs on a multiprocessor
 
 
@@ -105,7 +103,8 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fmt", [ternary(128), unit_gain(3, 64), e2m1(128), fitted(5, tuple(i / 8 for i in range(-15, 17)))]
+    "fmt",
+    [ternary(128), unbiased_lloyd_max(3, 64), e2m1(128), codebook_format(5, tuple(i / 8 for i in range(-15, 17)))],
 )
 def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
     """The interpreter runs what the compiler refuses, such as comparisons of tuples and code behind a return."""

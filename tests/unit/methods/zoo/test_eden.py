@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import hard_blocks
-from lowbit_strategy.kernels.codebooks import unit_gain
+from lowbit_strategy.kernels.format import unbiased_lloyd_max
 from lowbit_strategy.kernels.reference.rotation import hadamard
 from lowbit_strategy.kernels.rotation import signs
 from lowbit_strategy.methods.zoo.eden import EdenCodec
@@ -44,7 +44,7 @@ def test_every_block_keeps_its_own_direction(bits: int) -> None:
 def test_heavy_tails_where_a_codebook_of_unit_gain_fails() -> None:
     x = heavy(200)
     share, error = share_and_error(EdenCodec(1, 32), x)
-    other_share, other_error = share_and_error(BlockCodec(unit_gain(2, 32)), x)
+    other_share, other_error = share_and_error(BlockCodec(unbiased_lloyd_max(2, 32)), x)
     assert other_share < 0.7 < 0.99 < share
     assert error < 0.5 < 1.0 < other_error
 

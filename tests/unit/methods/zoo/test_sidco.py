@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.sums import Sum
+from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sidco import (

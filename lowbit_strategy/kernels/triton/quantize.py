@@ -1,0 +1,223 @@
+"""Device functions: the scale of each block by every rule, and scaled elements to codes, nearest or at random."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
+from lowbit_strategy.kernels.reference.rng import GOLDEN as _GOLDEN
+from lowbit_strategy.kernels.triton.device_functions import bits_of, elements_in_rows, largest_bits, tree_sum
+
+INFINITY = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL = tl.constexpr(0x00800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
+ROUND_BITS = tl.constexpr(0x4B400000)
+EXPONENT = tl.constexpr(0x7F800000)
+STEP_OF_2 = tl.constexpr((22 << 23) + (1 << 22))  # from the exponent of numbers below 4 to ROUND, on to its multiples
+GOLDEN = tl.constexpr(_GOLDEN)
+CODE_STREAM = tl.constexpr(_CODE_STREAM)
+
+
+@triton.jit
+def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """Scale float32 [rows]: 0 where elements are too small, NaN where not finite; and whether the block is finite."""
+    if fmt.rule == "absmax":
+        largest = largest_bits(parts)
+        raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_top
+        return rounded_scale(raw, largest < INFINITY, fmt.max_scale_bits)
+    largest = largest_bits(parts)
+    finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements
+    if fmt.rule == "rms":
+        return rounded_scale(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
+    return rounded_scale(mean_magnitude(parts, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
+
+
+@triton.jit
+def residual_scale(parts, INVERSE_QMAX: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
+    """Scale of a residual, which is finite: the largest saturate instead of becoming NaN."""
+    bits = round_up(largest_bits(parts).to(tl.float32, bitcast=True) * INVERSE_QMAX)
+    bits = tl.where(bits < SMALLEST_NORMAL, 0, tl.minimum(bits, MAX_SCALE_BITS))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_up(raw):
+    """Bits of the smallest bfloat16 that is not below."""
+    return (bits_of(raw) + 0xFFFF) & -0x10000
+
+
+@triton.jit
+def rounded_scale(raw, finite, MAX_SCALE_BITS: tl.constexpr):
+    """Round up to bfloat16, flush below the smallest normal number; NaN for blocks and values that are not finite."""
+    bits = round_up(raw)
+    finite = finite & (bits <= MAX_SCALE_BITS)
+    bits = tl.where(bits < SMALLEST_NORMAL, 0, bits)
+    return tl.where(finite, bits, NAN_BITS).to(tl.float32, bitcast=True), finite
+
+
+@triton.jit
+def mean_of(total, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    if PLAIN:
+        return total * (1.0 / fmt.block)  # dividing by a power of two: the same bits
+    return tl.div_rn(total, tl.maximum(elements_in_rows(left, fmt, shape), 1).to(tl.float32))
+
+
+@triton.jit
+def root_mean_square(parts, largest, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """By a power of two near the largest magnitude, so that squares neither overflow nor vanish."""
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 126, -120), 120)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    squares = ()
+    for p in tl.static_range(len(parts)):
+        unit = parts[p] * down[:, None]
+        squares = squares + (unit * unit,)
+    return tl.sqrt_rn(mean_of(tree_sum(squares, fmt, shape), left, fmt, shape, PLAIN)) * up
+
+
+@triton.jit
+def mean_magnitude(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    sizes = ()
+    for p in tl.static_range(len(parts)):
+        sizes = sizes + (tl.abs(parts[p]),)
+    mean = mean_of(tree_sum(sizes, fmt, shape), left, fmt, shape, PLAIN)
+    if fmt.rule == "mean_abs":
+        return mean
+    above = sizes[0] > (mean * THRESHOLD)[:, None]  # ternary codes have one part
+    total = tree_sum((tl.where(above, sizes[0], 0.0),), fmt, shape)
+    count = tl.maximum(tl.sum(above.to(tl.int32), axis=1), 1)
+    return tl.div_rn(total, count.to(tl.float32))
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, or 0 where the scale is 0 or NaN; and where it is neither, bool [rows]."""
+    usable = scale > 0
+    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0), usable
+
+
+@triton.jit
+def quantize(h, scale, first, seed, salt, table, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes and what they stand for in units of the scale, as float32; and the blocks that have any, bool [rows].
+
+    On the uniform grid both are the integers -qmax ... qmax, otherwise the numbers of values, from 0, and the values;
+    codes of E2M1 are those of `e2m1_code`.
+    """
+    scale_inverse, usable = inverse(scale)
+    if fmt.codebook_size > 0:
+        codes, values = nearest_values(h, scale_inverse, table, fmt)
+    else:
+        key = stream_key(seed, salt, CODE_STREAM) if STOCHASTIC else 0
+        codes = integers(round_parts(h, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC))
+        values = codes
+    return codes, values, usable
+
+
+@triton.jit
+def round_parts(
+    parts,
+    scale_inverse,
+    first,
+    key,
+    QMAX: tl.constexpr,
+    fmt: tl.constexpr,
+    shape: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The uniform grid: ROUND + q, whose low bits are the integer q. Only dither can leave the range -QMAX ... QMAX."""
+    rounded = ()
+    for p in tl.static_range(len(parts)):
+        y = parts[p] * scale_inverse[:, None]
+        if STOCHASTIC:
+            at = tl.arange(0, shape.rows)[:, None] * fmt.block + tl.arange(0, fmt.length)[None, :] + p * fmt.length
+            y = add_dither(y, at.to(tl.uint32) + first.to(tl.uint32), key)
+            y = tl.minimum(tl.maximum(y, -QMAX * 1.0), QMAX * 1.0)
+        rounded = rounded + (y + ROUND,)
+    return rounded
+
+
+@triton.jit
+def integers(rounded):
+    """What `round_parts` rounded to, as float32."""
+    values = ()
+    for p in tl.static_range(len(rounded)):
+        values = values + (rounded[p] - ROUND,)
+    return values
+
+
+@triton.jit
+def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
+    """Fitted codebook: the numbers of its values and the values. Sums of 1 and of `steps` are exact."""
+    codes, values = (), ()
+    for p in tl.static_range(len(parts)):
+        y = parts[p] * scale_inverse[:, None]
+        code = tl.zeros_like(y)
+        if fmt.e2m1:
+            value = nearest_e2m1(y)
+            code = e2m1_code(value)
+        elif len(fmt.codebook) > 0:
+            value = tl.full(y.shape, fmt.codebook[0], tl.float32)
+            for i in tl.static_range(len(fmt.thresholds)):
+                above = tl.where(y > fmt.thresholds[i], 1.0, 0.0)
+                code += above
+                if len(fmt.steps) > 0:
+                    value = tl.fma(above, tl.full(y.shape, fmt.steps[i], tl.float32), value)
+                else:
+                    value = tl.where(y > fmt.thresholds[i], fmt.codebook[i + 1], value)
+        else:
+            for i in range(fmt.codebook_size - 1):
+                code += tl.where(y > tl.load(table + i), 1.0, 0.0)
+            value = tl.load(table + (fmt.codebook_size - 1) + code.to(tl.int32))
+        codes = codes + (code,)
+        values = values + (value,)
+    return codes, values
+
+
+@triton.jit
+def nearest_e2m1(y):
+    """The nearest float of 4 bits, in the middle the lower one, as the number of thresholds below y tells them.
+
+    Adding a power of two rounds to a step of 1 below 4, of 2 below 8, and of 4 above. In the middle the product, not
+    rounded before the sum, is nearer to zero; so negative numbers go one bit away from it first.
+    """
+    bits = bits_of(y)
+    bits += (bits.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+    power = tl.maximum((bits & EXPONENT) + STEP_OF_2, ROUND_BITS).to(tl.float32, bitcast=True)
+    below_one = tl.full(y.shape, 1 - 2.0**-24, tl.float32)
+    return tl.fma(bits.to(tl.float32, bitcast=True), below_one, power) - power
+
+
+@triton.jit
+def e2m1_code(value):
+    """int32: sign in bit 9, magnitude in the lowest three, others 0: a float whose smallest are below the normal range,
+    as E2M1's are.
+    """
+    return (bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True) >> 22).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def hash32(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stream_key(seed, salt, STREAM: tl.constexpr):
+    return hash32(hash32(seed.to(tl.uint32) ^ salt.to(tl.uint32)) + STREAM)
+
+
+@triton.jit
+def add_dither(y, at, key):
+    """Y plus a number in [-0.5, 0.5) on a grid of 2**-24, from a hash of key and place.
+
+    The hash's upper 24 bits as a signed number: exact as float32, and so is its product with the power of two, which
+    the fused form therefore rounds just as a sum with the dither would be.
+    """
+    x = hash32(at * GOLDEN + key)
+    signed = ((x & 0xFFFFFF00) ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
+    return tl.fma(signed, tl.full(y.shape, 2.0**-32, tl.float32), y)

@@ -1,0 +1,66 @@
+"""The assembly that looks up floats of 4 bits, which Triton's interpreter does not run: each instruction in NumPy."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from lowbit_strategy.kernels.format import E2M1
+from lowbit_strategy.kernels.triton import unpacking
+
+VALUES = np.array([*(-value for value in reversed(E2M1)), 0.0, *E2M1], dtype=np.float32)
+
+
+def prmt(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Four bytes, each one of eight by three bits of the selector; its sign, repeated, where the fourth bit is set."""
+    source = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(selector)
+    for i in range(4):
+        index = selector >> np.uint32(4 * i) & np.uint32(15)
+        byte = (source >> (np.uint64(8) * (index & 7)) & np.uint64(255)).astype(np.uint32)
+        byte = np.where(index > 7, (byte >> 7) * np.uint32(255), byte)
+        result |= byte << np.uint32(8 * i)
+    return result
+
+
+def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What is in every register and operand at the end."""
+    held, size = dict(operands), operands["$8"].size
+
+    def read(name: str) -> np.ndarray:
+        return held[name] if name in held else np.full(size, int(name, 0), dtype=np.uint32)
+
+    for line in text.strip("{} \n").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        match operation, [part.strip(" {}") for part in rest.split(",")]:
+            case ("" | ".reg", _):
+                pass
+            case "xor.b32", [out, a, b]:
+                held[out] = read(a) ^ read(b)
+            case "shr.u32", [out, a, b]:
+                held[out] = read(a) >> read(b)
+            case "mad.lo.u32", [out, a, b, c]:
+                held[out] = read(a) * read(b) + read(c)
+            case "prmt.b32", [out, a, b, selector]:
+                held[out] = prmt(read(a), read(b), read(selector))
+            case "mov.b32", [low, high, a]:
+                held[low], held[high] = (part.astype(np.uint16) for part in (read(a) & 0xFFFF, read(a) >> 16))
+            case "cvt.f32.f16", [out, a]:
+                held[out] = held[a].view(np.float16).astype(np.float32)
+            case _:
+                raise AssertionError(f"{line!r} is no instruction that this test knows")
+    return held
+
+
+def test_every_code_in_every_place_is_its_value() -> None:
+    codes = np.array([(*four, *reversed(four)) for four in itertools.product(range(15), repeat=4)], dtype=np.uint32)
+    word = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(1, dtype=np.uint32)
+    tables = {"$9": unpacking.FIRST_NEGATIVE, "$10": unpacking.FIRST_POSITIVE}
+    operands = {name: np.full(len(word), table.value, dtype=np.uint32) for name, table in tables.items()}
+    found = run(unpacking.E2M1_PTX.value, {"$8": word, **operands})
+    values = np.stack([found[f"${i}"] for i in range(8)], 1)
+    assert np.array_equal(values.view(np.int32), VALUES[codes].view(np.int32))
