@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +68,7 @@ def limited(folder: Path) -> Facts:
     return facts
 
 
+@pytest.mark.slow
 @scenarios(limited, world_size=4)
 def test_less_is_kept_and_the_loss_stays(facts: list[Facts]) -> None:
     for rank in facts:
