@@ -59,6 +59,11 @@ def test_a_layer_that_is_frozen_in_mid_run(facts: list[Facts], request: pytest.F
     assert len(facts[0]["lines"]) == again
 
 
+class StaysInOptimizer(FreezesLater):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
 RULES = {
     "streaming": DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5),
     "whole": DiLoCo(every=4, momentum=0.5),
@@ -68,9 +73,9 @@ RULES = {
 def resumed_frozen(folder: Path, rule: str) -> Facts:
     """A layer in the middle is frozen in mid-run, and resuming begins with it frozen."""
 
-    def fit(steps: int, checkpoint: Path | None = None, **options: Any) -> FreezesLater:
+    def fit(steps: int, checkpoint: Path | None = None, **options: Any) -> StaysInOptimizer:
         torch.manual_seed(0)
-        model = FreezesLater(5, layer=2)
+        model = StaysInOptimizer(5, layer=2)
         if checkpoint is not None:
             model.net[2].requires_grad_(False)
         made = trainer(LowBitDDPStrategy(LoCo(block_size=32), outer=RULES[rule]), max_steps=steps, **options)
