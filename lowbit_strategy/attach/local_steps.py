@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -340,7 +340,6 @@ class LocalSteps:
         if loaded is None or loaded[0]["outer"] is None:
             return
         state, own = loaded[0], loaded[1] and self.outer.owns(loaded[0]["outer"])
-        self._train_as_saved(list(state["outer"]["anchors"]))
         self.outer.load_state_dict(state["outer"], own=own)
         if own:
             parts = self.own()
@@ -348,15 +347,6 @@ class LocalSteps:
                 if name in parts:
                     parts[name].load_state_dict(resharded(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
-
-    def _train_as_saved(self, names: Iterable[str]) -> None:
-        """The same fragments as in the run that saved: it may have trained what is frozen now, and in another order."""
-        assert self.outer is not None
-        params = {canonical_name(name): param for name, param in self._module.named_parameters()}
-        kept = {name: params[name] for name in names if name in params and name in self.sync.specs}
-        if self._membership is None and list(kept) != list(self.outer.anchors):
-            self._params = kept | self._params
-            self.outer = self._make_outer()
 
     def adopt(self, earlier: LocalSteps) -> None:
         """Continue with the state of an earlier attachment of the same model. If that has finished, and the

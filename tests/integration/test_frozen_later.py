@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lowbit_strategy import DiLoCo, LoCo, PostLocalSGD
+from lowbit_strategy import LoCo, PostLocalSGD
 from lowbit_strategy.lightning import LowBitDDPStrategy
 from testing.log import listen
 from testing.processes.scenarios import Facts, scenarios
@@ -57,38 +56,3 @@ def test_a_layer_that_is_frozen_in_mid_run(facts: list[Facts], request: pytest.F
         assert rank["changes"] == (span[0] == 10)  # the turn of the round in which it was trained last
         assert rank["moved"] == again
     assert len(facts[0]["lines"]) == again
-
-
-class StaysInOptimizer(FreezesLater):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
-
-
-RULES = {
-    "streaming": DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5),
-    "whole": DiLoCo(every=4, momentum=0.5),
-}
-
-
-def resumed_frozen(folder: Path, rule: str) -> Facts:
-    """A layer in the middle is frozen in mid-run, and resuming begins with it frozen."""
-
-    def fit(steps: int, checkpoint: Path | None = None, **options: Any) -> StaysInOptimizer:
-        torch.manual_seed(0)
-        model = StaysInOptimizer(5, layer=2)
-        if checkpoint is not None:
-            model.net[2].requires_grad_(False)
-        made = trainer(LowBitDDPStrategy(LoCo(block_size=32), outer=RULES[rule]), max_steps=steps, **options)
-        made.fit(model, loader(), ckpt_path=checkpoint)
-        return model
-
-    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    whole = fit(14, enable_checkpointing=True, callbacks=[saver])
-    resumed = {step: fit(14, folder / f"step={step}.ckpt") for step in (6, 8, 11)}
-    return {"whole": fingerprint(whole), "resumed": {step: fingerprint(model) for step, model in resumed.items()}}
-
-
-@scenarios(resumed_frozen, rule=tuple(RULES))
-def test_resuming_with_a_layer_frozen_that_was_trained_before(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["resumed"] == dict.fromkeys((6, 8, 11), rank["whole"])
