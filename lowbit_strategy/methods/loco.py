@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.blocks import Feedback, decode_sum_, encode_
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import (
     BlockFormat,
     e2m1,
@@ -23,6 +23,7 @@ from lowbit_strategy.kernels.format import (
     unbiased_lloyd_max,
     uniform,
 )
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor

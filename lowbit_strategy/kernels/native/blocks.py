@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import function, isa, kernels_of
 from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.segments import Segments

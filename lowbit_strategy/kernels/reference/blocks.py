@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
 from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 

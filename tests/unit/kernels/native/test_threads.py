@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels import native
-from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import threads
 from lowbit_strategy.kernels.native.blocks import call_struct, set_residual
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.blocks import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, lloyd_max, ternary, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,
