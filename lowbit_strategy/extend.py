@@ -6,13 +6,12 @@ See the pages "Write a compressor" and "Architecture".
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, View
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.options.configuration import configuration

@@ -12,7 +12,7 @@ from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Qualit
 from lowbit_strategy.advisor.models import layers_of
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.collectives.layout import Share
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
@@ -157,7 +157,7 @@ def plan_for(
         reduced = [ParamGroup(tuple(spec.name for spec in specs), workload.itemsize, name) for name, specs in members]
     return make_plan(
         parts,
-        {part.name: fitted(assigned[part.name], part) for part in parts},
+        {part.name: assignment_for_part(assigned[part.name], part) for part in parts},
         shape,
         layout,
         reduced=reduced,

@@ -33,7 +33,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
 from lowbit_strategy.hooks.weights import module_layouts
-from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
@@ -208,7 +208,7 @@ def attach_fsdp(
         check_process_groups(module, group, replicated=False)
     prepared = fit_to_memory(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    side = BackwardSide(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
+    side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, sync, side)
     wiring.take(weight_coding(prepared))  # what cannot be served is refused now
     choice = None
@@ -336,7 +336,9 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepar
         return
     if options.outer is not None:
         if options.second_moment:
-            sync.correct_with(MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size))
+            sync.set_second_moment_correction(
+                MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size)
+            )
         return
     if not prepared.exchanges_squares:
         return

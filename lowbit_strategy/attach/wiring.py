@@ -15,8 +15,8 @@ from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.stock import StockSharding, chose_buckets, renew_reducer
-from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.hooks.native import NativeSharding, chose_buckets, renew_reducer
+from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 
 
@@ -80,11 +80,11 @@ class FSDPWiring:
         side: Where shards are reduced while backward goes on; None: FSDP2 waits for each module's.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync, side: BackwardSide | None = None) -> None:
+    def __init__(self, module: nn.Module, sync: GradientSync, side: OverlappedReducer | None = None) -> None:
         self._module = module
         self._sync = sync
         self._side = side
-        self._stock = StockSharding(module)
+        self._stock = NativeSharding(module)
         self._taken: WeightCoding | None = None
 
     def take(self, weights: WeightCoding | None) -> None:

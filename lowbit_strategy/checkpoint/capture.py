@@ -166,7 +166,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
     Returns:
         Whether the model has the same parameters as before.
     """
-    own = {name: list(spec.shape) for name, spec in sync.state.wholes.items()}
+    own = {name: list(spec.shape) for name, spec in sync.state.full_specs.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     lost = [name for name, shape in shapes.items() if own.get(name) != shape]
     saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
@@ -181,7 +181,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """Parameters that were not trained when the state was saved start from zero; all others must fit."""
-    own = {name: list(spec.shape) for name, spec in sync.state.wholes.items()}
+    own = {name: list(spec.shape) for name, spec in sync.state.full_specs.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
     changed = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])

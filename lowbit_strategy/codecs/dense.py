@@ -37,10 +37,10 @@ class DenseCodec(Codec):
         return _DTYPES[self.dtype]
 
     def wire_nbytes(self, numel: int) -> int:
-        return numel * self.torch_dtype.itemsize
+        return numel * _DTYPES[self.dtype].itemsize
 
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return x_N.to(self.torch_dtype).contiguous().view(torch.uint8)
+        return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         total = torch.zeros(numel, dtype=torch.float32, device=wire_WB.device)

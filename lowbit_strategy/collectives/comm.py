@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import copy
-import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ class Pending(Protocol):
 
 
 def wait_for_all(stages: Iterable[Pending | None]) -> None:
-    """Go through all stages of a reduction, waiting for each; None is a stage of which nothing travels."""
+    """Run all stages of a reduction, waiting for each; None means nothing is in flight at this stage."""
     for pending in stages:
         if pending is not None:
             pending.wait()
@@ -63,8 +63,8 @@ class Comm(ABC):
         sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
         num_near: How many of the other ranks are on the same node.
         counts: Whether `sent_nbytes` is kept.
-        place: Says which step an exchange belongs to, for errors.
-        is_far: Whether messages take so long that all are to travel at once.
+        describe_step: Says which step an exchange belongs to, for errors.
+        is_far: Whether latency is so high that all messages are sent before any is waited for.
     """
 
     group: dist.ProcessGroup | None = None
@@ -76,7 +76,7 @@ class Comm(ABC):
         self.world_size = world_size
         self.sent_nbytes = 0
         self.num_near = 0
-        self.place: Callable[[], str] = str
+        self.describe_step: Callable[[], str] = str
 
     def between_nodes(self, nbytes: float) -> int:
         """How much of `nbytes`, sent to all others alike, leaves the node."""
@@ -88,7 +88,7 @@ class Comm(ABC):
         """Memory of receives that are posted ahead, now."""
         return 0
 
-    def twin(self) -> Comm:
+    def with_own_counter(self) -> Comm:
         """The same ranks, with a count of bytes of its own."""
         return copy.copy(self)
 
@@ -155,7 +155,8 @@ class GroupComm(Comm):
 
     def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
-        if self._backend(x_B.device) == "gloo":  # its all-gather of bytes is slower than its all-to-all of as many
+        backend = self._backends.get(x_B.device.type) or self._backend(x_B.device)
+        if backend == "gloo":  # its all-gather of bytes is slower than its all-to-all
             copies = x_B.reshape(1, -1).expand(self.world_size, -1).contiguous()
             return self._begin("all-gather", x_B, dist.all_to_all_single, out_WB, copies)
         # flat: some backends take a stacked output only where it has one more dim than the input
@@ -174,38 +175,42 @@ class GroupComm(Comm):
         """Start a collective, whose failure names the ranks that did not take part."""
         self._num_exchanges += 1
         what = f"the {kind} of {x.nbytes:,} bytes, exchange {self._num_exchanges}"
-        return UnderWay(
-            functools.partial(collective, *values, group=self.group, async_op=True, **options),
-            lambda: naming_lost_ranks(self.group, what, self.place()),
-        )
+
+        def explained() -> AbstractContextManager[None]:
+            return naming_lost_ranks(self.group, what, self.describe_step())
+
+        try:
+            return UnderWay(collective(*values, group=self.group, async_op=True, **options), explained)
+        except RuntimeError:
+            with explained():
+                raise
 
     def _backend(self, device: torch.device) -> str:
         """The backend that serves `device`: a group may have one for each, or call itself "undefined"."""
-        if device.type not in self._backends:
-            group = self.group if self.group is not None else dist.group.WORLD
-            assert group is not None
-            self._backends[device.type] = group._get_backend(device).name()
-        return self._backends[device.type]
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        self._backends[device.type] = name = group._get_backend(device).name()
+        return name
 
 
+@dataclass(slots=True)
 class UnderWay:
-    """A collective that begins.
+    """A collective that has been started.
 
     Args:
-        begin: Starts it.
-        explained: Inside it is started and waited for: says what a failure means.
+        work: torch's handle.
+        explained: An error that is raised inside says what a failure means.
     """
 
-    __slots__ = ("_explained", "_work")
-
-    def __init__(self, begin: Callable[[], Any], explained: Callable[[], AbstractContextManager[None]]) -> None:
-        self._explained = explained
-        with explained():
-            self._work = begin()
+    work: Any
+    explained: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> object:
-        with self._explained():
-            return self._work.wait()
+        try:
+            return self.work.wait()
+        except RuntimeError:
+            with self.explained():
+                raise
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up, salt_of
+from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, ParamView, round_up, salt_of
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
@@ -33,42 +33,26 @@ HEADER_NBYTES = 16
 _MAGIC = 0x4C4F5742  # "LOWB"
 
 
-class Hop(NamedTuple):
-    """A codec on one hop with the state that its segments' ``state_offset`` point into."""
+class CodedGroup(NamedTuple):
+    """Parameters that one pair of codecs carries, uplink and downlink, and the state of both.
 
-    stateful: StatefulCodec
-    state: StateTensors
-
-
-class Route(NamedTuple):
-    """What carries one group of parameters: its codecs on both hops, and where its state starts.
-
-    ``full_offset`` and ``shard_offset`` give each parameter's first element in arenas that hold whole parameters and
-    in those that hold only the own chunk. A chunk's state is a multiple of `block_size`: whole blocks of both codecs.
+    A chunk's state is a whole number of blocks of both codecs.
     """
 
-    uplink: Hop
-    downlink: Hop
-    slots: tuple[Slot, ...]
-    full_offset: Mapping[str, int]
-    shard_offset: Mapping[str, int]
-    block_size: int
+    uplink: StatefulCodec
+    downlink: StatefulCodec
+    uplink_state: StateTensors
+    downlink_state: StateTensors
+    params: tuple[ParamView, ...]
 
 
-class _Place(NamedTuple):
-    """Where one parameter stands in the two messages and in the buffer of owned means."""
+class _Hop(NamedTuple):
+    """A codec with its state, and the tables that it encodes and decodes, one after the other."""
 
-    slot: Slot
-    uplink: int
-    downlink: int
-    shard: int
-
-
-class _RouteTables(NamedTuple):
-    send: Segments
-    own: Segments
-    downlink: Segments
-    gather: Segments
+    codec: StatefulCodec
+    state: StateTensors
+    encoded: tuple[Segments, ...]
+    decoded: tuple[Segments, ...]
 
 
 def layout_header(layout: bytes, device: torch.device) -> Tensor:
@@ -81,7 +65,7 @@ class Exchange:
     """The exchanges of one bucket. Tables are made once and serve every step; memory for messages is borrowed.
 
     Args:
-        routes: The codecs and which parameters each pair of them carries.
+        groups: The codecs and which parameters each pair of them carries.
         comm: Group to exchange over.
         device: Where gradients and messages lie.
         scatter: Reduce-scatter (the owned chunks are the result) instead of all-reduce.
@@ -92,7 +76,7 @@ class Exchange:
 
     def __init__(
         self,
-        routes: Sequence[Route],
+        groups: Sequence[CodedGroup],
         comm: Comm,
         device: torch.device,
         *,
@@ -100,102 +84,105 @@ class Exchange:
         buffers: WireBuffers,
         flags: StepFlags,
     ) -> None:
-        self.routes = tuple(routes)
+        self.groups = tuple(groups)
         self.comm = comm
         self.scatter = scatter
         self._buffers = buffers
         self._flags = flags
         self.uplink_nbytes = self.downlink_nbytes = HEADER_NBYTES
+        for group in self.groups:
+            for param in group.params:
+                self.uplink_nbytes += _section_nbytes(group.uplink, param)
+                self.downlink_nbytes += _section_nbytes(group.downlink, param)
         self._shard_numel = 0
-        placed: list[list[_Place]] = []
-        for route in self.routes:
-            placed.append([])
-            for slot in route.slots:
-                placed[-1].append(_Place(slot, self.uplink_nbytes, self.downlink_nbytes, self._shard_numel))
-                row_numel = slot.cut.row_numel
-                self.uplink_nbytes += round_up(route.uplink.stateful.wire_nbytes(row_numel), ALIGNMENT)
-                self.downlink_nbytes += round_up(route.downlink.stateful.wire_nbytes(row_numel), ALIGNMENT)
-                self._shard_numel += round_up(row_numel, ALIGNMENT)
-        self._tables = [self._tabulate(route, places) for route, places in zip(self.routes, placed, strict=True)]
-        layout = repr([(r.uplink.stateful, r.downlink.stateful, r.slots) for r in self.routes]).encode()
-        self._header = layout_header(layout, device)
+        self._uplinks: list[_Hop] = []
+        self._downlinks: list[_Hop] = []
+        self._tabulate(device)
+        layout = [(each.uplink, each.downlink, [_agreed(param) for param in each.params]) for each in self.groups]
+        self._header = layout_header(repr(layout).encode(), device)
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, sent: Tensor | None = None) -> Iterator[Pending]:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 
         Args:
-            x: The bucket, 1-D contiguous, laid out as in the slots.
+            x: The bucket, 1-D contiguous, laid out as the groups' parameters say.
             out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
                 of the owned chunks, since FSDP2 divides afterwards.
             step: Counter and seeds.
             sent: float32, as `x`: filled with what the other ranks decode of this rank's messages, or None.
         """
         world_size, flag = self.comm.world_size, self._flags.overflow
-        send = self._message(world_size, self.uplink_nbytes)
+        send = self._buffers.borrow(world_size, self.uplink_nbytes)
+        send[:, :HEADER_NBYTES] = self._header
         flat = send.view(-1)
-        for route, tables in self._routes():
-            codec, state = route.uplink
-            for part in codec.turns(tables.send, x.device):
-                codec.encode_(x, flat, part, state, step, flag)
+        for codec, state, tables, _ in self._uplinks:
+            for table in tables:
+                codec.encode_(x, flat, table, state, step, flag)
                 if sent is not None:
-                    codec.decode_sent_(flat, sent, part, state)
+                    codec.decode_sent_(flat, sent, table, state)
         received = self._buffers.borrow(world_size, self.uplink_nbytes)
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
-        shard, alpha = (out, 1.0) if self.scatter else (self._means(), 1.0 / world_size)
-        for route, tables in self._routes():
-            codec, state = route.uplink
-            for part in codec.turns(tables.own, x.device):
-                codec.decode_sum_(received, shard, part, state, alpha)
+        if self.scatter:
+            self._decode(self._uplinks, received, out, 1.0)
+            self._buffers.give_back(send, received)
+            return
+        owned = self._buffers.borrow(1, 4 * max(self._shard_numel, 1)).view(-1)
+        means = owned.view(torch.float32)
+        self._decode(self._uplinks, received, means, 1.0 / world_size)
         self._buffers.give_back(send, received)
-        if not self.scatter:
-            yield from self._return(shard, out, step)
-
-    def _return(self, means: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending]:
-        """The downlink: the owned means to everyone."""
-        message = self._message(1, self.downlink_nbytes)
-        flat = message.view(-1)
-        for route, tables in self._routes():
-            codec, state = route.downlink
-            for part in codec.turns(tables.downlink, means.device):
-                codec.encode_(means, flat, part, state, step, self._flags.overflow)
-        self._buffers.give_back(means.view(torch.uint8))
-        gathered = self._buffers.borrow(self.comm.world_size, self.downlink_nbytes)
-        yield self.comm.all_gather(gathered, flat)
-        for route, tables in self._routes():
-            codec, state = route.downlink
-            for part in codec.turns(tables.gather, out.device):
-                codec.decode_sum_(gathered.view(1, -1), out, part, state, 1.0)
+        message = self._buffers.borrow(1, self.downlink_nbytes).view(-1)  # the downlink: owned means to everyone
+        message[:HEADER_NBYTES] = self._header
+        for codec, state, tables, _ in self._downlinks:
+            for table in tables:
+                codec.encode_(means, message, table, state, step, flag)
+        self._buffers.give_back(owned)
+        gathered = self._buffers.borrow(world_size, self.downlink_nbytes)
+        yield self.comm.all_gather(gathered, message)
+        self._decode(self._downlinks, gathered.view(1, -1), out, 1.0)
         self._buffers.give_back(message, gathered)
 
-    def _message(self, rows: int, nbytes: int) -> Tensor:
-        """uint8 ``[rows, nbytes]`` with the header in every row."""
-        wire = self._buffers.borrow(rows, nbytes)
-        wire[:, :HEADER_NBYTES] = self._header
-        return wire
+    @staticmethod
+    def _decode(hops: Sequence[_Hop], wire_WB: Tensor, out: Tensor, alpha: float) -> None:
+        for codec, state, _, tables in hops:
+            for table in tables:
+                codec.decode_sum_(wire_WB, out, table, state, alpha)
 
-    def _means(self) -> Tensor:
-        """float32: room for the means of the owned chunks."""
-        return self._buffers.borrow(1, 4 * max(self._shard_numel, 1)).view(-1).view(torch.float32)
-
-    def _routes(self) -> Iterator[tuple[Route, _RouteTables]]:
-        return zip(self.routes, self._tables, strict=True)
-
-    def _tabulate(self, route: Route, places: Sequence[_Place]) -> _RouteTables:
+    def _tabulate(self, device: torch.device) -> None:
+        """What each codec encodes and decodes: where it lies in the bucket, in the messages and among the owned means,
+        group by group, the parameters one after the other.
+        """
         world_size, rank = self.comm.world_size, self.comm.rank
-        send, own, downlink, gather = [], [], [], []
-        for slot, uplink_at, downlink_at, shard_at in places:
-            cut = slot.cut
-            full, shard = route.full_offset[slot.name], route.shard_offset[slot.name]
-            row_state = round_up(cut.row_numel, route.block_size)
-            for r in range(world_size):
-                if length := cut.row_length(r):
-                    x_at, state_at = slot.offset + r * slot.stride, full + r * row_state
-                    salt = salt_of(slot.name, r)
-                    send.append(Segment(x_at, length, state_at, r * self.uplink_nbytes + uplink_at, salt))
-                    gather.append(Segment(x_at, length, state_at, r * self.downlink_nbytes + downlink_at, salt))
-            if length := cut.row_length(rank):
-                out_at = slot.offset if self.scatter else shard_at
-                own.append(Segment(out_at, length, shard, uplink_at, salt_of(slot.name, rank)))
-                downlink.append(Segment(out_at, length, shard, downlink_at, salt_of(slot.name, world_size + rank)))
-        return _RouteTables(Segments(send), Segments(own), Segments(downlink), Segments(gather))
+        uplink_at = downlink_at = HEADER_NBYTES
+        for uplink, downlink, uplink_state, downlink_state, params in self.groups:
+            send, own, back, gather = [], [], [], []
+            block_size = max(uplink.block_size, downlink.block_size)
+            for param in params:
+                cut, state_at = param.cut, param.state_offset
+                row_state = round_up(cut.row_numel, block_size)
+                for r in range(world_size):
+                    if length := cut.row_length(r):
+                        x_at, at = param.offset + r * param.row_stride, state_at * world_size + r * row_state
+                        salt = salt_of(param.name, r)
+                        send.append(Segment(x_at, length, at, r * self.uplink_nbytes + uplink_at, salt))
+                        gather.append(Segment(x_at, length, at, r * self.downlink_nbytes + downlink_at, salt))
+                if length := cut.row_length(rank):
+                    out_at = param.offset if self.scatter else self._shard_numel
+                    own.append(Segment(out_at, length, state_at, uplink_at, salt_of(param.name, rank)))
+                    back.append(Segment(out_at, length, state_at, downlink_at, salt_of(param.name, world_size + rank)))
+                uplink_at += _section_nbytes(uplink, param)
+                downlink_at += _section_nbytes(downlink, param)
+                self._shard_numel += round_up(cut.row_numel, ALIGNMENT)
+            sent, added = (uplink.chunks(Segments(rows), device) for rows in (send, own))
+            self._uplinks.append(_Hop(uplink, uplink_state, sent, added))
+            sent, added = (downlink.chunks(Segments(rows), device) for rows in (back, gather))
+            self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
+
+
+def _section_nbytes(codec: StatefulCodec, param: ParamView) -> int:
+    return round_up(codec.wire_nbytes(param.cut.row_numel), ALIGNMENT)
+
+
+def _agreed(param: ParamView) -> tuple[str, int, int, Cut]:
+    """What all ranks have alike."""
+    return param.name, param.offset, param.row_stride, param.cut

@@ -38,13 +38,13 @@ class Gathering:
         self.world_size = between.world_size * num_inside
         self.sent_nbytes = 0
 
-    def place(self) -> str:
+    def describe_step(self) -> str:
         """Which step a gather belongs to, for errors."""
-        return self._between.place()
+        return self._between.describe_step()
 
     @property
     def is_far(self) -> bool:
-        """Whether messages take so long that all are to travel at once."""
+        """Whether latency is so high that all messages are sent before any is waited for."""
         return self._between.is_far
 
     @property

@@ -128,18 +128,21 @@ def _part_of(share: Share, shape: tuple[int, ...], row_dim: int) -> tuple[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """One parameter inside one bucket.
+class ParamView:
+    """Where one parameter lies in a bucket and in its codecs' state. All offsets count elements.
 
     Args:
         name: The parameter.
         offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
             output buffer.
-        stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
+        row_stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
         cut: The parameter's cut.
+        state_offset: First element of the own chunk in state that holds one chunk of each parameter; in state of whole
+            parameters it is W times that.
     """
 
     name: str
     offset: int
-    stride: int
+    row_stride: int
     cut: Cut
+    state_offset: int = 0

@@ -60,7 +60,7 @@ def flattened(tensors: list[Tensor]) -> Tensor:
 
 
 def shaped_like(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = flat.split(list(map(Tensor.numel, tensors)))
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 

@@ -22,45 +22,49 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, layout_header
 from lowbit_strategy.collectives.gathering import Gathering
-from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
 
-class CodecSlots(NamedTuple):
+class CodecParams(NamedTuple):
     """Parameters of a row that one codec carries; None: as they are."""
 
     codec: Codec | None
-    slots: tuple[Slot, ...]
+    params: tuple[ParamView, ...]
 
 
 class RowCode:
     """How rows of one layout and dtype become messages and back.
 
     Args:
-        parts: Which parameters each codec carries; a slot's stride is the length of a row.
+        parts: Which parameters each codec carries; a parameter's `row_stride` is the length of a row.
         dtype: What rows consist of.
         rank, world_size, device: What this process has.
     """
 
     def __init__(
-        self, parts: Sequence[CodecSlots], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
+        self, parts: Sequence[CodecParams], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
     ) -> None:
         self.dtype = dtype
-        self.nbytes = HEADER_NBYTES + sum(self._slot_nbytes(codec, slot) for codec, slots in parts for slot in slots)
+        self.nbytes = HEADER_NBYTES + sum(
+            self._section_nbytes(codec, param) for codec, params in parts for param in params
+        )
         self._coded: list[tuple[Codec, Segments, Segments]] = []  # what is encoded of the own row, decoded of all rows
         self._exact: list[tuple[Segments, Segments]] = []
         wire_at = HEADER_NBYTES
-        for codec, slots in parts:
+        for codec, params in parts:
             encode, decode = [], []
-            for slot in slots:
-                if length := slot.cut.row_length(rank):
-                    encode.append(Segment(slot.offset, length, 0, wire_at))
+            for param in params:
+                if length := param.cut.row_length(rank):
+                    encode.append(Segment(param.offset, length, 0, wire_at))
                 for r in range(world_size):
-                    if length := slot.cut.row_length(r):
-                        decode.append(Segment(slot.offset + r * slot.stride, length, 0, r * self.nbytes + wire_at))
-                wire_at += self._slot_nbytes(codec, slot)
+                    if length := param.cut.row_length(r):
+                        decode.append(
+                            Segment(param.offset + r * param.row_stride, length, 0, r * self.nbytes + wire_at)
+                        )
+                wire_at += self._section_nbytes(codec, param)
             if codec is None:
                 self._exact.append((Segments(encode), Segments(decode)))
             else:
@@ -68,8 +72,8 @@ class RowCode:
         self.header = layout_header(repr((parts, dtype)).encode(), device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
 
-    def _slot_nbytes(self, codec: Codec | None, slot: Slot) -> int:
-        numel = slot.cut.row_numel
+    def _section_nbytes(self, codec: Codec | None, param: ParamView) -> int:
+        numel = param.cut.row_numel
         return round_up(numel * self.dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT)
 
     def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:
@@ -98,7 +102,7 @@ class RowCode:
         return pieces_of(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
 
 
-class _Leaving(NamedTuple):
+class _InFlight(NamedTuple):
     """The own row's message on its way to all ranks, and theirs to this one."""
 
     message: Tensor
@@ -128,7 +132,7 @@ class WeightGather:
 
     def __init__(
         self,
-        parts: Sequence[CodecSlots] | None,
+        parts: Sequence[CodecParams] | None,
         row_numel: int,
         comm: Gathering,
         device: torch.device,
@@ -151,7 +155,7 @@ class WeightGather:
         self._code: RowCode | None = None
         self._codes_WB: Tensor | None = None
         self._replica: Tensor | None = None  # [W * N]
-        self._leaving: _Leaving | None = None
+        self._in_flight: _InFlight | None = None
         self._agreed = False  # the replica is the same on all ranks
         self._restored: Tensor | None = None  # the own row of a replica that a checkpoint holds
 
@@ -175,25 +179,25 @@ class WeightGather:
             yield from self._send_exact(x_N, out)
         self.fresh = self.keeps
 
-    def leave(self, x_N: Tensor) -> bool:
+    def send_early(self, x_N: Tensor) -> bool:
         """Send the own row before the module needs the others', if codes are what travels; the next `run` with the same
         row receives them. Returns whether the row is on its way. On all ranks.
         """
-        if not self.fresh and not self.has_left and self._restored is None and self._sends_codes(x_N.dtype):
-            self._leaving = self._begin_codes(x_N)
-        return self.has_left
+        if not self.fresh and not self.in_flight and self._restored is None and self._sends_codes(x_N.dtype):
+            self._in_flight = self._begin_codes(x_N)
+        return self.in_flight
 
     @property
-    def has_left(self) -> bool:
-        """Whether the own row is on its way."""
-        return self._leaving is not None
+    def in_flight(self) -> bool:
+        """Whether the own row has been sent early and not received yet."""
+        return self._in_flight is not None
 
-    def _call_back(self) -> None:
-        """What is on its way is old before anybody has used it."""
-        if self._leaving is not None:
-            leaving, self._leaving = self._leaving, None
-            wait_for_all(leaving.stages)
-            self._return_memory(leaving)
+    def _cancel_in_flight(self) -> None:
+        """Receive the row in flight and discard it: the weights have changed."""
+        if self._in_flight is not None:
+            sent, self._in_flight = self._in_flight, None
+            wait_for_all(sent.stages)
+            self._return_memory(sent)
 
     @property
     def keeps(self) -> bool:
@@ -202,12 +206,12 @@ class WeightGather:
 
     def invalidate(self) -> None:
         """The owners' weights have changed: the next gather sends."""
-        self._call_back()
+        self._cancel_in_flight()
         self.fresh = False
 
     def forget(self) -> None:
         """Weights of another origin have been loaded: differences from a replica of the old ones are of no use."""
-        self._call_back()
+        self._cancel_in_flight()
         self.fresh = False
         if self._restored is None:
             self._agreed = False
@@ -224,7 +228,7 @@ class WeightGather:
 
     def restore(self, row_N: Tensor | None) -> None:
         """Begin with a replica whose own row is `row_N`; None: with the weights. The same on all ranks."""
-        self._call_back()
+        self._cancel_in_flight()
         self.fresh = self._agreed = False
         self._restored = None if row_N is None else row_N.to(self._device)
 
@@ -239,7 +243,7 @@ class WeightGather:
         return sum(each.nbytes for each in (self._codes_WB, self._replica) if each is not None)
 
     def _sends_codes(self, dtype: torch.dtype) -> bool:
-        """Or else whole rows: there are no codes, or no replica that all ranks have and differences could be from."""
+        """True if this gather sends codes; otherwise it sends full rows."""
         agreed = self._agreed and self._replica is not None and self._replica.dtype == dtype
         return self._parts is not None and (agreed or not self._differences)
 
@@ -276,7 +280,7 @@ class WeightGather:
             self._replica_of(out.dtype).copy_(out)
             self._agreed = True
 
-    def _begin_codes(self, x_N: Tensor) -> _Leaving:
+    def _begin_codes(self, x_N: Tensor) -> _InFlight:
         code = self._code_of(x_N.dtype)
         self.num_sent += 1
         message, coded_N = self._buffers.borrow(1, code.nbytes), x_N
@@ -287,12 +291,12 @@ class WeightGather:
         code.encode_(x_N, coded_N, message.view(-1))
         received = self._room_for_codes(code)
         stages = self._comm.run(received, message.view(-1))
-        return _Leaving(message, received, itertools.chain([next(stages)], stages))
+        return _InFlight(message, received, itertools.chain([next(stages)], stages))
 
     def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
-        leaving, self._leaving = self._leaving or self._begin_codes(x_N), None
-        yield from leaving.stages
-        code, received = self._code_of(x_N.dtype), leaving.received
+        sent, self._in_flight = self._in_flight or self._begin_codes(x_N), None
+        yield from sent.stages
+        code, received = self._code_of(x_N.dtype), sent.received
         self._flags.check_layout(received, code.header, self._comm.rank)
         code.decode_(received, out)
         if self._differences:
@@ -304,12 +308,12 @@ class WeightGather:
             code.decode_exact_(received, out)
             if self._keep == "replica":
                 self._replica_of(out.dtype).copy_(out)
-        self._return_memory(leaving)
+        self._return_memory(sent)
 
-    def _return_memory(self, leaving: _Leaving) -> None:
-        self._buffers.give_back(leaving.message)
+    def _return_memory(self, sent: _InFlight) -> None:
+        self._buffers.give_back(sent.message)
         if self._keep != "codes":
-            self._buffers.give_back(leaving.received)
+            self._buffers.give_back(sent.received)
 
     def _room_for_codes(self, code: RowCode) -> Tensor:
         if self._keep != "codes":

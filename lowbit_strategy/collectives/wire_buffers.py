@@ -12,8 +12,8 @@ class WireBuffers:
     A bucket borrows what it needs while its bytes travel and gives it back; the next bucket borrows the same memory.
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
-    Where several buckets are under way at a time, a short message must not take the memory of a long one, which would
-    then need new memory: what is held would grow to as many of the longest as there are messages.
+    With several buckets in flight, a short message must not take the memory of a long one, which would then need new
+    memory: what is held would grow to the longest size for every message.
 
     Args:
         device: Where messages lie.
@@ -36,21 +36,22 @@ class WireBuffers:
         """uint8 ``[rows, nbytes]``. What it holds is left from an earlier message, or zeros: never foreign memory."""
         needed = rows * nbytes
         longest = 2 * needed if self._several else float("inf")
-        fitting = [buffer for buffer in self._free if needed <= buffer.numel() <= longest]
-        if fitting:
-            buffer = min(fitting, key=Tensor.numel)
+        best, at = longest, None
+        for index, free in enumerate(self._free):
+            if needed <= free.numel() <= longest and (at is None or free.numel() < best):
+                best, at = free.numel(), index
+        if at is not None:
+            buffer = self._free.pop(at)
         else:
             self._make_room(needed)
             buffer = torch.zeros(needed, dtype=torch.uint8, device=self._device)
-        self._remove(buffer)
         self._lent[buffer.untyped_storage()._cdata] = buffer
         self._used.add(id(buffer))
         return buffer[:needed].view(rows, nbytes)
 
     def _make_room(self, needed: int) -> None:
-        """Give up free memory that is a little too short. Of several messages, where there is none, give up as much as
-        this pass has not used so far: buckets have other sizes now, and what they had before must not lie beside what
-        they get.
+        """Free a buffer that is a little too small before allocating a larger one. With several messages, if there is
+        none, free as many bytes of what this pass has not used so far: buckets have other sizes now.
         """
         shortest = needed / 2 if self._several else 0
         small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]
@@ -72,8 +73,9 @@ class WireBuffers:
         """A backward pass begins, and nothing is under way. What is still lent is taken back: a bucket that failed has
         returned nothing. What the pass before has not used is given up: buckets have other sizes now.
         """
-        held = (*self._free, *self._lent.values())
-        self._free = [buffer for buffer in held if id(buffer) in self._used] if self._used else list(held)
+        self._free += self._lent.values()
+        if self._used and not self._used.issuperset(map(id, self._free)):
+            self._free = [buffer for buffer in self._free if id(buffer) in self._used]
         self._lent, self._used = {}, set()
 
     def _remove(self, buffer: Tensor) -> None:

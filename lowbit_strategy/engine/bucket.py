@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Exchange, Route
-from lowbit_strategy.collectives.layout import Slot
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
+from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -111,43 +113,48 @@ class Bucket:
         self.context = context
         self.layout = layout
         self.last_step = 0  # in which it came, of those so far
-        names = [entry.name for entry in layout.entries]
-        self.slots = [self._slot(entry) for entry in layout.entries]
-        by_method: dict[Method, list[Slot]] = {method: [] for method in context.stores if method.whole_model}
-        for slot in self.slots:
-            by_method.setdefault(context.methods[slot.name], []).append(slot)
-        routes: list[Route] = []
-        self._reducers: list[tuple[ReducerStore, list[Slot]]] = []
-        for method, slots in by_method.items():
+        self.names = tuple(entry.name for entry in layout.entries)
+        self.params = [self._param(entry) for entry in layout.entries]
+        by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
+        for param in self.params:
+            by_method.setdefault(context.methods[param.name], []).append(param)
+        own_model = context.placement.scatter or layout.alone  # no other bucket is waited for
+        groups: list[CodedGroup] = []
+        self._reducers: list[tuple[ReducerStore, list[ParamView]]] = []
+        for method, params in by_method.items():
             store = context.stores[method]
             if isinstance(store, ReducerStore):
-                self._reducers.append((store, slots))
-            elif slots:
+                if params or not own_model:
+                    self._reducers.append((store, params))
+            elif params:
                 assert isinstance(store, CodecStore)
-                routes.append(store.route(slots))
+                groups.append(store.group(params))
+        self._reducers_wait = any(
+            context.notes_overflow or (store.method.whole_model and not own_model) for store, _ in self._reducers
+        )
         placement = context.placement
         self.exchange = (
             Exchange(
-                routes,
+                groups,
                 context.comm,
                 placement.device,
                 scatter=placement.scatter,
                 buffers=context.buffers,
                 flags=context.flags,
             )
-            if routes
+            if groups
             else None
         )
         planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size), placement.scatter)
-        messages = planned.messages(names)
+        messages = planned.messages(self.names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # whatever the values are
-        self.padding_nbytes = planned.padding_nbytes(names)
+        self.padding_nbytes = planned.padding_nbytes(self.names)
 
-    def _slot(self, entry: Entry) -> Slot:
+    def _param(self, entry: Entry) -> ParamView:
         cut = self.context.placement.cut(self.context.specs[entry.name], self.context.methods[entry.name].block_size)
         stride = cut.row_numel if self.layout.row_numel is None else self.layout.row_numel
-        return Slot(entry.name, entry.offset, stride, cut)
+        return ParamView(entry.name, entry.offset, stride, cut)
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
         """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
@@ -158,38 +165,42 @@ class Bucket:
             step: Counter and seeds.
             observers: The innermost first.
         """
+        if not (observers or self._reducers_wait or self.context.carryover.waiting):
+            parts: list[Iterable[Pending]] = [] if self.exchange is None else [self.exchange.run(x, out, step)]
+            for store, params in self._reducers:
+                views = [self.view(param, x, out) for param in params]
+                parts.append(store.method.reduce(views, store.state, self.context.comm, step))
+            return itertools.chain.from_iterable(parts)
         stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
         for observer in observers:
             stages = observer.observe(self, x, out, stages)
         return stages
 
     def _stages(self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]) -> Stages:
-        for slot in self.slots:
-            if slot.name in self.context.carryover:
-                self.context.carryover.add_to_(self.view(slot, x, out))
+        if self.context.carryover.waiting:
+            for param in self.params:
+                self.context.carryover.add_to_(self.view(param, x, out))
         if self.exchange is not None:
-            yield from self._exchange(self.exchange, x, out, step, tracers)
-        for store, slots in self._reducers:
-            views = [self._view_to_trace(slot, x, out) if tracers else self.view(slot, x, out) for slot in slots]
+            traced = self._traced(self.exchange, x, out, step, tracers) if tracers else None
+            yield from traced or self.exchange.run(x, out, step)
+        for store, params in self._reducers:
+            views = [self._view_to_trace(param, x, out) if tracers else self.view(param, x, out) for param in params]
             if store.method.whole_model and not (self.context.placement.scatter or self.layout.alone):
                 yield from self._collect(store, views, step, tracers)
             elif views:
                 yield from self._reduce(store, views, step, tracers)
 
-    def _exchange(
+    def _traced(
         self, exchange: Exchange, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]
     ) -> Stages:
-        if not tracers:
-            yield from exchange.run(x, out, step)
-            return
-        slots = [slot for route in exchange.routes for slot in route.slots]
-        compensated = {slot.name: self.compensated(slot, x, out) for slot in slots}
+        params = [param for group in exchange.groups for param in group.params]
+        compensated = {param.name: self.compensated(param, x, out) for param in params}
         sent = torch.zeros_like(x, dtype=torch.float32)
         yield from exchange.run(x, out, step, sent)
-        for slot in slots:
-            values = self.view(slot, sent, out).flat()
+        for param in params:
+            values = self.view(param, sent, out).flat()
             for tracer in tracers:
-                tracer.trace(slot.name, compensated[slot.name], values)
+                tracer.trace(param.name, compensated[param.name], values)
 
     def _reduce(
         self, store: ReducerStore, views: Sequence[View], step: StepContext, tracers: Sequence[BucketObserver]
@@ -219,30 +230,30 @@ class Bucket:
             yield from self._reduce(store, all_views, step, tracers)
         collector.finish(method)
 
-    def view(self, slot: Slot, x: Tensor, out: Tensor) -> View:
+    def view(self, param: ParamView, x: Tensor, out: Tensor) -> View:
         """One parameter's part of the bucket."""
-        spec, cut, scatter = self.context.specs[slot.name], slot.cut, self.context.placement.scatter
+        spec, cut, scatter = self.context.specs[param.name], param.cut, self.context.placement.scatter
         if scatter:
-            rows = x.view(self.context.comm.world_size, -1)[:, slot.offset : slot.offset + cut.row_numel]
-            return View(spec, cut, rows, out[slot.offset : slot.offset + cut.row_numel], scatter)
-        where = slice(slot.offset, slot.offset + spec.numel)
+            rows = x.view(self.context.comm.world_size, -1)[:, param.offset : param.offset + cut.row_numel]
+            return View(spec, cut, rows, out[param.offset : param.offset + cut.row_numel], scatter)
+        where = slice(param.offset, param.offset + cut.numel)
         return View(spec, cut, x[where], out[where], scatter)
 
-    def _view_to_trace(self, slot: Slot, x: Tensor, out: Tensor) -> View:
-        view = self.view(slot, x, out)
+    def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> View:
+        view = self.view(param, x, out)
         compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=x.device)
         return view._replace(compensated=compensated, sent=sent)
 
-    def compensated(self, slot: Slot, x: Tensor, out: Tensor) -> Tensor:
+    def compensated(self, param: ParamView, x: Tensor, out: Tensor) -> Tensor:
         """float32 ``[numel]``: gradient plus residual, a copy; zero where the method is idle.
 
         That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
         """
-        view, method = self.view(slot, x, out), self.context.methods[slot.name]
+        view, method = self.view(param, x, out), self.context.methods[param.name]
         gradient = view.flat().to(torch.float32, copy=True)
-        residual = self.context.stores[method].residual(slot.name)
+        residual = self.context.stores[method].residual(param.name)
         if residual is None:
-            leftover = self.context.carryover.get(slot.name)
+            leftover = self.context.carryover.get(param.name)
             return gradient if leftover is None else gradient.add_(leftover)
         return torch.where(self._is_active(view, gradient, method.idle_numel), gradient + residual, 0.0)
 
@@ -256,3 +267,19 @@ class Bucket:
         active_WK = (padded_WN.view(rows_WN.shape[0], -1, idle_numel) != 0).any(-1)
         active_WN = active_WK.repeat_interleave(idle_numel, dim=1)[:, : rows_WN.shape[1]]
         return active_WN.reshape(-1)[: gradient.numel()]
+
+
+def without_autocast(stages: Stages, device_type: str) -> Stages:
+    """`stages`, each of them run with autocast off; between them it is as the caller has it.
+
+    Gradients are reduced in the types that methods choose, also if backward runs inside an autocast region, which would
+    make a method's matrix products bfloat16.
+    """
+    while True:
+        off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+        try:
+            with off:
+                pending = next(stages)
+        except StopIteration:
+            return
+        yield pending

@@ -11,6 +11,7 @@ may have to sum inside a node before, and come first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,24 +20,22 @@ from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.engine.bucket import Stages
 
 
-class _Whole:
-    """What is there once so many jobs are done."""
-
-    __slots__ = ("future", "left", "result")
-
-    def __init__(self, result: Tensor, future: torch.futures.Future[Tensor], left: int) -> None:
-        self.result = result
-        self.future = future
-        self.left = left
-
-
+@dataclass(slots=True, eq=False)
 class _Job:
-    __slots__ = ("_pending", "stages", "whole")
+    """A piece of a bucket.
 
-    def __init__(self, stages: Stages, whole: _Whole) -> None:
-        self.stages = stages
-        self.whole = whole
-        self._pending: Pending | None = None
+    Args:
+        stages: Reduce it.
+        unfinished: The stages of all pieces that the future waits for.
+        result: What the future gets.
+        future: The bucket's.
+    """
+
+    stages: Stages
+    unfinished: list[Stages]
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    _pending: Pending | None = None
 
     @property
     def is_near(self) -> bool:
@@ -55,9 +54,9 @@ class _Job:
         try:
             self._pending = next(self.stages)
         except StopIteration:
-            self.whole.left -= 1
-            if not self.whole.left:
-                self.whole.future.set_result(self.whole.result)
+            self.unfinished.remove(self.stages)
+            if not self.unfinished:
+                self.future.set_result(self.result)
             return True
         return False
 
@@ -72,26 +71,27 @@ class BucketSchedule:
         self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
     ) -> None:
         """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
-        whole = _Whole(result, future, len(pieces))
+        unfinished = list(pieces)
         for stages in pieces:
-            older = [job for job in self._active if not job.is_far]
-            self._active.append(_Job(stages, whole))
-            self._advance([self._active[-1], *older])
+            older = [job for job in self._active if not job.is_far] if self._active else []
+            job = _Job(stages, unfinished, result, future)
+            self._active.append(job)
+            for each in (job, *older):
+                if each.advance():
+                    self._active.remove(each)
         if last:
             self.finish()
 
     def finish(self) -> None:
         """Advance all buckets until they are done, those that wait for near ranks first."""
         while self._active:
-            self._advance([job for job in self._active if job.is_near] or list(self._active))
+            near = [job for job in self._active if job.is_near] if len(self._active) > 1 else []
+            for job in near or list(self._active):
+                if job.advance():
+                    self._active.remove(job)
 
     def fail(self, error: Exception) -> None:
         """Nothing that is under way will end: whoever waits for it gets `error`."""
-        failed, self._active = {job.whole for job in self._active}, []
-        for whole in failed:
-            whole.future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
-
-    def _advance(self, jobs: list[_Job]) -> None:
-        for job in jobs:
-            if job.advance():
-                self._active.remove(job)
+        failed, self._active = {job.future for job in self._active}, []
+        for future in failed:
+            future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

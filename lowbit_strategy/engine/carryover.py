@@ -42,24 +42,27 @@ class CarryOver:
 
     Args:
         device: Of gradients.
+
+    Attributes:
+        waiting: Not added to a gradient yet.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: dict[str, _Leftover] = {}
+        self.waiting: dict[str, _Leftover] = {}
         self._added: dict[str, _Leftover] = {}  # to gradients that may still be thrown away
 
     def __contains__(self, name: str) -> bool:
-        return name in self._waiting
+        return name in self.waiting
 
     @property
     def nbytes(self) -> int:
         """Memory for what waits."""
-        return sum(tensor.nbytes for each in self._waiting.values() for tensor in each.tensors.values())
+        return sum(tensor.nbytes for each in self.waiting.values() for tensor in each.tensors.values())
 
     def get(self, name: str) -> Tensor | None:
         """float32 ``[numel]``, a copy; None: nothing is left over."""
-        return self._waiting[name].read() if name in self._waiting else None
+        return self.waiting[name].read() if name in self.waiting else None
 
     def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
         """Add `values` to the next gradient of `name`.
@@ -76,20 +79,20 @@ class CarryOver:
         if store is not None and sum(tensor.nbytes for tensor in store.tensors(name).values()) < values.nbytes:
             tensors = {key: each.clone() for key, each in store.tensors(name).items()}  # its own memory is given back
             numbers = store.numbers(name)
-        self._waiting[name] = _Leftover(tensors, numbers)
+        self.waiting[name] = _Leftover(tensors, numbers)
 
     def release(self, name: str) -> Tensor | None:
         """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
         values = self.get(name)
-        self._waiting.pop(name, None)
+        self.waiting.pop(name, None)
         return values
 
     def add_to_(self, view: View) -> None:
         """Add what is kept for the view's parameter to its gradient, in place."""
         name = view.spec.name
-        if name not in self._waiting or not view.x.any():
+        if name not in self.waiting or not view.x.any():
             return
-        self._added[name] = self._waiting.pop(name)
+        self._added[name] = self.waiting.pop(name)
         values = self._added[name].read()
         view.x.add_(view.rows(values) if view.scatter else values)
 
@@ -100,11 +103,11 @@ class CarryOver:
 
     def roll_back(self, names: Iterable[str]) -> None:
         """The gradients of these parameters were thrown away: what was added to them waits for the next ones."""
-        self._waiting.update({name: self._added.pop(name) for name in names if name in self._added})
+        self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
 
     def rescale_(self, factor: float) -> None:
-        for each in self._waiting.values():
+        for each in self.waiting.values():
             each.factor *= factor
 
     def forget(self) -> None:
-        self._waiting, self._added = {}, {}
+        self.waiting, self._added = {}, {}

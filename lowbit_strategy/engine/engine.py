@@ -10,10 +10,9 @@ from torch import Tensor
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.engine.autocast import without_autocast
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages, without_autocast
 from lowbit_strategy.engine.byte_check import ByteCheck
-from lowbit_strategy.engine.interfaces import Corrects, LocalTraining, RankState, Stateful
+from lowbit_strategy.engine.interfaces import LocalTraining, RankState, SecondMomentCorrection, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.transactions import Transactions
@@ -28,7 +27,7 @@ from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
-_KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
+_KEPT_STEPS = 16  # a bucket layout that has not come for this many steps (DDP has rebuilt its buckets) is dropped
 
 
 class GradientSync:
@@ -58,9 +57,9 @@ class GradientSync:
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
-        stride: Optimizer steps since the reduction before: 1 unless steps are local.
+        steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
-        second_moment: Corrects the optimizer's when it has stepped on what was reduced; None: it stays as it is.
+        second_moment: Corrects the optimizer's second moment after it has stepped; None: it is not corrected.
     """
 
     def __init__(
@@ -84,29 +83,26 @@ class GradientSync:
         self.loss_scale: float | None = None
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
-        self.stride = 1
+        self.steps_per_reduction = 1
         self.outer: LocalTraining | None = None
-        self.second_moment: Corrects | None = None
+        self.second_moment: SecondMomentCorrection | None = None
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
-        self._meet(ranks)
+        self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks.share, self._placement(), device)
-        self.transactions = Transactions(self.state)
-        self.transactions.keeps_all = rollback
+        self.transactions = Transactions(self.state, keeps_all=rollback)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
         self._begun = False
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
+        self._step = StepContext(0, 0, 0)  # of the backward pass under way
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self.use(compressor)
 
-    # -- methods ------------------------------------------------------------------------------------------------
-
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """What is reduced: parameters, or this rank's parts of them."""
         return self.state.specs
 
     @property
@@ -143,14 +139,14 @@ class GradientSync:
         what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
         assert ranks.share == self.ranks.share
-        self._meet(ranks)
+        self._bind_ranks(ranks)
         self._regroup(lambda: self.state.move(self._placement(), afresh=afresh))
 
-    def _meet(self, ranks: Ranks) -> None:
+    def _bind_ranks(self, ranks: Ranks) -> None:
         self.ranks = ranks
         for comm in (ranks.peers, ranks.world, ranks.intra_node):
             if comm is not None:
-                comm.place = self._place
+                comm.describe_step = self._describe_step
         self.byte_check = ByteCheck(ranks.peers)
 
     def _placement(self) -> Placement:
@@ -166,6 +162,7 @@ class GradientSync:
         self._replaced += change()
         state = self.state
         self._collector = Collector(list(state.specs))
+        self._collects = any(method.whole_model for method in state.stores)
         self._context = BucketContext(
             specs=state.specs,
             methods={name: assignment.method for name, assignment in state.assignments.items()},
@@ -178,8 +175,6 @@ class GradientSync:
             collector=self._collector,
             notes_overflow=self.rollback,
         )
-
-    # -- a step -------------------------------------------------------------------------------------------------
 
     def subscribe(self, listener: StepListener, phase: StepPhase) -> None:
         """Call `listener` when steps begin and end."""
@@ -202,24 +197,23 @@ class GradientSync:
         """Whether this bucket has come in the backward pass under way."""
         return layout in self._entered
 
-    def _place(self) -> str:
+    def _describe_step(self) -> str:
         """Which step this is, for errors."""
-        place = f"optimizer step {self.step_index + 1}"
-        return f"{place}, backward pass {self._num_passes}" if self._num_passes > 1 else place
+        return f"optimizer step {self.step_index + 1}" + f", backward pass {self._num_passes}" * (self._num_passes > 1)
 
-    def begin_step(self, loss_scale: float | None = None, *, stride: int = 1) -> None:
+    def begin_step(self, loss_scale: float | None = None, *, steps_per_reduction: int = 1) -> None:
         """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing.
 
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
                 as it was.
-            stride: Optimizer steps since the reduction before: 1 unless steps are local.
+            steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
         """
         if self.has_begun:
             return
         self.num_skipped += self.in_step and self.rollback  # all of a step was rolled back
         self._clear_step()
-        self._begun, self.stride = True, stride
+        self._begun, self.steps_per_reduction, self._step = True, steps_per_reduction, self.step_context()
         probes = self._listeners.begin_step(StepPhase.DECIDE)
         self.follow_phase()
         if loss_scale is not None:
@@ -272,16 +266,22 @@ class GradientSync:
         if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
             self._entered.clear()
             self._num_passes += 1
-            self._collector.begin_pass()
+            if self._num_passes > 1:
+                self._step = self.step_context()
+            if self._collects:
+                self._collector.begin_pass()
             self.buffers.reclaim()
         self._entered.add(layout)
-        self._collector.announce(last=layout.last)
+        if self._collects:
+            self._collector.announce(last=layout.last)
         bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         self._buckets[layout], bucket.last_step = bucket, self.step_index
         self.byte_check.expect(bucket)
-        stages = bucket.run(x, out, self.step_context(), self._observers)
-        to_keep = self.transactions.prepare(entry.name for entry in layout.entries)
-        return without_autocast(self._keeping(to_keep, stages) if to_keep else stages, self.device.type)
+        stages = bucket.run(x, out, self._step, self._observers)
+        if to_keep := self.transactions.prepare(bucket.names):
+            stages = self._keeping(to_keep, stages)
+        device_type = self.device.type
+        return without_autocast(stages, device_type) if torch.is_autocast_enabled(device_type) else stages
 
     def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
@@ -325,7 +325,7 @@ class GradientSync:
             self.step_index += counted
         self._clear_step()
         self._replaced = []
-        oldest = self.step_index - _KEPT_STEPS * self.stride
+        oldest = self.step_index - _KEPT_STEPS * self.steps_per_reduction
         self._buckets = {layout: bucket for layout, bucket in self._buckets.items() if bucket.last_step >= oldest}
         if entered:
             self._listeners.end_step(counted=counted)
@@ -353,8 +353,8 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
-    def correct_with(self, second_moment: Corrects | None) -> None:
-        """Call it when an optimizer has stepped on what was reduced; None: nothing any more."""
+    def set_second_moment_correction(self, second_moment: SecondMomentCorrection | None) -> None:
+        """Call it when an optimizer has stepped on what was reduced; None: stop."""
         self.second_moment = second_moment
 
     def save_with(self, name: str, part: Stateful) -> None:

@@ -28,7 +28,7 @@ class RankState(Protocol):
         """The state is lost: go on from what all ranks share."""
 
 
-class Corrects(Protocol):
+class SecondMomentCorrection(Protocol):
     """Changes what an optimizer keeps. `exchanges`: ranks send something for it."""
 
     exchanges: bool

@@ -46,7 +46,7 @@ class MethodState:
         self.specs = {spec.name: spec.shared(share) for spec in specs}
 
     @property
-    def wholes(self) -> dict[str, TensorSpec]:
+    def full_specs(self) -> dict[str, TensorSpec]:
         """Parameters, where `specs` may have parts of them."""
         return {name: spec.whole for name, spec in self.specs.items()}
 
@@ -54,7 +54,7 @@ class MethodState:
 
     def use(self, compressor: Compressor, step_index: int) -> list[MethodStore]:
         """Give every parameter its method anew; residuals are carried over. Returns as `assign`."""
-        compressor.check(list(self.wholes.values()))
+        compressor.check(list(self.full_specs.values()))
         self.compressor = compressor
         self._phase = compressor.phase(step_index)
         return self.assign(assign_all(self._phase, list(self.specs.values())))

@@ -45,7 +45,7 @@ BLOCK = 128
 KEPT = 0.75  # of what is known, at least, where there is something new
 ENERGY_KEPT = 0.8
 FLOOR = 0.01  # of the block's mean
-_GROWTH = 4  # as many steps without an exchange as a quarter of those so far, at most `EVERY`
+_GROWTH = 4  # steps without an exchange: a quarter of those so far, at most `EVERY`
 _KEY = "exp_avg_sq"
 
 _log = logging.getLogger("lowbit_strategy")
@@ -53,7 +53,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 @functools.cache
 def _first_exchanges() -> tuple[frozenset[int], int]:
-    """In which steps everything is exchanged at first, and the first step that is no part of it."""
+    """Steps of the warm-up during which every bucket is exchanged, and the step after it."""
     steps, step = set(), 0
     while step // _GROWTH < EVERY:
         steps.add(step)
@@ -70,7 +70,7 @@ def is_due(age: int, offset: int) -> bool:
 
 
 @dataclass(slots=True)
-class _Known:
+class _ParamStats:
     """Of one parameter.
 
     Args:
@@ -85,7 +85,7 @@ class _Known:
         decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
         energies: float32 ``[2]``: of the ranks' mean gradient, and the mean of theirs, likewise.
         average: float32 ``[blocks]``: what `v` would be of all elements of a block.
-        fresh: What has been exchanged in this step, squares, decoded and energies, and the gap.
+        pending: What has been exchanged in this step, squares, decoded and energies, and the gap.
     """
 
     sums: Tensor | None = None
@@ -99,14 +99,14 @@ class _Known:
     decoded: Tensor | None = None
     energies: Tensor | None = None
     average: Tensor | None = None
-    fresh: tuple[Tensor, Tensor, Tensor, int] | None = None
+    pending: tuple[Tensor, Tensor, Tensor, int] | None = None
 
-    def learn(self, beta2: float) -> None:
-        """The optimizer has stepped. What is not finite, as where a loss was, teaches nothing."""
-        if self.fresh is None:
+    def update(self, beta2: float) -> None:
+        """The optimizer has stepped. Statistics that are not finite are ignored."""
+        if self.pending is None:
             return
-        squares, decoded, energies, gap = self.fresh
-        self.fresh = None
+        squares, decoded, energies, gap = self.pending
+        self.pending = None
         blocks = _blocks(squares)
         squares = torch.maximum(blocks, FLOOR * blocks.mean(1, keepdim=True)).view(-1)[: squares.numel()]
         if self.squares is None or self.decoded is None or self.energies is None:
@@ -142,9 +142,9 @@ class SecondMoment:
         self._specs: dict[str, TensorSpec] = {}
         self._names: dict[int, str] = {}
         self.name_parameters()
-        self._kept: dict[str, _Known] = {}  # as before reductions that may be rolled back
-        self._known: dict[str, _Known] = {}
-        sync.correct_with(self)
+        self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
+        self._known: dict[str, _ParamStats] = {}
+        sync.set_second_moment_correction(self)
         sync.subscribe(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
 
@@ -158,7 +158,7 @@ class SecondMoment:
     def end_step(self, *, counted: bool) -> None:
         """All is done."""
 
-    def _meet(self, context: BucketContext) -> None:
+    def _bind_context(self, context: BucketContext) -> None:
         """Methods have changed, or ranks."""
         self._context, self._placement = context, context.placement
         self._specs = {name: context.specs[name] for name in served(self._sync.state.assignments)}
@@ -185,18 +185,18 @@ class SecondMoment:
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`, which reduce `x` into `out`, and in some steps exchange squares after them."""
         if bucket.context is not self._context:
-            self._meet(bucket.context)
+            self._bind_context(bucket.context)
         step = self._sync.step_context()
-        slots = [slot for slot in bucket.slots if slot.name in self._specs]
-        if not slots or self._placement.world_size == 1:
+        params = [param for param in bucket.params if param.name in self._specs]
+        if not params or self._placement.world_size == 1:
             yield from stages
             return
-        views = [bucket.view(slot, x, out) for slot in slots]
-        all_known = [self._known.setdefault(slot.name, _Known()) for slot in slots]
+        views = [bucket.view(param, x, out) for param in params]
+        all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
         for known in all_known:
             known.age += known.last_step != step.index
             known.last_step = step.index
-        age, offset = all_known[0].age, self._places[slots[0].name]
+        age, offset = all_known[0].age, self._places[params[0].name]
         listens = any(is_due(age + later, offset) for later in range(WINDOW))
         exchanges = is_due(age, offset) and all_known[0].exchanged != step.index  # in the first pass of several
         for view, known in zip(views, all_known, strict=True):
@@ -227,26 +227,26 @@ class SecondMoment:
         roots = torch.zeros_like(x, dtype=torch.float32)
         mean = torch.zeros(layout.row_numel, device=x.device) if layout.row_numel is not None else roots
         totals = []
-        for slot in inner.slots:
-            known = self._known[slot.name]
+        for param in inner.params:
+            known = self._known[param.name]
             assert known.sums is not None
             squares = known.sums.float().div_(known.num_sums)
             totals.append(squares.sum())
-            inner.view(slot, roots, mean).x.copy_(squares.sqrt_())
+            inner.view(param, roots, mean).x.copy_(squares.sqrt_())
         yield from inner.run(roots, mean, step, ())
-        found = [self._own(view := inner.view(slot, roots, mean), view.out).square() for slot in inner.slots]
+        found = [self._own(view := inner.view(param, roots, mean), view.out).square() for param in inner.params]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
         self._sync.byte_check.expect(inner)
         self._sync.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
         yield comm.all_reduce(numbers)
-        for slot, squares, sums in zip(inner.slots, found, numbers / comm.world_size, strict=True):
+        for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
             exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
             if self._placement.scatter:  # of each element one rank knows it
                 found_total = found_total * comm.world_size
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
-            known = self._known[slot.name]
+            known = self._known[param.name]
             assert known.decoded_sums is not None
-            known.fresh = squares * scale, known.decoded_sums / known.num_sums, torch.stack([exact, own]), known.gap
+            known.pending = squares * scale, known.decoded_sums / known.num_sums, torch.stack([exact, own]), known.gap
             known.sums, known.decoded_sums, known.num_sums, known.gap, known.exchanged = None, None, 0, 0, step.index
 
     def _own(self, view: View, values: Tensor) -> Tensor:
@@ -273,10 +273,10 @@ class SecondMoment:
                 if not state or _KEY not in state:
                     raise ValueError(unsuitable(optimizer))
                 beta2 = group["betas"][1]
-                known.learn(beta2)
+                known.update(beta2)
                 self._correct_(known, param, state[_KEY], beta2)
 
-    def _correct_(self, known: _Known, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
+    def _correct_(self, known: _ParamStats, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
         spec = self._specs[self._names[id(param)]]
         v_N = flat_part(second_moment, spec)
         if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
@@ -289,7 +289,7 @@ class SecondMoment:
         exact, own = known.energies
         share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._placement.world_size, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
-        without = torch.where(known.decoded > 0, 0.0, known.average)  # of which nothing is known: all elements alike
+        without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: all elements alike
         blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])
         part = local_part(second_moment)
         part.copy_(shaped(blocks.view(-1)[: v_N.numel()], replace(spec, shape=tuple(part.shape))))
@@ -315,7 +315,7 @@ class SecondMoment:
         self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        fields = [field for field in _Known.__slots__ if field != "fresh"]  # it is for the step under way
+        fields = [field for field in _ParamStats.__slots__ if field != "pending"]  # it is for the step under way
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
         return {"known": known, "layout": self._layout()}
 
@@ -325,7 +325,7 @@ class SecondMoment:
         return {"scatter": self._sync.scatter, "memory_orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: of this rank, of a run on as many."""
+        """`own`: the state was saved by this rank, with the same world size."""
         self.forget()
         if not own or state.get("layout", self._layout()) != self._layout():
             if state["known"] and self._sync.ranks.rank == 0:
@@ -334,7 +334,7 @@ class SecondMoment:
         device = self._sync.device
         for name, kept in state["known"].items():
             known: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kept.items()}
-            self._known[name] = _Known(**known)
+            self._known[name] = _ParamStats(**known)
 
 
 def _sketch(view: View, step: StepContext) -> Tensor:

@@ -23,13 +23,11 @@ class Transactions:
 
     Args:
         state: What methods keep between steps.
-
-    Attributes:
         keeps_all: Any reduction may be thrown away.
     """
 
-    def __init__(self, state: MethodState) -> None:
-        self.keeps_all = False
+    def __init__(self, state: MethodState, *, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
         self._state = state
         self._prepared: dict[str, bool] = {}  # whether the state before is in `_copies`
         self._copies: dict[str, list[Tensor]] = {}
@@ -40,11 +38,13 @@ class Transactions:
         """Parameters with an open reduction."""
         return self._prepared.keys()
 
-    def prepare(self, names: Iterable[str]) -> list[str]:
+    def prepare(self, names: Collection[str]) -> list[str]:
         """These parameters are going to be reduced. Returns those whose state has to be kept (`keep`) before that."""
-        new = [name for name in names if name not in self._prepared]
-        self._prepared |= dict.fromkeys(new, False)
-        return new if self.keeps_all else [name for name in new if name in self._thrown_away]
+        before, self._prepared = self._prepared, dict.fromkeys(names, False) | self._prepared
+        if not (self.keeps_all or self._thrown_away):
+            return []
+        kept = names if self.keeps_all else self._thrown_away.intersection(names)
+        return [name for name in names if name in kept and name not in before]
 
     def keep(self, names: Sequence[str]) -> None:
         """The state of these parameters is about to change: copy it. In the stream and thread that change it."""

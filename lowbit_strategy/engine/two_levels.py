@@ -4,7 +4,7 @@
 2. ranks with the same part reduce it between the nodes, through a `GradientSync`
 3. DDP: inside the node all ranks get all parts, an exact all-gather
 
-So between nodes every sum travels once per node and not once per rank, and a rank keeps residuals for an L-th of the
+So between nodes every sum travels once per node instead of once per rank, and a rank keeps residuals for 1/L of the
 model. Under DDP a part is a run of rows; under FSDP2, sharded over all ranks, it is the shards of all ranks that have
 the same index, and each of them ends with its own.
 """
@@ -36,14 +36,14 @@ class _Piece(NamedTuple):
 class _Plan:
     """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size."""
 
-    def __init__(self, layout: BucketLayout, wholes: Mapping[str, TensorSpec], share: Share) -> None:
+    def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], share: Share) -> None:
         self.pieces: list[_Piece] = []
         entries: list[Entry] = []
         self.numel = 0
         for entry in layout.entries:
             longest = 0
             for index in range(share.count):
-                part = wholes[entry.name].shared(Share(index, share.count))
+                part = full_specs[entry.name].shared(Share(index, share.count))
                 assert part.part is not None
                 ((start, length),) = part.part.ranges
                 if length:
@@ -79,7 +79,7 @@ class TwoLevelBuckets:
         if layout not in self._plans:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            self._plans[layout] = _Plan(layout, self._sync.state.wholes, self._share)
+            self._plans[layout] = _Plan(layout, self._sync.state.full_specs, self._share)
         plan = self._plans[layout]
         part_N = torch.empty(plan.numel, dtype=x.dtype, device=x.device)
         between = self._sync.reduce(plan.layout, part_N, part_N)  # now: the engine counts buckets as they come

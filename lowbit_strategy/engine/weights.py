@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.gathering import Gathering
-from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut
+from lowbit_strategy.collectives.layout import Cut, ParamView, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
+from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
@@ -57,16 +57,16 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, layout: ModuleLayout, cuts: Sequence[Cut]) -> list[CodecSlots]:
-        slots: dict[Codec | None, list[Slot]] = {}
+    def _parts(self, coding: WeightCoding, layout: ModuleLayout, cuts: Sequence[Cut]) -> list[CodecParams]:
+        params: dict[Codec | None, list[ParamView]] = {}
         at = 0
         for spec, cut in zip(layout.specs, cuts, strict=True):
-            slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
+            params.setdefault(coding.codec(spec), []).append(ParamView(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
-        return [CodecSlots(codec, tuple(members)) for codec, members in slots.items()]
+        return [CodecParams(codec, tuple(members)) for codec, members in params.items()]
 
     def gradients_reduced(self) -> None:
-        """Its gradients have been reduced: whatever steps on them, the next forward pass has other weights.
+        """The next forward pass must gather again, because an optimizer will have changed the weights.
 
         Backward passes under way still compute with what their forward pass had.
         """

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
-from lowbit_strategy.hooks.stock import hooked, renew_reducer
+from lowbit_strategy.hooks.native import hooked, renew_reducer
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.telemetry.step_times import clock_of
@@ -42,14 +42,17 @@ class DDPHook:
         self._clock = clock_of(sync)
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self._cap_nbytes: int = model.bucket_bytes_cap
+        self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         model.register_comm_hook(self, DDPHook.reduce)
         model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
         hooked[model] = self
 
-    def pieces(self, bucket: dist.GradBucket) -> list[tuple[BucketLayout, Tensor]]:
-        """What is reduced as one: a piece is full as DDP's buckets are, once it has reached their size."""
+    def cut(self, bucket: dist.GradBucket) -> tuple[list[BucketLayout], list[int]]:
+        """What is reduced as one, and where each but the first piece begins. A piece is full as DDP's buckets are, once
+        it has reached their size.
+        """
         buffer = bucket.buffer()
         base, itemsize = buffer.data_ptr(), buffer.element_size()
         found: list[list[Entry]] = [[]]
@@ -62,24 +65,29 @@ class DDPHook:
                 found.append([])
                 ends.append(at)
             found[-1].append(Entry(self._names[id(param)], at - ends[-1]))
-        parts = buffer.tensor_split(ends[1:])
         last = [False] * (len(found) - 1) + [bucket.is_last()]
-        return [(BucketLayout(tuple(entries), last=it), x) for entries, it, x in zip(found, last, parts, strict=True)]
+        return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp begins anew")
-        stages = [
-            self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x)
-            for layout, x in self.pieces(bucket)
-        ]
-        future = self._side.submit(*stages, result=bucket.buffer(), last=bucket.is_last())
-        if bucket.is_last() and (done := self._clock.wait()) is not None:  # backward has nothing left to compute
+        buffer, last = bucket.buffer(), bucket.is_last()
+        key = (last, buffer.dtype, *map(id, bucket.parameters()))
+        if key not in self._cuts:
+            self._cuts[key] = self.cut(bucket)
+        layouts, starts = self._cuts[key]
+        stages = []
+        for layout, x in zip(layouts, buffer.tensor_split(starts), strict=True):
+            stages.append(self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x))
+        future = self._side.submit(*stages, result=buffer, last=last)
+        if (
+            last and self._clock.is_timing and (done := self._clock.wait()) is not None
+        ):  # backward has nothing left to compute
             future.add_done_callback(lambda _: done())
         return future
 
     def close(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """True once the worker has stopped."""
         self.closed = True
         return not isinstance(self._side, BucketWorker) or self._side.close()
 

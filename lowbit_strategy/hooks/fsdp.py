@@ -13,11 +13,11 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
     CompressedReduceScatter,
     ExactReduceScatter,
-    GradientRows,
     ReplicaAllReduce,
+    ShardLayouts,
 )
 from lowbit_strategy.hooks.weights import install_weights
-from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
@@ -52,7 +52,7 @@ def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -
     )
 
 
-def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: BackwardSide | None = None) -> None:
+def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: OverlappedReducer | None = None) -> None:
     """Give every FSDP2 module under `module` a compressed reduce-scatter, and its all-gather.
 
     HSDP: an exact reduce-scatter among the ranks that shard, and the engine over the replicas.
@@ -72,16 +72,16 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: B
     found = _sharded_modules(module, sync, names)
     for child, group in found:
         own = {id(param): names[id(param.sharded_param)] for param in group.fsdp_params}
-        rows = GradientRows(group, own, sync)
+        layouts = ShardLayouts(group, own, sync)
         if sync.scatter:
-            child.set_custom_reduce_scatter(CompressedReduceScatter(sync, rows, group, side))
+            child.set_custom_reduce_scatter(CompressedReduceScatter(sync, layouts, group, side))
             continue
         assert sync.ranks.intra_node is not None
         child.set_custom_reduce_scatter(ExactReduceScatter(sync.ranks.intra_node))
         child.set_gradient_divide_factor(1.0)
         if not sync.ranks.alone:
             assert side is not None
-            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, rows, side), stream=side.stream)
+            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, layouts, side), stream=side.stream)
     sync.expect(_reduced([group for _, group in found], names))
     install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 

@@ -25,11 +25,11 @@ from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
-from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.telemetry.step_times import clock_of
 
 
-class GradientRows:
+class ShardLayouts:
     """Of one FSDP2 parameter group, for each set of parameters that are trained together: one rank's part of the
     gradients has shards of the parameters, one after the other.
 
@@ -46,7 +46,7 @@ class GradientRows:
         self._sync = sync
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
 
-    def of(self, numel: int) -> BucketLayout:
+    def layout_for(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
 
         Raises:
@@ -97,15 +97,17 @@ class CompressedReduceScatter(_ReduceScatter):
 
     Args:
         sync: The engine.
-        rows: Of the parameter group.
+        layouts: Of the parameter group.
         param_group: The module's.
         side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
     """
 
-    def __init__(self, sync: GradientSync, rows: GradientRows, param_group: Any, side: BackwardSide | None) -> None:
+    def __init__(
+        self, sync: GradientSync, layouts: ShardLayouts, param_group: Any, side: OverlappedReducer | None
+    ) -> None:
         super().__init__()
         self._sync = sync
-        self._rows = rows
+        self._layouts = layouts
         self._param_group = param_group
         self._side = side
         self._clock = clock_of(sync)
@@ -122,7 +124,7 @@ class CompressedReduceScatter(_ReduceScatter):
             raise RuntimeError(
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
-        layout, sync = self._rows.of(output_tensor.numel()), self._sync
+        layout, sync = self._layouts.layout_for(output_tensor.numel()), self._sync
         if self._side is None:
             with self._clock.waiting():
                 wait_for_all(itertools.chain(*scatter(sync, layout, input_tensor, output_tensor)))
@@ -130,11 +132,11 @@ class CompressedReduceScatter(_ReduceScatter):
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         self.on_reduced()
 
-    def _reduce_meanwhile(self, side: BackwardSide, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
-        at_once = is_read_at_once(self._param_group, out) or out.dtype not in _DIVIDED_AFTERWARDS
-        if at_once or self._sync.has_entered(layout):  # the module has run twice in one pass
+    def _reduce_meanwhile(self, side: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
+        blocking = is_read_at_once(self._param_group, out) or out.dtype not in _DIVIDED_AFTERWARDS
+        if blocking or self._sync.has_entered(layout):  # the module has run twice in one pass
             side.finish()
-        if at_once:
+        if blocking:
             wait_for_all(itertools.chain(*scatter(self._sync, layout, x, out)))
             return
         total = torch.empty_like(out)  # FSDP2 divides `out` as soon as this returns
@@ -145,7 +147,7 @@ class CompressedReduceScatter(_ReduceScatter):
 
         inside, between = scatter(self._sync, layout, x, total, aside=True)
         wait_for_all(inside)
-        side.run(between, total, at_once=False, then=mean)
+        side.run(between, total, blocking=False, on_done=mean)
 
 
 _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
@@ -181,10 +183,10 @@ class ReplicaAllReduce:
     are added to those of the next one that is reduced.
     """
 
-    def __init__(self, sync: GradientSync, param_group: Any, rows: GradientRows, side: BackwardSide) -> None:
+    def __init__(self, sync: GradientSync, param_group: Any, layouts: ShardLayouts, side: OverlappedReducer) -> None:
         self._sync = sync
         self._param_group = param_group
-        self._rows = rows
+        self._layouts = layouts
         self._side = side
         self._kept: Tensor | None = None  # of micro-batches that were not reduced
 
@@ -200,11 +202,11 @@ class ReplicaAllReduce:
             self._kept = reduced.clone()
             reduced.zero_()
             return
-        layout = self._rows.of(reduced.numel())
+        layout = self._layouts.layout_for(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()
-        at_once = is_read_at_once(self._param_group, reduced)
-        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, at_once=at_once)
+        blocking = is_read_at_once(self._param_group, reduced)
+        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, blocking=blocking)
 
 
 def is_read_at_once(param_group: Any, reduced: Tensor) -> bool:

@@ -90,9 +90,9 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         # after reshard_after_forward=int the smaller group's shards are of what was decoded
         if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
             return self._exact(output_tensor, input_tensor, group, async_op=async_op)
-        if in_forward and not self._module.gather.fresh and not self._module.gather.has_left:
+        if in_forward and not self._module.gather.fresh and not self._module.gather.in_flight:
             for each in sorted(self.together, key=lambda each: each is not self):  # what is needed first leaves first
-                each.leave()
+                each.send_early()
         self._check_row(input_tensor)
         with self._order.ordered(), self._clock.waiting():
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
@@ -104,7 +104,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if self._coded:
             self._weights.count_exact(input_tensor.nbytes * (group.size() - 1))
         what = f"the all-gather of the exact weights of {self._name or 'the model'}"
-        with naming_lost_ranks(group, what, self._weights.comm.place()):
+        with naming_lost_ranks(group, what, self._weights.comm.describe_step()):
             return self._stock(output_tensor, input_tensor, group, async_op)
 
     def _begin_forward(self) -> None:
@@ -114,7 +114,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._module.begin_forward()
             self._runs = True
 
-    def leave(self) -> None:
+    def send_early(self) -> None:
         """A module's weights are wanted, and optimizers have stepped on all: the own row leaves as well, which the
         forward pass will want, as the one before has.
         """
@@ -122,10 +122,10 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if not (self._runs and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
             return
         self._module.begin_forward()
-        if gather.fresh or gather.has_left:
+        if gather.fresh or gather.in_flight:
             return
         row_N = torch.cat([part.view(-1) for each in self._params.fsdp_params for part in each.all_gather_inputs])
-        if gather.leave(row_N):
+        if gather.send_early(row_N):
             self._noted = digests([row_N], row_N.device)
 
     def _check_row(self, row_N: Tensor) -> None:
@@ -134,12 +134,12 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             return
         digest = digests([row_N], row_N.device)
         gather = self._module.gather
-        if (gather.fresh or gather.has_left) and self._noted is not None:
+        if (gather.fresh or gather.in_flight) and self._noted is not None:
             self._weights.flags.check_unchanged(self._noted, digest, self._name or "the model")
         self._noted = digest
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
-        """In the place of the parameter group's ``pre_forward``: what an earlier forward pass has left is freed."""
+        """Wraps `pre_forward`: first reshards parameters that an earlier forward pass has left gathered."""
         if self._params._training_state == TrainingState.IDLE and self._params.is_unsharded:
             self._params.reshard()
         return pre_forward(*args)

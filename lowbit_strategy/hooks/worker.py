@@ -6,6 +6,7 @@ queue and a process group that nothing else uses give that order, and `BucketSch
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -34,7 +35,7 @@ class BucketWorker:
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.put(lambda: self._schedule.start(pieces, result, future, last=last))
+        self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
         return future
 
     def finish(self) -> None:
@@ -48,21 +49,14 @@ class BucketWorker:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """A call of its own, so that nothing of a bucket is kept while the next one is waited for."""
-        job = self._queue.get()
-        if job is None:
-            return False
-        try:
-            job()
-        except Exception as error:
-            # torch hands on the text of an error in a future, without its traceback
-            _log.error("reducing gradients failed", exc_info=error)
-            self._schedule.fail(error)
-        return True
+        while (job := self._queue.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                # torch hands on the text of an error in a future, without its traceback
+                _log.error("reducing gradients failed", exc_info=error)
+                self._schedule.fail(error)
+            del job  # nothing of a bucket is kept while the next one is waited for
 
 
 class SideStream:
@@ -84,8 +78,8 @@ class SideStream:
         return future
 
 
-class BackwardSide:
-    """Where the modules' shards are reduced while backward goes on, in one order on all ranks.
+class OverlappedReducer:
+    """Reduces the modules' shards while backward goes on, in the same order on all ranks.
 
     Args:
         device: Of gradients.
@@ -98,18 +92,20 @@ class BackwardSide:
         self._worker = BucketWorker() if on_cpu else None
         self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
         self._futures: list[torch.futures.Future[Tensor]] = []
-        self._then: list[Callable[[], None]] = []
+        self._on_done: list[Callable[[], None]] = []
         self._waits = False  # at the end of the backward pass under way
 
-    def run(self, stages: Stages, result: Tensor, *, at_once: bool, then: Callable[[], None] = lambda: None) -> None:
-        """Reduce into `result`. `at_once`: it is read as soon as this returns. `then` is called when it is there."""
+    def run(
+        self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reduce into `result`, then call `on_done`. `blocking`: return when it is done."""
         if self._worker is None:
             wait_for_all(stages)
-            then()
+            on_done()
             return
         self._futures.append(self._worker.submit(stages, result=result, last=False))
-        self._then.append(then)
-        if at_once:
+        self._on_done.append(on_done)
+        if blocking:
             self.finish()
         elif not self._waits:
             self._waits = True
@@ -126,13 +122,13 @@ class BackwardSide:
         assert self._worker is not None
         self._worker.finish()
         futures, self._futures = self._futures, []
-        following, self._then = self._then, []
+        following, self._on_done = self._on_done, []
         with self._clock.waiting():
             for future in futures:
                 future.wait()
-        for then in following:
-            then()
+        for on_done in following:
+            on_done()
 
     def close(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """True once the worker has stopped."""
         return self._worker is None or self._worker.close()

@@ -48,34 +48,32 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
         epsilon: Times the norm of the matrix, added to the norms of columns, so that a linearly dependent column
             shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zeros.
     """
-    columns_BRN = matrix_BNR.transpose(-1, -2).contiguous()
+    numel = matrix_BNR.shape[-2]
+    columns_BRN = _padded(matrix_BNR.transpose(-1, -2).contiguous())
     for _ in range(1 if matrix_BNR.shape[-1] <= _ONE_PASS_COLUMNS else 2):
         columns_BRN = _gram_schmidt(columns_BRN, epsilon)
-    return columns_BRN.transpose(-1, -2).contiguous()
+    return columns_BRN[..., :numel].transpose(-1, -2).contiguous()
 
 
 def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
-    square_BR = _sum(columns_BRN * columns_BRN)
-    smallest_B11 = (_root(_sum(square_BR)) * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
+    """Roots are taken in float64 and rounded once: those of float32 are not rounded alike on every device."""
+    square_B = tree_sum(_padded(tree_sum(columns_BRN * columns_BRN)))
+    smallest_B11 = (square_B.double().sqrt().float() * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN
     for _ in range(columns_BRN.shape[-2]):
         column_B1N, rest_BRN = rest_BRN[..., :1, :], rest_BRN[..., 1:, :]
-        length_B11 = _root(_sum(column_B1N * column_B1N))[..., None]
+        length_B11 = tree_sum(column_B1N * column_B1N).double().sqrt().float()[..., None]
         column_B1N = column_B1N / (length_B11 + smallest_B11)
-        rest_BRN = rest_BRN - _sum(rest_BRN * column_B1N)[..., None] * column_B1N
         done.append(column_B1N)
+        if rest_BRN.shape[-2]:
+            rest_BRN = rest_BRN - tree_sum(rest_BRN * column_B1N)[..., None] * column_B1N
     return torch.cat(done, -2)
 
 
-def _sum(x_BN: Tensor) -> Tensor:
-    """Over the last dim, as a binary tree, padded with zeros."""
+def _padded(x_BN: Tensor) -> Tensor:
+    """With zeros up to a power of two, as `tree_sum` needs it: it adds halves to each other until one is left."""
     numel = x_BN.shape[-1]
-    return tree_sum(torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel)))
-
-
-def _root(x: Tensor) -> Tensor:
-    """Correctly rounded, which float32's square root is not on every device."""
-    return x.double().sqrt().float()
+    return torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel))
 
 
 def product(p_NR: Tensor, q_MR: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -22,7 +22,6 @@ from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector, matching
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer

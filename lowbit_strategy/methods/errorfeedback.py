@@ -6,10 +6,9 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods._residual_rules.feedback import (
     FeedbackCodec,

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, PlainCodec, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import (
@@ -29,7 +29,6 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
 from lowbit_strategy.methods._base.residual_format import residual_arenas
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -71,21 +70,18 @@ class LoCoCodec(StatefulCodec):
         return f"loco {kind}, blocks of {fmt.block_size}"
 
     @property
-    def block_size(self) -> int:
-        return self.fmt.block_size
+    def codec(self) -> Codec:  # type: ignore[override]
+        return BlockCodec(self.fmt, self.rounding)
 
     @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
 
     def stateless(self) -> Codec:
-        return BlockCodec(self.fmt, self.rounding)
+        return self.codec
 
     def arenas(self) -> dict[str, Arena]:
         return residual_arenas(self.residual)
-
-    def wire_nbytes(self, numel: int) -> int:
-        return self.fmt.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor

@@ -88,7 +88,7 @@ class ParameterDigest:
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; not counted by the engine, which counts gradients."""
         rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
-        with naming_lost_ranks(self._comm.group, "the comparison of parameters", self._comm.place()):
+        with naming_lost_ranks(self._comm.group, "the comparison of parameters", self._comm.describe_step()):
             dist.all_gather(rows, mine_N, group=self._comm.group)
         return torch.stack(rows)
 

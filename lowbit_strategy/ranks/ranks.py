@@ -86,9 +86,9 @@ class Ranks:
             sharded_inside: The ranks of a node shard one model (HSDP); otherwise all ranks do.
         """
         if self.intra_node is None:
-            return Gathering(self.world.twin())
-        inside = self.intra_node.twin()
-        return Gathering(inside) if sharded_inside else Gathering(self.peers.twin(), inside)
+            return Gathering(self.world.with_own_counter())
+        inside = self.intra_node.with_own_counter()
+        return Gathering(inside) if sharded_inside else Gathering(self.peers.with_own_counter(), inside)
 
     def destroy(self) -> None:
         """End the groups that were made for this value."""

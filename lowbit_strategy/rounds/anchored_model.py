@@ -133,7 +133,7 @@ class AnchoredModel:
     @torch.no_grad()
     def rebase_on_mean(self, names: Iterable[str]) -> None:
         """On all ranks: set these anchors to the mean over the ranks."""
-        peers = self._sync.ranks.peers.twin()  # beside the engine's counters
+        peers = self._sync.ranks.peers.with_own_counter()  # beside the engine's counters
         for name in names:
             total = self.anchors[name].contiguous()
             peers.all_reduce(total).wait()

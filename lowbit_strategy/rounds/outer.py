@@ -198,7 +198,7 @@ class OuterSync:
         )
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N, sync.step_index)
-        sync.begin_step(stride=max(1, self._since))  # where controllers decide
+        sync.begin_step(steps_per_reduction=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
         arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
         sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0

@@ -124,7 +124,7 @@ class AdaptiveDriver:
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
-        specs = list(self.sync.state.wholes.values())
+        specs = list(self.sync.state.full_specs.values())
         levels = self.controller.levels
         for level in levels:
             level.check(specs)
@@ -169,7 +169,7 @@ class AdaptiveDriver:
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync, probe = self.sync, self._probe
-        views = [bucket.view(slot, x, out) for slot in bucket.slots]
+        views = [bucket.view(slot, x, out) for slot in bucket.params]
         scale = 1.0 / (sync.loss_scale or 1.0)
         if probe.accumulate == "local":
             for view in views:
@@ -194,7 +194,7 @@ class AdaptiveDriver:
 
     def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
         sync, values = self.sync, {}
-        for slot in bucket.slots:
+        for slot in bucket.params:
             values[slot.name] = bucket.compensated(slot, x, out)
             residual = sync.state.store(slot.name).residual(slot.name)
             if residual is not None:

@@ -146,7 +146,7 @@ class ModelControl:
         self.options = options
         self.observer = Observer(
             self.sync,
-            lambda step: step % every < self.sync.stride,
+            lambda step: step % every < self.sync.steps_per_reduction,
             group_by=options.group_by,
             on_observation=self._take,
         )

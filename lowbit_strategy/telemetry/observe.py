@@ -200,8 +200,8 @@ class Observer:
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync = self.sync
-        views = [bucket.view(slot, x, out) for slot in bucket.slots]
-        for slot in bucket.slots:
+        views = [bucket.view(slot, x, out) for slot in bucket.params]
+        for slot in bucket.params:
             residual = sync.state.store(slot.name).residual(slot.name)
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
@@ -272,7 +272,7 @@ class Observer:
             step_ms=1000 * step if seconds is not None else None,
             nonfinite=tuple(name for name in names if not bool(sums[name].isfinite().all())),
             drift=None if sync.outer is None else sync.outer.drift,
-            stride=sync.stride,
+            stride=sync.steps_per_reduction,
         )
 
     def _hops(self) -> float:

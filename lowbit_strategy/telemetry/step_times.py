@@ -45,16 +45,20 @@ class StepClock:
 
     Args:
         device: Of the gradients.
+
+    Attributes:
+        is_timing: `start` has been called, and `take` not yet.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.is_timing = False
         self._device = device
         self._ends: list[_Moment] = []  # of steps; empty: nothing is timed
         self._waits: list[tuple[int, _Moment, _Moment]] = []  # in which step, from when, until when
 
     def start(self) -> None:
         """A step begins now."""
-        self._ends, self._waits = [self._now()], []
+        self._ends, self._waits, self.is_timing = [self._now()], [], True
 
     def end_step(self) -> None:
         """A step ends, and the next begins."""
@@ -81,6 +85,7 @@ class StepClock:
     def take(self) -> list[StepTime]:
         """The steps since `start`. Nothing is timed after that until the next one."""
         ends, waits, self._ends, self._waits = self._ends, self._waits, [], []
+        self.is_timing = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         waited = [0.0] * (len(ends) + 1)

@@ -26,16 +26,16 @@ def in_pieces_and_whole(folder: Path, method: str) -> Facts:
     for kind in ("pieces", "whole"):
         with pytest.MonkeyPatch.context() as patch:
             num_pieces: list[int] = []
-            pieces = DDPHook.pieces
+            cut = DDPHook.cut
 
-            def seen(self: DDPHook, bucket: object, *, kind=kind, num_pieces=num_pieces, pieces=pieces) -> object:
+            def seen(self: DDPHook, bucket: object, *, kind=kind, num_pieces=num_pieces, cut=cut) -> object:
                 if kind == "whole":
                     self._cap_nbytes = 2**62
-                found = pieces(self, bucket)
-                num_pieces.append(len(found))
+                found = cut(self, bucket)
+                num_pieces.append(len(found[0]))
                 return found
 
-            patch.setattr(DDPHook, "pieces", seen)
+            patch.setattr(DDPHook, "cut", seen)
             torch.manual_seed(0)
             net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_MODULES)))
             prepared = prepare(net, preset(method))

@@ -23,7 +23,7 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import hybrid_mesh
@@ -241,13 +241,13 @@ class InStep(NamedTuple):
 def in_step(folder: Path) -> InStep:
     """What travels when: the worker has all modules of a backward pass at once; replicas are compared."""
     at_once: list[bool] = []
-    original = BackwardSide.run
+    original = OverlappedReducer.run
 
-    def noted(self: BackwardSide, stages: Any, result: Tensor, **options: bool) -> None:
-        at_once.append(options["at_once"])
+    def noted(self: OverlappedReducer, stages: Any, result: Tensor, **options: bool) -> None:
+        at_once.append(options["blocking"])
         original(self, stages, result, **options)
 
-    with nodes_of(2), mock.patch.object(BackwardSide, "run", noted):
+    with nodes_of(2), mock.patch.object(OverlappedReducer, "run", noted):
         with listen() as lines:
             made = trainer(hsdp(), max_steps=4)
             model = SometimesIdle()

@@ -133,8 +133,8 @@ def _many_buckets(rank: int, world_size: int) -> dict[str, Any]:
     model = DistributedDataParallel(module, bucket_cap_mb=0.001)
     hook = DDPHook(model, sync)
     buckets = []
-    pieces = hook.pieces
-    hook.pieces = lambda bucket: buckets.append(bucket.index()) or pieces(bucket)  # type: ignore[method-assign]
+    cut = hook.cut
+    hook.cut = lambda bucket: buckets.append(bucket.index()) or cut(bucket)  # type: ignore[method-assign]
     losses = _losses(model, rank, sync)
     hook.close()
     return {"losses": losses, "num_buckets": max(buckets) + 1, "sum": [p.sum().item() for p in module.parameters()]}

@@ -60,7 +60,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "sent_inside": sync.ranks.intra_node.sent_nbytes,
         "planned_inside": 20 * sync.plan().intra_node_nbytes,
         "residual": sync.state.nbytes,
-        "numel": sum(spec.numel for spec in sync.state.wholes.values()),
+        "numel": sum(spec.numel for spec in sync.state.full_specs.values()),
         "log": lines,
     }
 

@@ -99,11 +99,12 @@ class SparseLayout:
 
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
-        return locate(joined(indices).long(), [part.numel() for part in indices], self._grid)
+        return locate(joined(indices).long(), list(map(Tensor.numel, indices)), self._grid)
 
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
-        located = self.locate([part.indices for part in chosen])
+        indices = [part.indices for part in chosen]
+        located = self.locate(indices)
         values_E = joined([part.values for part in chosen])
         sorted_E = values_E if located.order is None else values_E.index_select(0, located.order)
         wires, sent, at = [], [], 0
@@ -116,7 +117,7 @@ class SparseLayout:
         sent_E = joined(sent)
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        return Message(located.counts_DK, wires, entries_at([part.indices for part in chosen], sent_E))
+        return Message(located.counts_DK, wires, entries_at(indices, sent_E))
 
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
@@ -157,7 +158,7 @@ class SparseLayout:
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
         """Bytes of the wire that holds so many entries of each parameter."""
         if isinstance(codec, DenseCodec):
-            return entries_nbytes(sum(sizes_V), codec)
+            return POSITION_NBYTES * (k := sum(sizes_V)) + codec.wire_nbytes(k)
         return sum(entries_nbytes(k, codec) for k in sizes_V)
 
     def positions(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor) -> list[Tensor]:
@@ -227,5 +228,4 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def entries_at(indices: Sequence[Tensor], values_E: Tensor) -> list[Chosen]:
     """Entries of each parameter, of values that were joined."""
-    values = values_E.split([part.numel() for part in indices])
-    return [Chosen(*pair) for pair in zip(indices, values, strict=True)]
+    return list(map(Chosen, indices, values_E.split(list(map(Tensor.numel, indices)))))

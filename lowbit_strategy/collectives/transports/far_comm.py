@@ -96,13 +96,13 @@ class FarComm(GroupComm):
         under_way.arrived = goes_on
         return under_way
 
-    def twin(self) -> FarComm:
+    def with_own_counter(self) -> FarComm:
         """For exchanges that another thread begins: the same ranks, other tags than those of all other twins, whose
         receives may still be posted.
         """
         assert self.group is not None
         twin = FarComm(self.group, self._numbers)
-        twin.num_near, twin.place = self.num_near, self.place
+        twin.num_near, twin.describe_step = self.num_near, self.describe_step
         return twin
 
     def end(self) -> None:
@@ -246,7 +246,7 @@ class _Travelling:
         self.arrived: Callable[[], None] = lambda: None
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
-        return naming_lost_ranks(self._comm.group, self._what, self._comm.place())
+        return naming_lost_ranks(self._comm.group, self._what, self._comm.describe_step())
 
     def wait(self) -> object:
         if self._done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -66,7 +65,8 @@ class MemberComm(Comm):
         return self._begin("alltoall_base", out, x, out_splits, in_splits, dist.AllToAllOptions())
 
     def _begin(self, operation: str, *values: Any) -> Pending:
-        return UnderWay(functools.partial(getattr(self._members, operation), *values), as_failed_exchange)
+        with as_failed_exchange():
+            return UnderWay(getattr(self._members, operation)(*values), as_failed_exchange)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import Hop, Route
-from lowbit_strategy.collectives.layout import Cut, Slot, round_up
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
+from lowbit_strategy.collectives.exchange import CodedGroup
+from lowbit_strategy.collectives.layout import Cut, ParamView, round_up
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -110,16 +109,14 @@ class CodecStore(MethodStore):
                 values = torch.zeros(sum(lengths) * num_chunks // unit, dtype=arena.dtype, device=placement.device)
                 self._arenas[f"{hop}.{key}"] = _Arena(values, num_chunks, unit)
 
-    def route(self, slots: Iterable[Slot]) -> Route:
-        """What an `Exchange` needs to carry the parameters of `slots`."""
-        starts = {name: start for name, (start, _) in self._chunks.items()}
-        return Route(
-            Hop(self.pair.uplink, self._state("uplink.")),
-            Hop(self.pair.downlink, self._state("downlink.")),
-            tuple(slots),
-            {name: start * self.placement.world_size for name, start in starts.items()},
-            starts,
-            self.pair.block_size,
+    def group(self, params: Iterable[ParamView]) -> CodedGroup:
+        """What an `Exchange` needs to carry these parameters."""
+        return CodedGroup(
+            self.pair.uplink,
+            self.pair.downlink,
+            self._state("uplink."),
+            self._state("downlink."),
+            tuple(replace(param, state_offset=self._chunks[param.name][0]) for param in params),
         )
 
     def _state(self, hop: str) -> StateTensors:

@@ -136,10 +136,10 @@ def dense_method() -> CodecPair:
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:
     """What each parameter gets. A part gets what its whole parameter would get."""
-    return {spec.name: fitted(compressor.assign(spec.whole), spec) for spec in specs}
+    return {spec.name: assignment_for_part(compressor.assign(spec.whole), spec) for spec in specs}
 
 
-def fitted(assignment: Assignment, spec: TensorSpec) -> Assignment:
+def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
     """What the part of a parameter gets that has this assignment."""
     if spec.part is None or assignment.method.serves(spec):
         return assignment

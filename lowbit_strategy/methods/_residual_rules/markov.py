@@ -9,15 +9,14 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 from lowbit_strategy.methods._residual_rules.momentum import average_
 
 
 @dataclass(frozen=True, slots=True)
-class MarkovCodec(CodecWithRule):
+class MarkovCodec(StatefulCodec):
     """The sender sends ``c = C(v - estimate)``, and both sides add c to what they know.
 
     1. sender: ``v_r = momentum * v_r + (1 - momentum) * g_r`` (at first ``v_r = g_r``), ``c_r = C(v_r - estimate_r)``,

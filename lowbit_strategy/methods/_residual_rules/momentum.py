@@ -10,10 +10,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 
 
 def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,7 @@ def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, mo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MomentumCodec(CodecWithRule):
+class MomentumCodec(StatefulCodec):
     """A codec of the momentum of what comes in, for parameters whose optimizer leaves momentum to the compressor.
 
     Args:

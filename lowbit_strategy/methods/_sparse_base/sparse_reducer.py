@@ -109,7 +109,7 @@ def in_order(views: Sequence[View], state: ReducerState) -> list[View]:
 
 def layout_of(views: Sequence[View], comm: Comm, *, scatter: bool) -> SparseLayout:
     """Where the views' parameters are in sparse messages."""
-    names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
+    names, cuts = zip(*[(view.spec.name, view.cut) for view in views], strict=True)
     return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=scatter)
 
 
@@ -274,7 +274,8 @@ class SparseReducer(DensityReducer):
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
-            observe_(view, tensors["residual"], condition, part, sent.values)
+            if view.sent is not None:
+                observe_(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
                 take_out_(tensors["residual"], part, sent.values)
                 self.taken_out_(tensors, part)

@@ -22,7 +22,6 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_codes
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, PlainCodec, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
@@ -23,7 +23,6 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.option_checks import check_codes
-from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
@@ -55,7 +54,7 @@ class SignCodec(BlockwiseCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class VoteCodec(CodecWithRule):
+class VoteCodec(StatefulCodec):
     """Signs to the owner, which takes the sign of their sum; blocks of zeros abstain.
 
     If a rank's block is not finite, neither is the result.

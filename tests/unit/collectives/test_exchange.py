@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.exchange import Exchange, Hop, Route
-from lowbit_strategy.collectives.layout import Slot, cut_of
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
+from lowbit_strategy.collectives.layout import ParamView, cut_of
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from testing.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
@@ -43,9 +42,9 @@ class Bucket:
         self.world, self.scatter = SimulatedWorld(world_size), scatter
         cuts = [cut_of(part.shape, world_size, part.codec.block_size, scatter=scatter) for part in parts]
         self.row_numel, at = sum(cut.row_numel for cut in cuts), 0
-        self.slots: dict[Slot, StatefulCodec] = {}
+        self.slots: dict[ParamView, StatefulCodec] = {}
         for i, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
-            slot = Slot(f"{prefix}{i}", at, self.row_numel if scatter else cut.row_numel, cut)
+            slot = ParamView(f"{prefix}{i}", at, self.row_numel if scatter else cut.row_numel, cut)
             self.slots[slot] = part.codec
             at += cut.row_numel if scatter else cut.numel
         self.numel = at * world_size if scatter else at
@@ -55,17 +54,16 @@ class Bucket:
             for comm, flags in zip(self.world.comms, self.flags, strict=True)
         ]
 
-    def _routes(self) -> list[Route]:
+    def _routes(self) -> list[CodedGroup]:
         routes = []
         for codec in dict.fromkeys(self.slots.values()):
             slots = tuple(slot for slot, own in self.slots.items() if own == codec)
-            no_state = {slot.name: 0 for slot in slots}
-            routes.append(Route(Hop(codec, {}), Hop(codec, {}), slots, no_state, no_state, codec.block_size))
+            routes.append(CodedGroup(codec, codec, {}, {}, slots))
         return routes
 
-    def chunk(self, slot: Slot, rank: int) -> slice:
+    def chunk(self, slot: ParamView, rank: int) -> slice:
         """Where the chunk that `rank` owns of a parameter lies in a buffer."""
-        start = slot.offset + rank * slot.stride
+        start = slot.offset + rank * slot.row_stride
         return slice(start, start + slot.cut.row_length(rank))
 
     def fill(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -91,7 +89,7 @@ class Bucket:
                 handle.wait()
         return outs
 
-    def owned(self, outs: Sequence[Tensor], slot: Slot, rank: int) -> Tensor:
+    def owned(self, outs: Sequence[Tensor], slot: ParamView, rank: int) -> Tensor:
         """What the ranks' results hold of the chunk of `rank`."""
         if self.scatter:
             return outs[rank][slot.offset : slot.offset + slot.cut.row_length(rank)]

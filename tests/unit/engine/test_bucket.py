@@ -88,7 +88,7 @@ class Compensated(Recorder):
     """Keeps what the bucket says that each method has to send."""
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        self.found = {slot.name: bucket.compensated(slot, x, out) for slot in bucket.slots}
+        self.found = {param.name: bucket.compensated(param, x, out) for param in bucket.params}
         yield from stages
 
 

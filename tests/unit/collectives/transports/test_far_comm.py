@@ -129,10 +129,10 @@ def _twins(rank: int, world_size: int) -> tuple[list[float], list[int]]:
     """Sums of several twins, of which the first stays in use; and what the others hold when they have ended."""
     comm = _far(timeout_s=15)
     sums, held = [], []
-    first = comm.twin()
+    first = comm.with_own_counter()
     for numel in (100, 50, 100):
-        twin = comm.twin()
-        for each in (first, twin, comm, twin.twin()):
+        twin = comm.with_own_counter()
+        for each in (first, twin, comm, twin.with_own_counter()):
             x = torch.full((numel,), rank + 1.0)
             each.all_reduce(x).wait()
             sums.append(float(x.sum()) / numel)
@@ -150,7 +150,7 @@ def test_twins_do_not_take_each_others_messages() -> None:
 
 def _dies(rank: int, world_size: int, folder: Path) -> None:
     comm = _far(timeout_s=15)
-    comm.place = lambda: "optimizer step 7"
+    comm.describe_step = lambda: "optimizer step 7"
     out = torch.zeros(world_size, 4096, dtype=torch.uint8)
     for _ in range(3):
         comm.all_gather(out, out[0]).wait()

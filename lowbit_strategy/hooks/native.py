@@ -1,4 +1,4 @@
-"""Taking a model's communication over, and giving it back: the framework's own step, as if nothing had been attached.
+"""Restores a framework's own communication of a model, as if nothing had been attached.
 
 All calls are between steps, on all ranks.
 """
@@ -42,7 +42,7 @@ def chose_buckets(model: DistributedDataParallel) -> bool:
 
 
 def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
-    """Give DDP a reducer without a communication hook, in the place of the one that it has.
+    """Give DDP a new reducer, without a communication hook.
 
     PyTorch has no call that takes a hook away. This makes the reducer anew, as unpickling a model does.
 
@@ -74,10 +74,10 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
         )
 
 
-class StockSharding:
-    """What FSDP2 does by itself with a model, remembered before anything is attached.
+class NativeSharding:
+    """FSDP2's own communication of a model, remembered before anything is attached.
 
-    Whoever remembers a model takes it over from the one before, which then gives nothing back any more.
+    A later instance for the same model takes over; the earlier one then restores nothing.
 
     Args:
         module: Sharded.
@@ -123,4 +123,4 @@ class StockSharding:
         self._remembered.clear()
 
 
-_holders: weakref.WeakKeyDictionary[Any, StockSharding] = weakref.WeakKeyDictionary()  # who remembers a group
+_holders: weakref.WeakKeyDictionary[Any, NativeSharding] = weakref.WeakKeyDictionary()  # who remembers a group
