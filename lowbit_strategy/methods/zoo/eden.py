@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.kernels.format import gaussian_codebook, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
