@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -67,8 +68,15 @@ def implementation(stem: str, device: torch.device) -> ModuleType:
     Raises:
         RuntimeError: As `choose` does.
     """
+    if device.type == "cpu" and os.environ.get(OVERRIDE) is None:
+        return _module(stem, native.available())
     backend = choose(device)
     return import_module(f"lowbit_strategy.kernels.{'reference' if backend == 'torch' else backend}.{stem}")
+
+
+@lru_cache
+def _module(stem: str, in_c: bool) -> ModuleType:
+    return import_module(f"lowbit_strategy.kernels.{'native' if in_c else 'reference'}.{stem}")
 
 
 def is_native(device: torch.device) -> bool:

@@ -16,15 +16,14 @@ from lowbit_strategy.kernels.segments import Segments
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_buffers(x: Tensor, wire: Tensor) -> None:
+def _what_is_wrong(x: Tensor, wire: Tensor) -> TypeError | ValueError:
     if x.dtype not in _FLOATS:
-        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {x.dtype}")
+        return TypeError(f"gradients must be float32, bfloat16 or float16, got {x.dtype}")
     if wire.dtype != torch.uint8:
-        raise TypeError(f"the wire must be uint8, got {wire.dtype}")
+        return TypeError(f"the wire must be uint8, got {wire.dtype}")
     if x.device != wire.device:
-        raise ValueError(f"gradients are on {x.device} but the wire is on {wire.device}")
-    if not x.is_contiguous():
-        raise ValueError("the gradient buffer must be contiguous")
+        return ValueError(f"gradients are on {x.device} but the wire is on {wire.device}")
+    return ValueError("the gradient buffer must be contiguous")
 
 
 def encode_(
@@ -51,12 +50,15 @@ def encode_(
         seed: 32 bits, private to the rank and the step.
         feedback: What earlier steps have left to be sent; None: nothing is kept.
     """
-    check_buffers(x, wire)
+    if not (x.dtype in _FLOATS and wire.dtype == torch.uint8 and x.device == wire.device and x.is_contiguous()):
+        raise _what_is_wrong(x, wire)
     if isinstance(fmt, DenseFormat):
         backends.implementation("dense", x.device).encode_(x, wire, segments, fmt, flag=flag)
         return
-    if feedback is not None:
-        feedback.check()
+    if feedback is not None and not 0.0 <= feedback.beta < 1.0:
+        raise ValueError(f"beta must be in [0, 1), got {feedback.beta}")
+    if feedback is not None and (feedback.residual.dtype == torch.int8) != (feedback.residual_scale is not None):
+        raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
     backends.implementation("blocks", x.device).encode_(
@@ -76,6 +78,9 @@ def decode_sum_(
         fmt: What the sources were encoded with.
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
-    check_buffers(out, wire_WB)
+    if not (
+        out.dtype in _FLOATS and wire_WB.dtype == torch.uint8 and out.device == wire_WB.device and out.is_contiguous()
+    ):
+        raise _what_is_wrong(out, wire_WB)
     stem = "dense" if isinstance(fmt, DenseFormat) else "blocks"
     backends.implementation(stem, out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

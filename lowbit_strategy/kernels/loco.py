@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -36,9 +35,3 @@ class Feedback(NamedTuple):
     beta: float
     reset: bool = False
     stochastic: bool = False
-
-    def check(self) -> None:
-        if not 0.0 <= self.beta < 1.0:
-            raise ValueError(f"beta must be in [0, 1), got {self.beta}")
-        if (self.residual.dtype == torch.int8) != (self.residual_scale is not None):
-            raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")

@@ -51,7 +51,8 @@ def select_above(
     Raises:
         OverflowedSum: Not all sums are finite.
     """
-    _check(x)
+    if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
+        _check(x)
     is_long = x.numel() > MAX_INT32_NUMEL
     is_native = not is_long and backends.is_native(x.device)
     if addend is not None and not (is_native and _is_plain(x, addend)):
@@ -122,7 +123,8 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
     Raises:
         OverflowedSum: Not all sums are finite.
     """
-    _check(x)
+    if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
+        _check(x)
     if k > x.numel():
         raise ValueError(f"top_k: k is {k} but there are only {x.numel()} elements")
     if _is_small(x, k) and _is_plain(x, addend):
@@ -132,12 +134,15 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
         if chosen is not None:
             return chosen
         addend = None
-    if addend is not None and _bound_sample_numel(x.numel(), k) is None:
+    no_bound = _bound_sample_numel(x.numel(), k) is None
+    if addend is not None and no_bound:
         select_above(x, math.nan, expected=0, addend=addend)
         addend = None
     if k == 0 or k == x.numel():
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
+    if no_bound and x.numel() // _GROUP < 4 * k:
+        return _largest(None, x, k)
     candidates, values = _candidates(x, k, addend)
     if candidates is not None and candidates.numel() < k:
         return _fill_up(x, k, candidates)
@@ -274,12 +279,10 @@ class Sum:
 
     def above(self, threshold: float, *, expected: int) -> tuple[Tensor, Tensor]:
         """As `select_above`."""
-        return select_above(self._x, threshold, expected=expected, addend=self._taken_addend())
-
-    def _taken_addend(self) -> Tensor | None:
         addend, self._addend = self._addend, None
-        return addend
+        return select_above(self._x, threshold, expected=expected, addend=addend)
 
     def top_k(self, k: int) -> tuple[Tensor, Tensor]:
         """As `top_k`."""
-        return top_k(self._x, k, addend=self._taken_addend())
+        addend, self._addend = self._addend, None
+        return top_k(self._x, k, addend=addend)

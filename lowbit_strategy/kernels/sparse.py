@@ -5,6 +5,7 @@ the residual. The public ops; results do not depend on the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ def peaks(tensors: Sequence[Tensor]) -> list[float]:
     """The largest magnitude of each, floats; infinity where one has inf or NaN, 0 of nothing."""
     if not tensors or not is_native(tensors[0].device):
         return reference.peaks(tensors)
+    if set(map(attrgetter("dtype"), tensors)) == {torch.float32} and all(map(Tensor.is_contiguous, tensors)):
+        return native.peaks(tensors)
     return [_peak(x) for x in tensors]
 
 
 def _peak(x: Tensor) -> float:
     rows = [x] if x.is_contiguous() else x.unbind()  # under reduce-scatter a bucket has a row for each rank
     if all(_is_plain(row) for row in rows):
-        return max(native.peak(row) for row in rows)
+        return max(native.peaks(rows))
     return reference.peaks([x])[0]
 
 

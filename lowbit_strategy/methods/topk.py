@@ -19,7 +19,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, check_density
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, check_density, num_kept
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -33,7 +33,7 @@ class TopKReducer(SparseReducer):
         return f"top-k {self.density:g}, {self.codec.label}"
 
     def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*total.top_k(self.num_kept(view.spec)))
+        return Chosen(*total.top_k(num_kept(self.density, view.cut.numel)))
 
 
 SelectionKind = Literal["exact", "chunk", "group"]

@@ -8,8 +8,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
-
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
 _ABI = 8  # LOWBIT_ABI in lowbit.h
@@ -57,7 +55,11 @@ def isa() -> str:
     Raises:
         RuntimeError: The environment asks for one that is not there.
     """
-    asked = os.environ.get(ISA_OVERRIDE)
+    return _isa_for(os.environ.get(ISA_OVERRIDE))
+
+
+@lru_cache
+def _isa_for(asked: str | None) -> str:
     if asked is None:
         return isas()[0]
     if asked not in isas():
@@ -66,43 +68,33 @@ def isa() -> str:
 
 
 @lru_cache
-def kernels_of(name: str) -> int:
-    """Handle of an instruction set's kernels."""
-    handle = library().lowbit_find(name.encode())
-    assert handle is not None, name
+def kernels_for(asked: str | None) -> int:
+    """Handle of the kernels of the instruction set that the environment asks for, or of the fastest."""
+    handle = library().lowbit_find(_isa_for(asked).encode())
+    assert handle is not None, asked
     return int(handle)
 
 
-_as_pointer = ctypes.c_void_p.from_param
-
-
-class _Tensor:
-    """A pointer argument that a tensor is given for, or None."""
-
-    @staticmethod
-    def from_param(x: Tensor | None) -> Any:
-        return _as_pointer(None if x is None else x.data_ptr())
-
-
+# A tensor is passed as its `data_ptr()`: the caller keeps it alive.
 _COUNT, _INT32, _FLOAT, _NAME = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_char_p
-_POINTER = ctypes.c_void_p  # to something else
+_POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lowbit_encode": (_INT32, (_POINTER, _POINTER, _COUNT, _COUNT)),
     "lowbit_decode_sum": (None, (_POINTER, _POINTER, _COUNT, _COUNT)),
-    "lowbit_select": (_COUNT, (_NAME, _Tensor, _COUNT, _COUNT, _FLOAT, _Tensor, _Tensor, _COUNT)),
-    "lowbit_chunk_top_k": (None, (_NAME, _Tensor, _COUNT, _COUNT, _Tensor, _COUNT, _Tensor, _Tensor)),
+    "lowbit_select": (_COUNT, (_NAME, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER, _POINTER, _COUNT)),
+    "lowbit_chunk_top_k": (None, (_NAME, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER, _POINTER)),
     "lowbit_add_select": (
         _COUNT,
-        (_NAME, _Tensor, _Tensor, _COUNT, _COUNT, _FLOAT, _Tensor, _Tensor, _COUNT, ctypes.POINTER(ctypes.c_int32)),
+        (_NAME, _POINTER, _POINTER, _COUNT, _COUNT, _FLOAT, _POINTER, _POINTER, _COUNT, ctypes.POINTER(ctypes.c_int32)),
     ),
-    "lowbit_top_k": (_COUNT, (_NAME, _Tensor, _Tensor, _COUNT, _INT32, _INT32, _Tensor, _COUNT, _Tensor, _Tensor)),
-    "lowbit_sample_magnitudes": (None, (_Tensor, _Tensor, _COUNT, _COUNT, ctypes.c_uint32, _Tensor)),
-    "lowbit_peak": (_FLOAT, (_NAME, _Tensor, _COUNT, _COUNT)),
-    "lowbit_locate": (None, (_Tensor, _POINTER, _Tensor, _Tensor, _COUNT, _COUNT, _COUNT, *[_Tensor] * 4)),
-    "lowbit_positions": (_INT32, (_Tensor, _Tensor, _Tensor, _COUNT, _Tensor, _COUNT, _Tensor)),
-    "lowbit_add_entries": (None, (_Tensor, _POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _Tensor)),
-    "lowbit_digest": (ctypes.c_uint64, (_NAME, _Tensor, _COUNT, _COUNT, _Tensor, _COUNT, ctypes.c_uint64)),
-    "lowbit_take_out": (None, (_Tensor, _Tensor, _Tensor, _Tensor, _COUNT)),
+    "lowbit_top_k": (_COUNT, (_NAME, _POINTER, _POINTER, _COUNT, _INT32, _INT32, _POINTER, _COUNT, _POINTER, _POINTER)),
+    "lowbit_sample_magnitudes": (None, (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
+    "lowbit_peak": (_FLOAT, (_NAME, _POINTER, _COUNT, _COUNT)),
+    "lowbit_locate": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, *[_POINTER] * 4)),
+    "lowbit_positions": (_INT32, (_POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER)),
+    "lowbit_add_entries": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _POINTER)),
+    "lowbit_digest": (ctypes.c_uint64, (_NAME, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, ctypes.c_uint64)),
+    "lowbit_take_out": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT)),
 }
 
 

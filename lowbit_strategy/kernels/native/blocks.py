@@ -1,21 +1,21 @@
 """Quantization in C, and floats that are sent as they are: same bytes as `lowbit_strategy.kernels.reference`.
 
-C functions take two plain structures (see `lowbit.h`), filled from tensors that were checked first.
+The C functions take two plain structures (see `lowbit.h`), filled from tensors that were checked first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.loco import Feedback
-from lowbit_strategy.kernels.native import function, isa, kernels_of
-from lowbit_strategy.kernels.native.threads import run
+from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for, threads
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
@@ -65,7 +65,7 @@ class CallStruct(ctypes.Structure):
         ("beta_new", ctypes.c_float),
         ("alpha", ctypes.c_float),
     )
-    holds: tuple[Tensor, ...] = ()  # what the pointers point into: a thread may have the call longer than the caller
+    holds: tuple[object, ...] = ()  # what the pointers point into: a thread may have the call longer than the caller
 
 
 @lru_cache
@@ -91,9 +91,12 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
 
 
 class Extent(NamedTuple):
-    """What a segment table reaches with a format, in elements, bytes and blocks."""
+    """What a segment table reaches with a format, in elements, bytes and blocks, and what all calls for it share."""
 
+    call: CallStruct
     num_blocks: int
+    block_size: int
+    numel: int  # of all blocks
     x: int
     state: int
     wire: int
@@ -102,31 +105,43 @@ class Extent(NamedTuple):
 
 def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
     """Computed once per table and format: the C code trusts the table, so nothing may lie outside the buffers."""
-    key = ("native", fmt)
-    if key not in segments.cache:
-        num_blocks = x = state = wire = 0
-        for row in segments.rows:
-            if min(row.x_offset, row.numel, row.state_offset, row.wire_offset) < 0:
-                raise ValueError(f"a segment has a negative offset or size: {row}")
-            blocks = fmt.num_blocks(row.numel)
-            num_blocks += blocks
-            x = max(x, row.x_offset + row.numel)
-            state = max(state, row.state_offset + blocks * fmt.block_size)
-            wire = max(wire, row.wire_offset + fmt.wire_nbytes(row.numel))
-        aligned = all(row.state_offset % fmt.block_size == 0 for row in segments.rows)
-        segments.cache[key] = Extent(num_blocks, x, state, wire, aligned)
-    found = segments.cache[key]
-    assert isinstance(found, Extent)
+    num_blocks = x = state = wire = 0
+    for row in segments.rows:
+        if min(row.x_offset, row.numel, row.state_offset, row.wire_offset) < 0:
+            raise ValueError(f"a segment has a negative offset or size: {row}")
+        blocks = fmt.num_blocks(row.numel)
+        num_blocks += blocks
+        x = max(x, row.x_offset + row.numel)
+        state = max(state, row.state_offset + blocks * fmt.block_size)
+        wire = max(wire, row.wire_offset + fmt.wire_nbytes(row.numel))
+    aligned = all(row.state_offset % fmt.block_size == 0 for row in segments.rows)
+    call = CallStruct(
+        format=None if isinstance(fmt, DenseFormat) else ctypes.pointer(format_struct(fmt)),
+        wire_dtype=_DTYPES[fmt.torch_dtype] if isinstance(fmt, DenseFormat) else 0,
+        segments=segments.table.data_ptr(),
+        num_segments=len(segments.rows),
+    )
+    segments.cache["native", fmt] = found = Extent(
+        call, num_blocks, fmt.block_size, num_blocks * fmt.block_size, x, state, wire, aligned
+    )
     return found
 
 
-def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat) -> CallStruct:
+def call_struct(
+    x: Tensor,
+    wire_WB: Tensor,
+    segments: Segments,
+    fmt: BlockFormat | DenseFormat,
+    feedback: Feedback | None = None,
+) -> tuple[CallStruct, Extent]:
     """The part that encode and decode share. A call without a block format is about floats as they are.
 
     Raises:
-        ValueError: A buffer ends before a segment does, or is not contiguous.
+        ValueError: A buffer or the residual ends before a segment does, or is not contiguous.
+        TypeError: The residual and its scales are not int8 and bfloat16, or float32 alone.
     """
-    reach = extent(segments, fmt)
+    reach = segments.cache.get(("native", fmt)) or extent(segments, fmt)
+    assert isinstance(reach, Extent)
     if not x.is_contiguous() or (wire_WB.shape[0] > 0 and wire_WB.shape[1] > 1 and wire_WB.stride(1) != 1):
         raise ValueError("the buffers must be contiguous")
     if x.numel() < reach.x or (wire_WB.shape[0] > 0 and wire_WB.shape[1] < reach.wire):
@@ -134,38 +149,22 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat
             f"segments reach element {reach.x} and wire byte {reach.wire}, but the buffers hold {x.numel()} "
             f"and {wire_WB.shape[1]}"
         )
-    call = CallStruct(
-        format=None if isinstance(fmt, DenseFormat) else ctypes.pointer(format_struct(fmt)),
-        wire_dtype=_DTYPES[fmt.torch_dtype] if isinstance(fmt, DenseFormat) else 0,
-        x=x.data_ptr(),
-        wire=wire_WB.data_ptr(),
-        segments=segments.table.data_ptr(),
-        num_segments=len(segments),
-        wire_row_stride=wire_WB.stride(0),
-        num_sources=wire_WB.shape[0],
-        x_dtype=_DTYPES[x.dtype],
-    )
-    call.holds = (x, wire_WB, segments.table)
-    return call
-
-
-def set_residual(call: CallStruct, feedback: Feedback, segments: Segments, fmt: BlockFormat | DenseFormat) -> None:
-    """Point a call at its residual.
-
-    Raises:
-        ValueError: The residual or its scales end before a segment does, or are not contiguous.
-        TypeError: Their dtypes are not int8 and bfloat16, or float32 alone.
-    """
-    residual, residual_scale, reach = feedback.residual, feedback.residual_scale, extent(segments, fmt)
+    call = CallStruct.from_buffer_copy(reach.call)
+    call.x, call.x_dtype = x.data_ptr(), _DTYPES[x.dtype]
+    call.wire, call.wire_row_stride, call.num_sources = wire_WB.data_ptr(), wire_WB.stride(0), wire_WB.shape[0]
+    call.holds = (x, wire_WB, segments.table, reach.call)
+    if feedback is None:
+        return call, reach
+    residual, residual_scale, block_size = feedback.residual, feedback.residual_scale, reach.block_size
     wanted = (torch.float32, None) if residual_scale is None else (torch.int8, torch.bfloat16)
     if (residual.dtype, None if residual_scale is None else residual_scale.dtype) != wanted:
         raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
     if not reach.aligned:
-        raise ValueError(f"every state_offset must be a multiple of the block size {fmt.block_size}")
+        raise ValueError(f"every state_offset must be a multiple of the block size {block_size}")
     if not residual.is_contiguous() or not (residual_scale is None or residual_scale.is_contiguous()):
         raise ValueError("the residual and its scales must be contiguous")
     if residual.numel() < reach.state or (
-        residual_scale is not None and residual_scale.numel() < reach.state // fmt.block_size
+        residual_scale is not None and residual_scale.numel() < reach.state // block_size
     ):
         raise ValueError(f"segments reach element {reach.state} of the residual, which holds {residual.numel()}")
     call.holds += (residual,) if residual_scale is None else (residual, residual_scale)
@@ -174,18 +173,14 @@ def set_residual(call: CallStruct, feedback: Feedback, segments: Segments, fmt: 
     call.residual_kind = _FLOAT32_RESIDUAL if residual_scale is None else _INT8_RESIDUAL
     call.beta_old, call.beta_new = feedback.beta, 1.0 - feedback.beta
     call.reset, call.stochastic_residual = feedback.reset, feedback.stochastic
+    return call, reach
 
 
-def _run(name: str, call: CallStruct, segments: Segments, fmt: BlockFormat | DenseFormat) -> bool:
-    """Call a function of the library for all blocks; whether something was not finite."""
-    work, kernels, pointer = function(name), kernels_of(isa()), ctypes.byref(call)
-    return any(
-        run(
-            lambda first, last: work(kernels, pointer, first, last),
-            extent(segments, fmt).num_blocks,
-            fmt.block_size,
-        )
-    )
+def _run_in_parts(work: Any, kernels: int, call: CallStruct, reach: Extent) -> bool:
+    """Call a function of the library for all blocks, by several threads; whether something was not finite."""
+    pointer = ctypes.byref(call)
+    parts = threads.run(lambda first, last: work(kernels, pointer, first, last), reach.num_blocks, reach.block_size)
+    return any(parts)
 
 
 def encode_(
@@ -199,17 +194,24 @@ def encode_(
     seed: int = 0,
     feedback: Feedback | None = None,
 ) -> None:
-    call = call_struct(x, wire[None], segments, fmt)
+    call, reach = call_struct(x, wire[None], segments, fmt, feedback)
     call.stochastic, call.seed = stochastic, seed & 0xFFFFFFFF
-    if feedback is not None:
-        set_residual(call, feedback, segments, fmt)
-    if _run("lowbit_encode", call, segments, fmt):
+    work, kernels = function("lowbit_encode"), kernels_for(os.environ.get(ISA_OVERRIDE))
+    if reach.numel < 2 * threads.GRAIN:
+        bad = work(kernels, ctypes.byref(call), 0, reach.num_blocks)
+    else:
+        bad = _run_in_parts(work, kernels, call, reach)
+    if bad:
         flag |= 1
 
 
 def decode_sum_(
     wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, *, alpha: float
 ) -> None:
-    call = call_struct(out, wire_WB, segments, fmt)
+    call, reach = call_struct(out, wire_WB, segments, fmt)
     call.alpha = alpha
-    _run("lowbit_decode_sum", call, segments, fmt)
+    work, kernels = function("lowbit_decode_sum"), kernels_for(os.environ.get(ISA_OVERRIDE))
+    if reach.numel < 2 * threads.GRAIN:
+        work(kernels, ctypes.byref(call), 0, reach.num_blocks)
+    else:
+        _run_in_parts(work, kernels, call, reach)

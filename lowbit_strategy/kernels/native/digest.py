@@ -20,7 +20,7 @@ def digest(x: Tensor) -> int:
 
     def work(first: int, last: int) -> tuple[int, int]:
         span = first * part, min(last * part, nbytes)
-        total = summed(name, x, *span, place_weights, place_weights.numel(), FACTOR)
+        total = summed(name, x.data_ptr(), *span, place_weights.data_ptr(), place_weights.numel(), FACTOR)
         return last - first, int(total)
 
     total = 0

@@ -7,26 +7,30 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import function, isa
+from lowbit_strategy.kernels.native import function, isa, threads
 from lowbit_strategy.kernels.native.threads import run, run_on_elements
 from lowbit_strategy.kernels.reference.rng import hash32
 
 _CHUNK = 4096
 
 
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> Tensor:
     magnitudes = torch.empty(num, dtype=torch.float32)
-    function("lowbit_sample_magnitudes")(x, addend, x.numel(), num, hash32(seed), magnitudes)
+    function("lowbit_sample_magnitudes")(
+        x.data_ptr(), _address(addend), x.numel(), num, hash32(seed), magnitudes.data_ptr()
+    )
     return magnitudes
 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
     kept_M, room = kept_M.contiguous(), positions_MK.shape[1]
-
-    def work(first: int, last: int) -> None:
-        function("lowbit_chunk_top_k")(isa().encode(), x, first, last, kept_M, room, positions_MK, values_MK)
-
-    run(work, kept_M.numel(), _CHUNK)
+    choose, name = function("lowbit_chunk_top_k"), isa().encode()
+    addresses = kept_M.data_ptr(), room, positions_MK.data_ptr(), values_MK.data_ptr()
+    run(lambda first, last: choose(name, x.data_ptr(), first, last, *addresses), kept_M.numel(), _CHUNK)
 
 
 def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
@@ -35,7 +39,16 @@ def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple
     scratch = torch.empty(groups + 3 * capacity, dtype=torch.int32)
     positions, values = torch.empty(k, dtype=torch.int64), torch.empty(k, dtype=torch.float32)
     count = function("lowbit_top_k")(
-        isa().encode(), x, addend, x.numel(), k, groups, scratch, capacity, positions, values
+        isa().encode(),
+        x.data_ptr(),
+        _address(addend),
+        x.numel(),
+        k,
+        groups,
+        scratch.data_ptr(),
+        capacity,
+        positions.data_ptr(),
+        values.data_ptr(),
     )
     return (positions, values) if count == k else None, count != -2
 
@@ -44,30 +57,24 @@ def select_above(
     x: Tensor, threshold: float, expected: int | None, addend: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
     """Positions and values, of the sums if there is an addend, and whether all sums are finite; `x` has them."""
-    numel = x.numel()
+    numel, name = x.numel(), isa().encode()
     share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)
 
-    def work(start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
-        capacity = min(stop - start, int(share * (stop - start)) + 1024)
-        count, indices, values, finite = _select(x, start, stop, threshold, capacity, addend)
-        if count > capacity:
-            count, indices, values, _ = _select(x, start, stop, threshold, count, None)
-        return indices[:count], values[:count], finite
+    def work(start: int, stop: int, addend: Tensor | None = addend, room: int = 0) -> tuple[Tensor, Tensor, bool]:
+        room = room or min(stop - start, int(share * (stop - start)) + 1024)
+        indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.float32)
+        arguments, nonfinite = (start, stop, threshold, indices.data_ptr(), values.data_ptr(), room), ctypes.c_int32()
+        if addend is None:
+            count = function("lowbit_select")(name, x.data_ptr(), *arguments)
+        else:
+            add_select = function("lowbit_add_select")
+            count = add_select(name, x.data_ptr(), addend.data_ptr(), *arguments, ctypes.byref(nonfinite))
+        if count > room:  # more than expected: x has the sums now
+            indices, values, _ = work(start, stop, None, count)
+        return indices[:count], values[:count], not nonfinite.value
 
+    if numel < 2 * threads.GRAIN:
+        return work(0, numel)
     parts = run_on_elements(work, numel)
-    if len(parts) == 1:
-        return parts[0]
     indices, values, finite = zip(*parts, strict=True)
     return torch.cat(indices), torch.cat(values), all(finite)
-
-
-def _select(
-    x: Tensor, start: int, stop: int, threshold: float, capacity: int, addend: Tensor | None
-) -> tuple[int, Tensor, Tensor, bool]:
-    indices, values = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity, dtype=torch.float32)
-    arguments = (start, stop, threshold, indices, values, capacity)
-    if addend is None:
-        return int(function("lowbit_select")(isa().encode(), x, *arguments)), indices, values, True
-    nonfinite = ctypes.c_int32()
-    count = function("lowbit_add_select")(isa().encode(), x, addend, *arguments, ctypes.byref(nonfinite))
-    return int(count), indices, values, not nonfinite.value

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-_GRAIN = 65536  # elements a thread must have for handing over to it to pay
+GRAIN = 65536  # elements a thread must have for handing over to it to pay
 _PART = 4096
 _T = TypeVar("_T")
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -29,7 +29,7 @@ def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> lis
 
     After an error or an interrupt no other thread works on the call any more: its tensors are the caller's again.
     """
-    parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // _GRAIN))
+    parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // GRAIN))
     if parts == 1:
         return [work(0, num_blocks)]
     bounds = [num_blocks * part // parts for part in range(parts + 1)]

@@ -33,7 +33,7 @@ def test_threads_share_the_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the C extension is not built")
     from lowbit_strategy.kernels.native import dense, threads
 
-    monkeypatch.setattr(threads, "_GRAIN", 1000)
+    monkeypatch.setattr(threads, "GRAIN", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -16,7 +16,7 @@ from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import threads
-from lowbit_strategy.kernels.native.blocks import call_struct, set_residual
+from lowbit_strategy.kernels.native.blocks import call_struct
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 PARTS = 3
@@ -96,8 +96,7 @@ def test_a_call_keeps_what_its_pointers_point_to(scaled: bool) -> None:
     x, wire = torch.zeros(128), torch.zeros(1, fmt.wire_nbytes(128), dtype=torch.uint8)
     residual = torch.zeros(128, dtype=torch.int8 if scaled else torch.float32)
     scale = torch.zeros(1, dtype=torch.bfloat16) if scaled else None
-    call = call_struct(x, wire, segments, fmt)
-    set_residual(call, Feedback(residual, scale, 0.8), segments, fmt)
+    call, _ = call_struct(x, wire, segments, fmt, Feedback(residual, scale, 0.8))
     kept = [weakref.ref(each) for each in (x, wire, segments.table, residual, scale) if each is not None]
     del x, wire, segments, residual, scale
     gc.collect()
