@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.parameter_selectors import Selector, matches
@@ -45,8 +46,13 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
     Shapes are those of the unsharded parameters.
 
     Raises:
-        ValueError: A parameter has a type that gradients cannot be reduced in.
+        ValueError: A parameter has a type that gradients cannot be reduced in, or is a lazy module's without a shape.
     """
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                f"parameter {name} has no shape yet: run one forward pass of the model before it is set up"
+            )
     roles = _roles(module)
     specs = []
     for name, param in _named_parameters(module):

@@ -116,3 +116,11 @@ def test_a_spec_knows_its_size(shape: list[int]) -> None:
     spec = TensorSpec("p", tuple(shape))
     assert spec.numel == torch.empty(shape).numel() == math.prod(shape)
     assert spec.ndim == len(shape)
+
+
+def test_lazy_modules_need_a_forward_pass_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh())
+    with pytest.raises(ValueError, match=r"parameter 0\.weight has no shape yet: run one forward pass"):
+        describe_parameters(model)
+    model(torch.zeros(2, 4))
+    assert [spec.shape for spec in describe_parameters(model)] == [(8, 4), (8,)]
