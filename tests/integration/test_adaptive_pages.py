@@ -52,7 +52,7 @@ def run(code: str, folder: Path) -> str:
 def test_what_the_pages_construct(tmp_path: Path) -> None:
     choosing = [block for block in blocks("adaptive.md")[1:] if "fabric" not in block]
     watching = [block for block in blocks("monitoring.md")[1:] if "self." not in block]
-    assert (len(choosing), len(watching)) == (6, 1)
+    assert (len(choosing), len(watching)) == (5, 1)
     metric = next(block for block in blocks("monitoring.md") if "self." in block)
     run("\n".join([*choosing, *watching]) + METRIC.format(block=metric), tmp_path)
 
