@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lowbit_strategy.accelerate import patches as accelerate_patches
-from lowbit_strategy.hooks import patches as torch_patches
 from lowbit_strategy.hooks import native
+from lowbit_strategy.hooks import patches as torch_patches
 from lowbit_strategy.lightning import patches as lightning_patches
 from lowbit_strategy.private_names import PrivateName, problems
 from lowbit_strategy.transformers import patches as transformers_patches
