@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -48,7 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_distributed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that starts processes must not hand them the variables of whatever launched pytest."""
+def _environment() -> Iterator[None]:
+    """A test that starts processes hands them neither the variables of what launched pytest nor another test's."""
+    before = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

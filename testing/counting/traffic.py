@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +16,17 @@ from lowbit_strategy.collectives.comm import GroupComm
 
 
 class Traffic:
-    """What this rank hands to others, and how often it calls each collective."""
+    """What this rank hands to others, and how often it calls each collective, from any of its threads."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            self.calls[name] += 1
 
 
 @contextlib.contextmanager
@@ -41,8 +48,7 @@ def _counted(name: str, nbytes: Callable[..., int], traffic: Traffic) -> Callabl
     original = getattr(dist, name)
 
     def call(*args: Any, **options: Any) -> Any:
-        traffic.nbytes += nbytes(*args, **options)
-        traffic.calls[name] += 1
+        traffic.add(name, nbytes(*args, **options))
         return original(*args, **options)
 
     return call

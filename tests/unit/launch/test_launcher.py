@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,11 @@ class Handed:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    before = dict(os.environ)
+def _files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (accelerate_launch, config_args):
         monkeypatch.setattr(module, "default_config_file", str(tmp_path / "default.yaml"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
