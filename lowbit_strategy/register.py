@@ -52,8 +52,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
     Raises:
         ValueError: The name is taken, or not of this form.
     """
-    from lowbit_strategy.methods._base.presets import register_presets
-    from lowbit_strategy.methods.registry import PRESETS
+    from lowbit_strategy.methods.registry import PRESETS, register_presets
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name must be lower-case letters, digits and underscores, got {name!r}")

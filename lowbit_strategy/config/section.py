@@ -31,10 +31,9 @@ from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.autoload import SECTION, VARIABLE
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.presets import option_names
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.methods.registry import option_names, preset
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.options.suggestions import did_you_mean, nearest
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.presets import as_compressor, from_options, preset, register_presets
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
@@ -38,8 +40,16 @@ from lowbit_strategy.methods.zoo.signsgd import SignSGD
 from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
 from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
-
-__all__ = ["PRESETS", "as_compressor", "from_options", "preset"]
+from lowbit_strategy.options.conversion import (
+    Conversion,
+    Mismatch,
+    Source,
+    convert,
+    convert_all,
+    register_conversion,
+    types_of,
+)
+from lowbit_strategy.options.suggestions import did_you_mean
 
 _WITH_DEFAULTS = (
     ACPSGD, ATOMO, AdaComp, DEFT, Dense, EDEN, EF21, EFSignSGD, ErrorFeedback, ExDyna, GradiVeQ, GSpar, GTopK, LoCo,
@@ -71,4 +81,93 @@ PRESETS: dict[str, Compressor] = {
 }
 PRESETS = dict(sorted(PRESETS.items()))
 
-register_presets(PRESETS)
+_presets = dict(PRESETS)  # and those that others register
+_others: dict[str, str] = {}  # names that are not compressors, and where they belong
+
+
+def register_presets(presets: Mapping[str, Compressor]) -> None:
+    """Make configurations known by name."""
+    _presets.update(presets)
+
+
+def register_other_names(names: Iterable[str], advice: str) -> None:
+    """Names that are no compressors' and may be taken for one: `advice` says where they go, ``{}`` is the name."""
+    _others.update({name: advice.format(name) for name in names})
+
+
+def preset(name: str) -> Compressor:
+    """The preset called `name`.
+
+    Raises:
+        ValueError: There is none; the message has the nearest name.
+    """
+    key = name.lower()
+    if key not in _presets:
+        if key in _others:
+            raise ValueError(f"{name!r} is no compressor: {_others[key]}")
+        known = sorted(_presets)
+        raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
+    return _presets[key]
+
+
+def as_compressor(value: object, field: str = "compressor") -> Compressor:
+    """A compressor as it is, a preset by its name, or what a mapping describes: ``{compressor: loco, bits: 3}``.
+
+    Args:
+        value: One of the three.
+        field: What the value is for; errors name it.
+
+    Raises:
+        ValueError: None of them, or an unknown name or option.
+    """
+    return convert(value, Compressor, field, Source.CODE)  # type: ignore[type-abstract]
+
+
+def _make(value: Any, source: Source) -> Compressor:
+    """From a preset's name, or ``{compressor: name, option: value, ..., options: {option: value}}``."""
+    if isinstance(value, str):
+        return preset(value)
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    options = dict(value)
+    name, more = options.pop("compressor", None), options.pop("options", None) or {}
+    if not isinstance(name, str):
+        raise ValueError(f"needs the compressor's name under 'compressor', got {value!r}")
+    if not isinstance(more, Mapping):
+        raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
+    return from_options(name, {**options, **more}, source)
+
+
+def option_names(compressor: Compressor) -> list[str]:
+    return [field.name for field in dataclasses.fields(compressor) if field.init]
+
+
+def from_options(name: str, options: Mapping[str, Any], source: Source = Source.CODE) -> Compressor:
+    """The preset called `name` with `options` changed, as configuration files write it.
+
+    Args:
+        name: The preset's.
+        options: Values of options, by name.
+        source: Where the values come from.
+
+    Raises:
+        ValueError: Unknown name or option, or an option out of range.
+    """
+    base = preset(name)
+    known = option_names(base)
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
+    kinds = types_of(type(base))
+    values = convert_all([(key, value, kinds[key]) for key, value in options.items()], source)
+    return replace(base, **dict(zip(options, values, strict=True)))
+
+
+register_conversion(
+    Compressor,
+    Conversion(
+        _make,
+        "a compressor's configuration, a preset's name such as 'loco2' or {compressor: loco, bits: 2}",
+        "a compressor such as loco2 or {compressor: loco, bits: 2}",
+    ),
+)

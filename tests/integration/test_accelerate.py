@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from lowbit_strategy.methods._base.presets import as_compressor
+from lowbit_strategy.methods.registry import as_compressor
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit_strategy import Dense, DiLoCo, LoCo
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.second_moment import is_due
-from lowbit_strategy.methods._base.presets import as_compressor
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.squares import EVERY
 from testing.log import listen
 from testing.processes.node_size import nodes_of

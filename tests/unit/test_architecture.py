@@ -24,9 +24,8 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """What a file imports of the package when it is imported or type-checked; imports inside functions come later."""
-    tree = ast.parse(path.read_text())
-    for node in [*tree.body, *(inner for block in tree.body if isinstance(block, ast.If) for inner in block.body)]:
+    """What a file imports of the package, inside functions as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:

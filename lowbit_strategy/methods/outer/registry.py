@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.presets import register_other_names
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.diloco import DiLoCo, EagerDiLoCo, StreamingDiLoCo
 from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.localsgd import LocalSGD, OverlapLocalSGD, PostLocalSGD, SparseLoCo
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
 
