@@ -28,6 +28,13 @@ import torch
 import torch.distributed as dist
 
 Facts = dict[str, Any]
+
+
+def none(**_: Any) -> bool:
+    """`slow` of scenarios that are all quick."""
+    return False
+
+
 GROUP_TIMEOUT = timedelta(seconds=25)  # a rank that waits for one that has failed gives up after this long
 
 
@@ -48,18 +55,22 @@ def scenarios(
     run: Callable[..., Facts],
     *,
     world_size: int | Sequence[int] = 2,
-    slow: Callable[..., bool] = lambda **_: False,
+    slow: Callable[..., bool] | None = None,
     **choices: Sequence[Any],
 ) -> pytest.MarkDecorator:
-    """Give a test the `facts` of `run`, once for every number of ranks and combination of `choices`; marked slow
-    where `slow` says so of the choices and the `world_size`.
+    """Give a test the `facts` of `run`, once for every number of ranks and combination of `choices`.
+
+    Slow are those that `slow` says so of, by the choices and the `world_size`; without it, all but as few as have every
+    choice once.
     """
     sizes = [world_size] if isinstance(world_size, int) else world_size
     combinations = [tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    longest = max(map(len, choices.values()), default=1)
+    each_once = [tuple((name, list(each)[i % len(each)]) for name, each in choices.items()) for i in range(longest)]
     params, names = [], []
     for size, arguments in itertools.product(sizes, combinations):
         chosen = Scenario(run=run, arguments=arguments, world_size=size)
-        is_slow = slow(**dict(arguments), world_size=size)
+        is_slow = slow(**dict(arguments), world_size=size) if slow else arguments not in each_once
         params.append(pytest.param(chosen, marks=[pytest.mark.slow] if is_slow else []))
         of_ranks = [f"{size} ranks"] if len(sizes) > 1 else []
         names.append("-".join([*(str(value) for _, value in arguments), *of_ranks]) or "run")

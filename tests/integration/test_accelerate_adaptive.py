@@ -113,15 +113,7 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     return facts
 
 
-QUICK = {"ddp": ("accordion", "schedule"), "fsdp": ("epochs", "gravac", "guard")}
-
-
-@scenarios(
-    adapting,
-    kind=KINDS,
-    controller=tuple(CONTROLLERS),
-    slow=lambda kind, controller, **_: controller not in QUICK[kind],
-)
+@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
 def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]
     assert facts[0]["print"] == facts[1]["print"]

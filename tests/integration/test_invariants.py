@@ -59,12 +59,17 @@ def _cases(world_size: int, layout: LayoutName, part: Part, preset: str) -> tupl
 
 
 def _items() -> Iterator[Any]:
-    """Quick: both parts of `EVERYWHERE` without two ranks, and the first part of all on three ranks."""
+    """Quick: `EVERYWHERE` on one and three ranks, and under FSDP2 on five, where shards are empty; of all others the
+    first part on three ranks under DDP.
+    """
     for world_size, layout, part in itertools.product(WORLD_SIZES, LAYOUTS, PARTS):
         if part == "state" and world_size not in (1, 3):
             continue
         for preset in sorted(CONFIGURATIONS):
-            quick = world_size != 2 if preset in EVERYWHERE else (world_size, part) == (3, "cuts")
+            if preset in EVERYWHERE:
+                quick = world_size in (1, 3) or (world_size, layout) == (5, "fsdp")
+            else:
+                quick = (world_size, layout, part) == (3, "ddp", "cuts")
             yield pytest.param(world_size, layout, part, preset, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD, TopK
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, none, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
 from testing.training.optimizers import Lookahead
@@ -85,7 +85,7 @@ def thrown_away(folder: Path, kind: str, compressor: str, to_none: bool) -> Fact
     }
 
 
-@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False))
+@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False), slow=none)
 def test_a_reduction_whose_gradients_are_cleared_leaves_nothing_behind(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["weights"]
@@ -154,7 +154,7 @@ def nested(folder: Path, which: str, second_moment: bool) -> Facts:
     return {"print": fingerprint(net), "steps": session.sync.step_index, "losses": losses}
 
 
-@scenarios(nested, which=tuple(NESTED), second_moment=(False, True))
+@scenarios(nested, which=tuple(NESTED), second_moment=(False, True), slow=none)
 def test_an_optimizer_inside_another_one_takes_one_step(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
     assert facts[0]["steps"] == 12
@@ -191,7 +191,7 @@ def uneven(folder: Path, kind: Any, num_steps: int) -> Facts:
     return {"print": [p.sum().item() for p in local_values(model.parameters())], "steps": made.strategy.sync.step_index}
 
 
-@scenarios(uneven, kind=("ddp", "hsdp"), num_steps=(18, 20))
+@scenarios(uneven, kind=("ddp", "hsdp"), num_steps=(18, 20), slow=none)
 def test_optimizers_of_different_frequency_end_local_steps_alike(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
     assert facts[0]["steps"] == 18, "24 steps of optimizers in 18 batches"
@@ -316,14 +316,18 @@ def loop_of(folder: Path, kind: str, how: str, outer: Any, num_forwards: int) ->
     return {"same": all(map(torch.equal, one, other)), "sent": sent == expected, "steps": steps}
 
 
-@scenarios(loop_of, kind=("ddp", "fsdp"), how=("one call", "never ended"), outer=(None,), num_forwards=(1, 2))
+@scenarios(
+    loop_of, kind=("ddp", "fsdp"), how=("one call", "never ended"), outer=(None,), num_forwards=(1, 2), slow=none
+)
 def test_a_loop_trains_alike_however_it_tells_its_steps(facts: list[Facts]) -> None:
     assert facts[0]["same"]
     assert facts[0]["sent"]
     assert facts[0]["steps"] == 8
 
 
-@scenarios(loop_of, kind=("ddp",), how=("one call", "never ended"), outer=(DiLoCo(every=3),), num_forwards=(1,))
+@scenarios(
+    loop_of, kind=("ddp",), how=("one call", "never ended"), outer=(DiLoCo(every=3),), num_forwards=(1,), slow=none
+)
 def test_local_steps_are_alike_however_a_loop_tells_its_steps(facts: list[Facts]) -> None:
     assert facts[0]["same"]
     assert facts[0]["steps"] == 8
