@@ -344,7 +344,7 @@ def compiled_kernels() -> str:
     head = "| kernel | instructions per element | registers | warps | wide accesses | share of a copy | measured |"
     note = (
         f"On sm_80, sm_90, sm_100; Triton {compiled['triton']}. The share is computed for an A100, an H200 and a B200."
-        f" Measured on an H200, {earlier['date']}, before sums read words and E2M1 was looked up."
+        f" Measured on an H200, {earlier['date']}, with earlier kernels."
     )
     return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", note))
 

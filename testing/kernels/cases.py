@@ -298,6 +298,20 @@ def check_sources(fast_blocks: Any, device: str, *, fewer: bool = False) -> list
     return wrong
 
 
+def check_unaligned(fast_blocks: Any, device: str) -> list[str]:
+    """A message at an odd address, which no bucket has; what differs, in words."""
+    fmt = FORMATS["uniform4"]
+    segments = segments_for(fmt, 512, 1.3)
+    last = segments.rows[-1]
+    x, found = gradient(last.x_offset + last.numel, fmt.block_size, 0, torch.float32), []
+    wire = filled(last.wire_offset + fmt.wire_nbytes(last.numel) + 1, torch.uint8, "cpu")[1:]
+    for blocks, where in ((reference_blocks, "cpu"), (fast_blocks, device)):
+        sent, flag = torch.cat((wire[:1], wire)).to(where)[1:], torch.zeros(1, dtype=torch.int32, device=where)
+        blocks.encode_(x.to(where), sent, segments, fmt, stochastic=False, seed=1, flag=flag)
+        found.append({"wire": sent.cpu()})
+    return differences(found[1], found[0])
+
+
 def dense_case(dtype: torch.dtype, *, num_rows: int) -> tuple[Segments, list[Tensor], int]:
     """Pieces of many sizes in another order than on the wire, unaligned ones too, gradients, and bytes of a message."""
     numels = (5000, 1, 0, 7, 2048, 4096, 33, 9001)

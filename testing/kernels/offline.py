@@ -106,7 +106,7 @@ def encode_resources(
     stochastic_residual: bool = False,
 ) -> Resources:
     constants = _constants(fmt, launch)
-    constants["how"] = How(_needs_bytes(fmt), stochastic, stochastic_residual)
+    constants["how"] = How(stochastic, stochastic_residual)
     if residual is None:
         constants["residual"] = None
     if residual != "int8":
@@ -157,10 +157,6 @@ _TYPES = {  # of arguments that have the same one in all kernels
 def _constants(fmt: BlockFormat, launch: Launch) -> dict[str, Any]:
     device = device_format(fmt)
     return {"fmt": device, **dict(zip(("shape", "small"), launch.shapes(device), strict=True))}
-
-
-def _needs_bytes(fmt: BlockFormat) -> bool:
-    return bool(fmt.code_nbytes % 2)
 
 
 def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:

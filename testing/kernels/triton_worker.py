@@ -16,7 +16,15 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from lowbit_strategy.kernels.triton import blocks, dense, rotation, select
 from lowbit_strategy.kernels.triton.layout import device_format, encode_launch
-from testing.kernels.cases import check_case, check_dense, check_sources, core_cases, other_cases, quick_cases
+from testing.kernels.cases import (
+    check_case,
+    check_dense,
+    check_sources,
+    check_unaligned,
+    core_cases,
+    other_cases,
+    quick_cases,
+)
 from testing.kernels.row_cases import check_chunks, check_rotations
 
 
@@ -33,6 +41,7 @@ def main(which: str, part: int, num_parts: int) -> None:
     if which in ("pairs", "triples"):
         fewer = which == "pairs"
         wrong = check_sources(blocks, "cpu", fewer=fewer) + check_dense(dense, "cpu", truncating=True, fewer=fewer)
+        wrong += check_unaligned(blocks, "cpu")
         print(*wrong, "cases: 2", sep="\n")
         return
     if which == "rows":

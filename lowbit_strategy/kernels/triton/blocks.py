@@ -15,13 +15,13 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import (
-    DeviceFormat,
     Launch,
     codebook_table,
     decode_launch,
     device_format,
     encode_launch,
     on,
+    signed,
     tiles_of,
 )
 from lowbit_strategy.kernels.triton.packing import load_scale
@@ -153,21 +153,11 @@ def decode_sum_kernel(
                 decode_tile(codes, scales, out + done, left - done, common, UNROLLED, fmt, small, False)
 
 
-def int32_of(seed: int) -> int:
-    """The same 32 bits, so that the argument's type (and with it the compiled kernel) never changes."""
-    return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
-
-
 def aligned(wire_WB: Tensor) -> Tensor:
     """The same rows, each on 16 bytes as all messages have them; only what is not is copied."""
     if (wire_WB.data_ptr() | wire_WB.stride(0)) % 16:
         return torch.nn.functional.pad(wire_WB, (0, -wire_WB.shape[1] % 16))
     return wire_WB
-
-
-def needs_bytes(wire: Tensor, fmt: DeviceFormat) -> bool:
-    """Whether scales may lie at odd addresses."""
-    return bool(fmt.code_nbytes % 2 or wire.data_ptr() % 2)
 
 
 def encode_(
@@ -182,6 +172,11 @@ def encode_(
     feedback: Feedback | None = None,
     launch: Launch | None = None,
 ) -> None:
+    if wire.data_ptr() % 4:  # messages are not: codes are written as words
+        copy = wire.clone()
+        encode_(x, copy, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback, launch=launch)
+        wire.copy_(copy)
+        return
     device = device_format(fmt)
     residual, residual_scale, beta, reset, dithered = feedback or (None, None, 0.0, False, False)
     dithered = dithered and residual_scale is not None
@@ -203,11 +198,11 @@ def encode_(
             float(beta),
             1.0 - beta,
             int(reset),
-            int32_of(seed),
+            signed(seed),  # so that the argument's type, and with it the compiled kernel, never changes
             fmt=device,
             shape=shape,
             small=small,
-            how=How(needs_bytes(wire, device), stochastic, dithered),
+            how=How(stochastic, dithered),
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
         )

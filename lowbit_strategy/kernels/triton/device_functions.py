@@ -8,10 +8,18 @@ says why.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+HAS_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+# four bytes of a register to float32, an instruction each; Triton would extend each byte's sign first
+BYTES_PTX = tl.constexpr(
+    "{ .reg .b32 a, b, c, d; "
+    "bfe.s32 a, $4, 0, 8; bfe.s32 b, $4, 8, 8; bfe.s32 c, $4, 16, 8; bfe.s32 d, $4, 24, 8;"
+    "cvt.rn.f32.s32 $0, a; cvt.rn.f32.s32 $1, b; cvt.rn.f32.s32 $2, c; cvt.rn.f32.s32 $3, d; }"
+)
 
 
 @triton.jit
@@ -66,6 +74,8 @@ def as_float32(parts):
         if parts[p].dtype == tl.bfloat16:  # the upper half of a float32; by bits, denormals come through everywhere
             wide = parts[p].to(tl.int16, bitcast=True).to(tl.int32) << 16
             floats = floats + (wide.to(tl.float32, bitcast=True),)
+        elif HAS_PTX and parts[p].dtype == tl.int8:
+            floats = floats + (tl.inline_asm_elementwise(BYTES_PTX, "=r,=r,=r,=r,r", [parts[p]], tl.float32, True, 4),)
         else:
             floats = floats + (parts[p].to(tl.float32),)
     return floats
@@ -95,12 +105,17 @@ def largest_bits(parts):
 
 
 @triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
 def any_nonzero(parts):
     """Bool [rows]."""
     bits = bits_of(parts[0])
     for p in tl.static_range(1, len(parts)):
         bits = bits | bits_of(parts[p])
-    return tl.max(bits & MAGNITUDE, axis=1) > 0
+    return (tl.reduce(bits, 1, either) & MAGNITUDE) != 0
 
 
 @triton.jit

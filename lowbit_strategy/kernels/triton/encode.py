@@ -38,9 +38,8 @@ RESIDUAL_MAX_SCALE_BITS = tl.constexpr(float_bits(uniform(8, 128).max_scale))
 
 
 class How(NamedTuple):
-    """What else an encoder is compiled for: scales at odd addresses, rounding at random."""
+    """What else an encoder is compiled for: rounding at random."""
 
-    odd: bool
     stochastic: bool
     stochastic_residual: bool
 
@@ -132,7 +131,7 @@ def store_int8_residual(
 ):
     """Quantise the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
     scale = residual_scale(updated, RESIDUAL_INVERSE_QMAX, RESIDUAL_MAX_SCALE_BITS)
-    scale_inverse, usable = inverse(scale)
+    scale_inverse, usable = inverse(scale, RESIDUAL_MAX_SCALE_BITS)
     key = stream_key(step.seed, step.salt, RESIDUAL_STREAM) if how.stochastic_residual else 0
     q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, how.stochastic_residual)
     at = offsets(fmt.block, fmt, shape)
@@ -189,7 +188,7 @@ def encode_tile(
         scale = tl.where(busy, scale, 0.0)
     codes, values, usable = quantize(h, scale, first, step.seed, step.salt, step.table, fmt, shape, how.stochastic)
     store_codes(codes_at, codes, usable, rows, fmt, shape)
-    store_scale(scales_at, scale, rows, shape, how.odd)
+    store_scale(scales_at, scale, rows, shape, fmt.code_nbytes % 2 != 0)
     raise_flag(step.flag, rows & ~finite, shape)
 
     if residual is not None:

@@ -66,7 +66,8 @@ class DeviceFormat:
         zero_code: Code of the elements of a block that cannot be quantised.
         ternary: Three values, five codes to a byte.
         e2m1: Floats of 4 bits: codes and values are found by arithmetic.
-        words: Codes of one plane that stand for integers or floats of 4 bits: see `words.py`.
+        zero_word: Four of the first plane's `zero_byte`.
+        words: Codes of one plane that stand for integers or floats of 4 bits, written and read as words.
     """
 
     block: int
@@ -85,6 +86,7 @@ class DeviceFormat:
     steps: tuple[float, ...]
     codebook_size: int
     zero_code: int
+    zero_word: int
     ternary: bool
     e2m1: bool
     words: bool
@@ -93,6 +95,7 @@ class DeviceFormat:
 @functools.lru_cache(maxsize=256)
 def device_format(fmt: BlockFormat) -> DeviceFormat:
     parts = 1 if fmt.is_ternary else 8 // min(fmt.planes)
+    planes = _planes(fmt, parts)
     codebook = fmt.codebook or ()
     unrolled = len(codebook) <= MAX_UNROLLED_CODEBOOK
     steps = tuple(b - a for a, b in pairwise(codebook))
@@ -106,7 +109,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         rule=fmt.scale_rule,
         parts=parts,
         length=fmt.block_size // parts,
-        planes=_planes(fmt, parts),
+        planes=planes,
         code_nbytes=fmt.code_nbytes,
         padded_nbytes=1 << (fmt.code_nbytes - 1).bit_length(),
         codebook=codebook if unrolled else (),
@@ -114,10 +117,16 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         steps=steps if unrolled and exact else (),
         codebook_size=len(codebook),
         zero_code=fmt.zero_code,
+        zero_word=signed(planes[0].zero_byte * 0x01010101),
         ternary=fmt.is_ternary,
         e2m1=fmt.is_e2m1,
         words=len(fmt.planes) == 1 and (fmt.is_uniform or fmt.is_e2m1),
     )
+
+
+def signed(number: int) -> int:
+    """The number whose lowest 32 bits are the same, as an int32."""
+    return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
 
 
 def _planes(fmt: BlockFormat, parts: int) -> tuple[Plane, ...]:

@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 
 from lowbit_strategy.kernels.triton.device_functions import bits_of, offsets
-from lowbit_strategy.kernels.triton.quantize import ROUND
+from lowbit_strategy.kernels.triton.layout import signed
+from lowbit_strategy.kernels.triton.quantize import ROUND, ROUND_BITS
 
 ZERO_TRITS = tl.constexpr(121)  # five middle trits
+FOUR_ROUND_BITS = tl.constexpr(signed(ROUND_BITS.value * 0x01010101))
 
 
 @triton.jit
@@ -23,6 +25,8 @@ def store_codes(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.const
     """Pack codes, as `quantize` gives them, and write them; the zero code where a block is not usable."""
     if fmt.ternary:
         store_trits(pointer, codes[0], usable, rows, fmt, shape)
+    elif fmt.words:
+        store_words(pointer, codes, usable, rows, fmt, shape)
     else:
         for i in tl.static_range(len(fmt.planes)):
             store_plane(pointer, codes, usable, rows, i, fmt, shape)
@@ -44,17 +48,13 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
     WIDTH: tl.constexpr = fmt.planes[PLANE].width
     PER_BYTE: tl.constexpr = 8 // fmt.planes[PLANE].width
     SPREAD: tl.constexpr = fmt.planes[PLANE].spread
-    if fmt.e2m1:
-        both = codes[0] + codes[1] * 16
-        sign = (both >> 9) & 0x11
-        byte = (both + sign + 0x77) ^ (sign * 15)  # 7 plus or minus the magnitude
-    elif len(fmt.planes) == 1:
+    if len(fmt.planes) == 1:
         # sum of code * 2**k, exact in float32: no shifts, no masks, and no carry leaves the byte
-        total = codes[R]
+        total = codes[R] + ROUND
         for k in tl.static_range(1, PER_BYTE):
             power = tl.full(total.shape, 1.0 * (1 << (k * WIDTH)), tl.float32)
             total = tl.fma(codes[R + k * SPREAD], power, total)
-        byte = bits_of(total + (ROUND + (fmt.planes[PLANE].zero_byte if fmt.codebook_size == 0 else 0)))
+        byte = bits_of(total)
     else:
         byte = code_field(codes[R], PLANE, fmt)
         for k in tl.static_range(1, PER_BYTE):
@@ -63,8 +63,63 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
 
 
 @triton.jit
+def store_words(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.constexpr):
+    """Codes of one plane, four neighboring bytes at a time: `load_words` reads them."""
+    WORDS: tl.constexpr = fmt.length // 4
+    VECTOR: tl.constexpr = max(1, shape.vector // 4)
+    if fmt.e2m1:
+        word = e2m1_word(quarters(codes[0]), quarters(codes[1]))
+    else:
+        word = integer_word(codes, fmt)
+    at = tl.arange(0, shape.rows)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    place = pointer.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(at, [1, VECTOR])
+    store_rows(place, word, usable, fmt.zero_word, rows)
+
+
+@triton.jit
+def quarters(x):
+    """Of each four neighbors the first, second, third and fourth: a tuple of [rows, length / 4]."""
+    K: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, [K, L // 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def integer_word(codes, fmt: tl.constexpr):
+    """Sum of number * 2**k, where codes are ROUND + number - qmax. Bits of a float near ROUND count up with it, and
+    sums of bits wrap: what ROUND's own bits add is known, and taken off at the end.
+    """
+    PARTS: tl.constexpr = fmt.parts
+    total = codes[0]
+    for p in tl.static_range(1, PARTS):
+        power = tl.full(total.shape, 1.0 * (1 << (p * fmt.bits)), tl.float32)
+        total = tl.fma(codes[p] - ROUND, power, total)
+    a, b, c, d = quarters(bits_of(total))
+    word = ((d * 256 + c) * 256 + b) * 256 + a
+    return word - FOUR_ROUND_BITS + fmt.zero_word
+
+
+@triton.jit
+def two_bytes(low, high, next_low, next_high):
+    """Magnitudes in the lowest of each two bytes, signs in the other, two bits higher."""
+    return ((low >> 22) + (high >> 18) + (next_low >> 6) + (next_high >> 2)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def e2m1_word(low, high):
+    """Of the numbers that `e2m1_code` gives: those of the bytes' low and of their high halves."""
+    even, odd = two_bytes(low[0], high[0], low[2], high[2]), two_bytes(low[1], high[1], low[3], high[3])
+    magnitudes = (even & 0x00FF00FF) | ((odd & 0x00FF00FF) << 8)
+    signs = ((even >> 9) & 0x00110011) | ((odd >> 1) & 0x11001100)
+    return (magnitudes + signs + 0x77777777) ^ (signs * 15)  # 7 plus or minus the magnitude
+
+
+@triton.jit
 def code_field(code, PLANE: tl.constexpr, fmt: tl.constexpr):
-    number = bits_of(code + (ROUND + (fmt.qmax if fmt.codebook_size == 0 else 0)))
+    number = bits_of(code + (fmt.qmax if fmt.codebook_size == 0 else ROUND))
     return (number >> fmt.planes[PLANE].shift) & ((1 << fmt.planes[PLANE].width) - 1)
 
 

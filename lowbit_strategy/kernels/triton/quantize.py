@@ -8,10 +8,17 @@ import triton.language as tl
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
 from lowbit_strategy.kernels.reference.rng import GOLDEN as _GOLDEN
-from lowbit_strategy.kernels.triton.device_functions import bits_of, elements_in_rows, largest_bits, tree_sum
+from lowbit_strategy.kernels.triton.device_functions import (
+    HAS_PTX,
+    bits_of,
+    elements_in_rows,
+    largest_bits,
+    tree_sum,
+)
 
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(0x00800000)
+INVERSE_IS_NORMAL = tl.constexpr(0x7E800000)  # of numbers up to 2**126
 NAN_BITS = tl.constexpr(0x7FC00000)
 THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
@@ -94,26 +101,34 @@ def mean_magnitude(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: t
 
 
 @triton.jit
-def inverse(scale):
+def inverse(scale, MAX_SCALE_BITS: tl.constexpr):
     """1 / scale, or 0 where the scale is 0 or NaN; and where it is neither, bool [rows]."""
     usable = scale > 0
-    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0), usable
+    divisor = tl.where(usable, scale, 1.0)
+    if HAS_PTX and MAX_SCALE_BITS <= INVERSE_IS_NORMAL:
+        # Newton's step from what is within 4 units in the last place rounds as a division, for each of the 128
+        # significands of a bfloat16
+        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], tl.float32, True, 1)
+        quotient = tl.fma(tl.fma(-divisor, near, tl.full(near.shape, 1.0, tl.float32)), near, near)
+    else:
+        quotient = tl.div_rn(1.0, divisor)
+    return tl.where(usable, quotient, 0.0), usable
 
 
 @triton.jit
 def quantize(h, scale, first, seed, salt, table, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and what they stand for in units of the scale, as float32; and the blocks that have any, bool [rows].
 
-    On the uniform grid both are the integers -qmax ... qmax, otherwise the numbers of values, from 0, and the values;
-    codes of E2M1 are those of `e2m1_code`.
+    On the uniform grid the values are the integers -qmax ... qmax, the codes the same plus ROUND; otherwise codes are
+    the numbers of values, from 0; those of E2M1 are `e2m1_code`.
     """
-    scale_inverse, usable = inverse(scale)
+    scale_inverse, usable = inverse(scale, fmt.max_scale_bits)
     if fmt.codebook_size > 0:
         codes, values = nearest_values(h, scale_inverse, table, fmt)
     else:
         key = stream_key(seed, salt, CODE_STREAM) if STOCHASTIC else 0
-        codes = integers(round_parts(h, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC))
-        values = codes
+        codes = round_parts(h, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC)
+        values = integers(codes)
     return codes, values, usable
 
 
@@ -193,10 +208,10 @@ def nearest_e2m1(y):
 
 @triton.jit
 def e2m1_code(value):
-    """int32: sign in bit 9, magnitude in the lowest three, others 0: a float whose smallest are below the normal range,
+    """uint32: sign in bit 31, magnitude in bits 22 to 24, others 0: a float whose smallest are below the normal range,
     as E2M1's are.
     """
-    return (bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True) >> 22).to(tl.int32, bitcast=True)
+    return bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

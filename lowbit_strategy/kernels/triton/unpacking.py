@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import struct
 
-import torch
 import triton
 import triton.language as tl
 
 from lowbit_strategy.kernels.format import E2M1
-from lowbit_strategy.kernels.triton.device_functions import add_product, offsets
+from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, add_product, offsets
 from lowbit_strategy.kernels.triton.packing import load_rows
 
 BYTE_BITS = tl.constexpr(0x4B000000)  # of 2**23: a number or'ed into its mantissa is added to it
 SIGN = tl.constexpr(-(2**31))
-HAS_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
 def _float16_bytes() -> tuple[int, int, int, int]:

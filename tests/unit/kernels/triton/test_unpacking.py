@@ -1,4 +1,4 @@
-"""The assembly that looks up floats of 4 bits, which Triton's interpreter does not run: each instruction in NumPy."""
+"""The assembly, which Triton's interpreter does not run: each instruction in NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from lowbit_strategy.kernels.format import E2M1
-from lowbit_strategy.kernels.triton import unpacking
+from lowbit_strategy.kernels.triton import device_functions, unpacking
 
 VALUES = np.array([*(-value for value in reversed(E2M1)), 0.0, *E2M1], dtype=np.float32)
 
@@ -29,7 +29,7 @@ def prmt(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is in every register and operand at the end."""
-    held, size = dict(operands), operands["$8"].size
+    held, size = dict(operands), next(iter(operands.values())).size
 
     def read(name: str) -> np.ndarray:
         return held[name] if name in held else np.full(size, int(name, 0), dtype=np.uint32)
@@ -45,6 +45,10 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 held[out] = read(a) >> read(b)
             case "mad.lo.u32", [out, a, b, c]:
                 held[out] = read(a) * read(b) + read(c)
+            case "bfe.s32", [out, a, start, length]:
+                held[out] = (read(a) << (32 - read(start) - read(length))).view(np.int32) >> (32 - int(length))
+            case "cvt.rn.f32.s32", [out, a]:
+                held[out] = held[a].astype(np.float32)
             case "prmt.b32", [out, a, b, selector]:
                 held[out] = prmt(read(a), read(b), read(selector))
             case "mov.b32", [low, high, a]:
@@ -64,3 +68,20 @@ def test_every_code_in_every_place_is_its_value() -> None:
     found = run(unpacking.E2M1_PTX.value, {"$8": word, **operands})
     values = np.stack([found[f"${i}"] for i in range(8)], 1)
     assert np.array_equal(values.view(np.int32), VALUES[codes].view(np.int32))
+
+
+def test_every_byte_in_every_place_is_its_number() -> None:
+    byte = np.arange(256, dtype=np.uint8)
+    words = np.stack([np.roll(byte, 64 * i) for i in range(4)], 1)
+    found = run(device_functions.BYTES_PTX.value, {"$4": np.ascontiguousarray(words).view(np.uint32)[:, 0]})
+    assert np.array_equal(np.stack([found[f"${i}"] for i in range(4)], 1), words.view(np.int8).astype(np.float32))
+
+
+def test_a_newton_step_from_nearby_is_the_quotient() -> None:
+    """A GPU's reciprocal is within one unit in the last place. Powers of two change no significand."""
+    one, scale = np.longdouble(1), 1 + np.arange(128, dtype=np.float32) / 128  # all significands of a bfloat16
+    quotient = np.float32(1) / scale
+    for ulp in range(-4, 5):
+        near = (quotient.view(np.int32) + np.int32(ulp)).view(np.float32)
+        rest = (one - scale.astype(np.longdouble) * near).astype(np.float32)
+        assert np.array_equal((rest.astype(np.longdouble) * near + near).astype(np.float32), quotient)
