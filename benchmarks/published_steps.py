@@ -38,8 +38,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.ranks.ranks import share_of
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape, share_of
 from lowbit_strategy.ranks.topology import Topology
 
 TOLERANCE = 0.2

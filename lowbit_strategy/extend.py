@@ -6,8 +6,7 @@ See the pages "Write a compressor" and "Architecture".
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method

@@ -23,7 +23,7 @@ from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, dd
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 _LATE = 10**6  # a step at which all warm-ups are over

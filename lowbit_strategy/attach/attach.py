@@ -28,12 +28,12 @@ from lowbit_strategy.attach.replica import join_before_forward, membership_of, o
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
+from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.hooks.weights import module_layouts
-from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
@@ -54,8 +54,7 @@ from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.membership import Membership
-from lowbit_strategy.ranks.ranks import Ranks, make_ranks
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Ranks, Shape, make_ranks
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.shared_state import from_first_rank, resharded
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Stateful
-from lowbit_strategy.hooks.worker import BucketWorker, SideStream
+from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest

@@ -15,8 +15,8 @@ from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.hooks.native import NativeSharding, chose_buckets, renew_reducer
-from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 
 

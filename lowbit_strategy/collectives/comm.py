@@ -93,7 +93,7 @@ class Comm(ABC):
         return copy.copy(self)
 
     def end(self) -> None:
-        """No receive stays posted; on all ranks, with nothing under way."""
+        """No receive stays posted; on all ranks, with nothing in flight."""
         return None
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -136,7 +136,7 @@ class GroupComm(Comm):
     """The collectives of a process group.
 
     Args:
-        group: The default group if None. Nothing else may use it while buckets are under way on CPU.
+        group: The default group if None. Nothing else may use it while buckets are in flight on CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -211,6 +211,45 @@ class UnderWay:
         except RuntimeError:
             with self.explained():
                 raise
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class LocalComm(Comm):
+    """Rank 0 without a process group, to try a method, compile its kernels, count its bytes. Every other rank is taken
+    to send what this rank sends to itself. Every collective is done at once.
+
+    Args:
+        world_size: Ranks in all. With one, results are what the method makes of this rank's tensors alone.
+    """
+
+    counts: ClassVar[bool] = False
+
+    def __init__(self, world_size: int = 1) -> None:
+        super().__init__(rank=0, world_size=world_size)
+
+    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+        out_WB.copy_(x_WB[:1].expand_as(out_WB))
+        return _Done()
+
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        out.view(self.world_size, -1).copy_(x[: in_splits[0]].expand(self.world_size, -1))
+        return _Done()
+
+    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
+        out_WB.view(self.world_size, -1).copy_(x_B.reshape(1, -1).expand(self.world_size, -1))
+        return _Done()
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if op == dist.ReduceOp.SUM and self.world_size > 1:
+            x.mul_(self.world_size)
+        return _Done()
+
+    def broadcast(self, x: Tensor, source: int) -> Pending:
+        return _Done()
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

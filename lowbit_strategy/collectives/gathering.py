@@ -1,8 +1,8 @@
 """Every rank's message to all ranks, over one level of ranks or two, and the count of the bytes that this takes.
 
 Two levels: (1) ranks of equal index gather the messages of all nodes, so that each byte travels to each other node
-once; (2) the ranks of a node give each other what they have received. A rank sends as many bytes as over one level, but
-only those of (1) leave the node.
+once; (2) the ranks of a node give each other what they have received. A rank sends the same number of bytes as over
+one level, but only those of (1) leave the node.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Gathering:
         return sum(comm.ahead_nbytes for comm in self._comms)
 
     def end(self) -> None:
-        """Nothing is sent by it any more; on all ranks, with nothing under way."""
+        """Nothing is sent by it any more; on all ranks, with nothing in flight."""
         for comm in self._comms:
             comm.end()
 
@@ -65,7 +65,7 @@ class Gathering:
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
         """`x_B` of rank r becomes row r of `out_WB` on every rank; yields while bytes travel.
 
-        On two levels a message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`. Where ranks
+        On two levels a message goes in pieces, at most `MESSAGE_NBYTES` of all ranks together. Where ranks
         are far apart all that travels between them does so at the first yield.
         """
         if self._inside is None:

@@ -101,8 +101,8 @@ class Share:
         index: Which of those that together have the whole parameter this rank is: its rank inside the node, or inside
             the group that shards the model.
         count: How many those are.
-        num_nodes: Parameters are sharded over all ranks of so many nodes, and this rank reduces the shards of all
-            ranks that have its rank inside their node. None: one run of rows.
+        num_nodes: Parameters are sharded over all ranks of this number of nodes, and this rank reduces the shards of
+            all ranks that have its rank inside their node. None: one run of rows.
     """
 
     index: int

@@ -13,10 +13,24 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import parts_of
-from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
 StateTensors = dict[str, Tensor]  # of a method: tensors by name
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The step that a bucket is reduced in.
+
+    Args:
+        index: Optimizer steps completed.
+        seed: 32 bits, private to this rank, new in every step.
+        shared_seed: 32 bits, the same on all ranks, new in every step.
+    """
+
+    index: int
+    seed: int
+    shared_seed: int
 
 
 class Arena(NamedTuple):

@@ -13,7 +13,7 @@ class StepFlags:
 
     On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
     that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
-    the last copy that has arrived; while one is under way no other is begun, since a host that runs steps ahead of its
+    the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
     device would else never see one arrive.
 
     Attributes:
@@ -26,7 +26,7 @@ class StepFlags:
         self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
         self._changed = torch.zeros(1, dtype=torch.bool, device=device)
         self._on_host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is under way
+        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
 
     def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
         """Every rank has sent the header that this rank would have sent.
@@ -114,7 +114,7 @@ def _message(sender: int, rank: int) -> str:
     )
 
 
-_CHANGED = 2**31 - 1  # in the place of a rank
+_CHANGED = 2**31 - 1  # instead of a rank
 
 
 def changed_weights(name: str) -> str:

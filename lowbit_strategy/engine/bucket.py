@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
-from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.methods._base.codec_pair import CodecStore
@@ -24,7 +23,7 @@ from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ReductionPlan
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 
 
 class Entry(NamedTuple):

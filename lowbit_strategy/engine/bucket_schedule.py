@@ -62,7 +62,7 @@ class _Job:
 
 
 class BucketSchedule:
-    """The buckets that are under way. All calls come from one thread (and, on CUDA, on one stream)."""
+    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream)."""
 
     def __init__(self) -> None:
         self._active: list[_Job] = []
@@ -91,7 +91,7 @@ class BucketSchedule:
                     self._active.remove(job)
 
     def fail(self, error: Exception) -> None:
-        """Nothing that is under way will end: whoever waits for it gets `error`."""
+        """Nothing that is in flight will end: whoever waits for it gets `error`."""
         failed, self._active = {job.future for job in self._active}, []
         for future in failed:
             future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

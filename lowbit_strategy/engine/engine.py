@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.exchange import WireBuffers
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages, without_autocast
-from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.interfaces import LocalTraining, RankState, SecondMomentCorrection, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.engine.transactions import Transactions
+from lowbit_strategy.engine.transactions import ByteCheck, Transactions
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -45,7 +44,7 @@ class GradientSync:
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
-        ranks: Who trains the model; `Ranks.peers` are used by nothing else while buckets are under way.
+        ranks: Who trains the model; `Ranks.peers` are used by nothing else while buckets are in flight.
         device: Of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Of all randomness; the same on all ranks.
@@ -93,9 +92,9 @@ class GradientSync:
         self._flags = StepFlags(device)
         self._listeners = Listeners()
         self._begun = False
-        self._entered: set[BucketLayout] = set()  # in the backward pass under way
+        self._entered: set[BucketLayout] = set()  # in the current backward pass
         self._num_passes = 0  # of the step, with this one
-        self._step = StepContext(0, 0, 0)  # of the backward pass under way
+        self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
@@ -194,7 +193,7 @@ class GradientSync:
         return self._begun and not (self.in_step and not self.transactions.prepared)
 
     def has_entered(self, layout: BucketLayout) -> bool:
-        """Whether this bucket has come in the backward pass under way."""
+        """Whether this bucket has come in the current backward pass."""
         return layout in self._entered
 
     def _describe_step(self) -> str:
@@ -291,7 +290,7 @@ class GradientSync:
         yield from stages
 
     def step_context(self) -> StepContext:
-        """Counter and seeds of the backward pass under way."""
+        """Counter and seeds of the current backward pass."""
         shared = hash32(hash32(self.seed) + self.step_index)
         if self._num_passes > 1:
             shared = hash32(shared + self._num_passes)

@@ -7,7 +7,7 @@
 | `RECORD` | everyone else | read |
 
 A step begins in this order. It ends with what observers have measured, then decisions, then records. Within a phase the
-order is that of subscription. All ranks call at the same point, when no collective is under way.
+order is that of subscription. All ranks call at the same point, when no collective is in flight.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import salt_of
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
@@ -315,7 +315,7 @@ class SecondMoment:
         self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        fields = [field for field in _ParamStats.__slots__ if field != "pending"]  # it is for the step under way
+        fields = [field for field in _ParamStats.__slots__ if field != "pending"]  # it is for the current step
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
         return {"known": known, "layout": self._layout()}
 

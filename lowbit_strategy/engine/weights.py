@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.exchange import WireBuffers
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Cut, ParamView, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
-from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
 
@@ -68,7 +68,7 @@ class ModuleWeights:
     def gradients_reduced(self) -> None:
         """The next forward pass must gather again, because an optimizer will have changed the weights.
 
-        Backward passes under way still compute with what their forward pass had.
+        Running backward passes still compute with what their forward pass had.
         """
         self.reduced = True
 

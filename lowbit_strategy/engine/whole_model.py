@@ -32,7 +32,7 @@ class Collector:
         self._complete = last
 
     def begin_pass(self) -> None:
-        """Nothing is under way: what an earlier pass that failed has left is forgotten."""
+        """Nothing is in flight: what an earlier pass that failed has left is forgotten."""
         self._num_announced, self._arrived = 0, {}
 
     def arrive(self, method: Method, views: list[View]) -> None:

@@ -1,19 +1,87 @@
-"""DDP: a communication hook that reduces buckets through a `GradientSync`."""
+"""DDP: a communication hook that reduces buckets through a `GradientSync`, and what runs buckets during training.
+
+That is one FIFO thread on CPU and a stream on CUDA. gloo's collectives must be issued in the same order on all ranks
+and never from a future's callback. One thread, one queue and a process group that nothing else uses give that order,
+and `BucketSchedule` keeps it while buckets overlap.
+"""
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket_schedule import BucketSchedule
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.native import hooked, renew_reducer
-from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.telemetry.step_times import clock_of
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+class BucketWorker:
+    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end."""
+
+    def __init__(self) -> None:
+        self._schedule = BucketSchedule()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
+        self._thread.start()
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
+        return future
+
+    def finish(self) -> None:
+        """The backward pass has no more buckets: all that were submitted will be reduced to the end."""
+        self._queue.put(self._schedule.finish)
+
+    def close(self) -> bool:
+        """Whether the thread has ended; False while it waits for a rank that never answers."""
+        self._queue.put(None)
+        self._thread.join(timeout=10)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                # torch hands on the text of an error in a future, without its traceback
+                _log.error("reducing gradients failed", exc_info=error)
+                self._schedule.fail(error)
+            del job  # nothing of a bucket is kept while the next one is waited for
+
+
+class SideStream:
+    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)  # futures take no device without an index
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._schedule = BucketSchedule()
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """As `BucketWorker.submit`."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result.record_stream(self._stream)
+            self._schedule.start(pieces, result, future, last=last)
+        return future
 
 
 class DDPHook:

@@ -13,11 +13,11 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
     CompressedReduceScatter,
     ExactReduceScatter,
+    OverlappedReducer,
     ReplicaAllReduce,
     ShardLayouts,
 )
 from lowbit_strategy.hooks.weights import install_weights
-from lowbit_strategy.hooks.worker import OverlappedReducer
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name

@@ -22,11 +22,67 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
-from lowbit_strategy.hooks.worker import OverlappedReducer
-from lowbit_strategy.telemetry.step_times import clock_of
+from lowbit_strategy.hooks.ddp import BucketWorker
+from lowbit_strategy.telemetry.step_times import StepClock, clock_of
+
+
+class OverlappedReducer:
+    """Reduces the modules' shards while backward goes on, in the same order on all ranks.
+
+    Args:
+        device: Of gradients.
+        clock: Is told when training waits for them.
+    """
+
+    def __init__(self, device: torch.device, clock: StepClock) -> None:
+        self._clock = clock
+        on_cpu = device.type == "cpu"
+        self._worker = BucketWorker() if on_cpu else None
+        self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
+        self._futures: list[torch.futures.Future[Tensor]] = []
+        self._on_done: list[Callable[[], None]] = []
+        self._waits = False  # at the end of the current backward pass
+
+    def run(
+        self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reduce into `result`, then call `on_done`. `blocking`: return when it is done."""
+        if self._worker is None:
+            wait_for_all(stages)
+            on_done()
+            return
+        self._futures.append(self._worker.submit(stages, result=result, last=False))
+        self._on_done.append(on_done)
+        if blocking:
+            self.finish()
+        elif not self._waits:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._waits = False
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is in flight; on all ranks at the same point."""
+        if not self._futures:
+            return
+        assert self._worker is not None
+        self._worker.finish()
+        futures, self._futures = self._futures, []
+        following, self._on_done = self._on_done, []
+        with self._clock.waiting():
+            for future in futures:
+                future.wait()
+        for on_done in following:
+            on_done()
+
+    def close(self) -> bool:
+        """True once the worker has stopped."""
+        return self._worker is None or self._worker.close()
 
 
 class ShardLayouts:
@@ -37,7 +93,7 @@ class ShardLayouts:
         param_group: The module's.
         names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
-            and parameters of which this rank has nothing are left out.
+            and parameters that this rank has no part of are left out.
     """
 
     def __init__(self, param_group: Any, names: Mapping[int, str], sync: GradientSync) -> None:

@@ -4,18 +4,18 @@ What is kept of a module's weights is judged by what happens to it on all ranks 
 
 | moment | what is kept of the weights |
 |---|---|
-| the module's gradients have been reduced | serves the backward passes under way; the next forward pass sends |
+| the module's gradients have been reduced | serves the running backward passes; the next forward pass sends |
 | a step has ended, other weights have been loaded | is old: the next gather sends |
 | the root module is in evaluation mode | is not used: exact weights, as FSDP2 gathers them |
 
 FSDP2 leaves the outermost module gathered after a forward pass. If no backward pass follows, a validation's weights
-would serve the next training step: whatever an earlier forward pass has left is gathered anew.
+would serve the next training step: what an earlier forward pass has left is gathered again.
 
 Where ranks are far apart the first module that a forward pass gathers anew takes all others along: their rows leave at
 once, instead of one after the other.
 
 A backward pass gathers as its forward pass did. Each owner notes a digest of its row when it sends. Weights that have
-changed since, between a forward pass and its backward pass, are an error, whatever has changed them.
+changed since, between a forward pass and its backward pass, are an error, no matter what changed them.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
 from lowbit_strategy.methods._base.option_checks import check_positive
-from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 

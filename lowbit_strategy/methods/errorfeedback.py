@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods._residual_rules.feedback import (
     FeedbackCodec,
     FeedbackReducer,

@@ -11,8 +11,7 @@ import torch
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer

@@ -9,8 +9,7 @@ from typing import ClassVar
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.option_checks import check_positive
-from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matches, validate_selectors
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, describe, matches, validate_selectors
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.configuration import configuration

@@ -10,8 +10,7 @@ import torch
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -9,8 +9,7 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.sparse.layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.gathered import GatheredReducer

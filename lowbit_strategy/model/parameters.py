@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.parameter_selectors import Selector, matches
-from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import Role, Selector, TensorSpec, matches
 
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
 

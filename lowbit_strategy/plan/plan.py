@@ -26,7 +26,7 @@ from lowbit_strategy.plan.messages import (
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes, state_transfers
 from lowbit_strategy.plan.squares import square_transfers, squares_nbytes
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
 

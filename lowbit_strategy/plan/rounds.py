@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel

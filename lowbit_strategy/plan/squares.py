@@ -14,7 +14,7 @@ from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter

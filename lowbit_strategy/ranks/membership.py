@@ -20,8 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import Comm, LocalComm, bytes_from_first_rank
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.quorum import (

@@ -1,4 +1,4 @@
-"""The synchronization of a fragment: its header, its message under way, and who brings it to the other ranks."""
+"""The synchronization of a fragment: its header, its message in flight, and who brings it to the other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FragmentSyncHeader:
     Reading a property waits for the device.
 
     Args:
-        flat: float32; an all-reduce may be under way on it.
+        flat: float32; an all-reduce may be in flight on it.
         world_size: Of the ranks that synchronise.
         sample_numel: Elements of the sample ``s`` of the pseudo-gradient.
     """
@@ -126,7 +126,7 @@ def warn_of(left_out: Sequence[int], sync: GradientSync, *, all_of_them: bool) -
 
 @dataclass(slots=True)
 class InFlight:
-    """A fragment under way.
+    """A fragment in flight.
 
     Args:
         fragment: Its index.
@@ -163,7 +163,7 @@ class InFlight:
     def from_state(
         cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment], device: torch.device
     ) -> InFlight | None:
-        """None if nothing was under way, or the fragments have other parameters now."""
+        """None if nothing was in flight, or the fragments have other parameters now."""
         if saved is None:
             return None
         for at, fragment in enumerate(fragments):

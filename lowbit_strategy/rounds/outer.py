@@ -58,7 +58,7 @@ class OuterSync:
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
         num_syncs: Fragment synchronizations completed.
-        on_sync: Called after each one, on all ranks, when nothing is under way; it may be collective.
+        on_sync: Called after each one, on all ranks, when nothing is in flight; it may be collective.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
         asked: Whether a rank has asked in a completed one; the same on all ranks.
         finished: Whether `finish` has been called since the last step: the model is the user's.
@@ -119,7 +119,7 @@ class OuterSync:
 
     @property
     def round_length(self) -> int:
-        """Optimizer steps of the round under way."""
+        """Optimizer steps of the current round."""
         return self._every
 
     @property
@@ -156,7 +156,7 @@ class OuterSync:
             self._in_flight.age += 1
             moved = self._apply_if_due()
         if self._since >= self.sync_interval:
-            moved = self.apply() or moved  # still under way: rounds have become shorter
+            moved = self.apply() or moved  # still in flight: rounds have become shorter
             self._launch(learning_rate, done=False)
             moved = self._apply_if_due() or moved
         return moved
@@ -240,14 +240,14 @@ class OuterSync:
         return self.apply()
 
     def apply(self, *, final: bool = False, average: bool = False) -> bool:
-        """Apply the fragment under way, on all ranks at the same point.
+        """Apply the fragment in flight, on all ranks at the same point.
 
         Args:
             final: The weights become the anchor; no share of the rank's own is kept.
             average: Take the mean of the weights, without the outer optimizer.
 
         Returns:
-            Whether a fragment was under way.
+            Whether a fragment was in flight.
         """
         if self._in_flight is None:
             return False
@@ -324,7 +324,7 @@ class OuterSync:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Wait for what is under way without applying it; before the state is read."""
+        """Wait for what is in flight without applying it; before the state is read."""
         if self._in_flight is not None:
             self._in_flight.wait()
 

@@ -8,8 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import Sample, spread_sample, squared_norm

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy import Compressor, DiLoCo, Elastic, LoCo, OuterRule
-from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import GroupComm, LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.membership import Membership

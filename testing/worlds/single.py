@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -32,7 +32,7 @@ def exchange_entries(
         layout: Says where parameters stand in messages.
         codec: Decodes the values.
         comm: Group to exchange over.
-        same_counts: All ranks have as many entries for every parameter: one all-gather is enough.
+        same_counts: All ranks have equal numbers of entries for every parameter: one all-gather is enough.
 
     Returns:
         For each rank in order, its entries of each parameter (under reduce-scatter: of the own rows).
@@ -80,7 +80,7 @@ def _unpack(
 def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
     """What one rank sends to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
 
-    Exact under all-reduce where all ranks have as many entries.
+    Exact under all-reduce where all ranks have equal numbers of entries.
     """
     others = world_size - 1
     if not scatter:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.layout import Cut, salt_of
+from lowbit_strategy.collectives.layout import salt_of
 from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid, Located
 from lowbit_strategy.kernels.sparse import locate, positions
 
@@ -77,12 +77,10 @@ class SparseLayout:
         spans: Elements of each parameter, or of its rows.
     """
 
-    def __init__(
-        self, names: Sequence[str], cuts: Sequence[Cut], world_size: int, device: torch.device, *, scatter: bool
-    ) -> None:
+    def __init__(self, names: Sequence[str], spans: Sequence[int], num_destinations: int, device: torch.device) -> None:
         self.names = tuple(names)
-        self.num_destinations = world_size if scatter else 1
-        self.spans = tuple(cut.row_numel if scatter else cut.numel for cut in cuts)
+        self.num_destinations = num_destinations
+        self.spans = tuple(spans)
         blocks = [counts_nbytes(span) // COUNT_NBYTES for span in self.spans]
         *first_blocks, self.num_blocks = accumulate(blocks, initial=0)
         self.table_nbytes = COUNT_NBYTES * self.num_blocks
@@ -156,7 +154,7 @@ class SparseLayout:
         return [row[1:] for row in rows]
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
-        """Bytes of the wire that holds so many entries of each parameter."""
+        """Bytes of the wire that holds these numbers of entries."""
         if isinstance(codec, DenseCodec):
             return POSITION_NBYTES * (k := sum(sizes_V)) + codec.wire_nbytes(k)
         return sum(entries_nbytes(k, codec) for k in sizes_V)
@@ -215,10 +213,10 @@ def damaged_message(what: str) -> RuntimeError:
 
 @lru_cache(maxsize=256)
 def sparse_layout(
-    names: tuple[str, ...], cuts: tuple[Cut, ...], world_size: int, device: torch.device, *, scatter: bool
+    names: tuple[str, ...], spans: tuple[int, ...], num_destinations: int, device: torch.device
 ) -> SparseLayout:
     """The layout of a bucket; made once, since buckets come round every step."""
-    return SparseLayout(names, cuts, world_size, device, scatter=scatter)
+    return SparseLayout(names, spans, num_destinations, device)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -161,7 +161,7 @@ class FarComm(GroupComm):
         return self._channels[kind, row_nbytes]
 
     def _give_up_channels(self) -> None:
-        """Where sizes have changed: nothing is under way, so that all ranks have posted the same receives.
+        """Where sizes have changed: nothing is in flight, so that all ranks have posted the same receives.
 
         What they have posted gets an empty message, and is waited for when the next exchange begins alone.
         """
@@ -191,7 +191,7 @@ class _Posted(NamedTuple):
 
 
 class _Channel:
-    """The exchanges of one kind and size, of which each waits for none but may not overtake."""
+    """The exchanges of one kind and size, which do not wait for each other but keep their order."""
 
     def __init__(self, comm: FarComm, tag: int, row_nbytes: int, others: list[int]) -> None:
         self._group = comm.group

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import Cut
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -42,7 +41,7 @@ class View(NamedTuple):
     sent: Tensor | None = None
 
     def flat(self) -> Tensor:
-        """The whole gradient, flat ``[numel]``, whatever the layout; a copy under reduce-scatter."""
+        """The whole gradient, flat ``[numel]``, in every layout; a copy under reduce-scatter."""
         return self.x.reshape(-1)[: self.spec.numel] if self.scatter else self.x
 
     def rows(self, values_N: Tensor) -> Tensor:

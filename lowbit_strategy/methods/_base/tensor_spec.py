@@ -1,15 +1,17 @@
-"""What a method knows about a parameter."""
+"""What a method knows about a parameter, and choosing parameters by name, predicate or function."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import Tensor
 
 from lowbit_strategy.collectives.layout import Cut, Part, Share, cut_of
+from lowbit_strategy.options.suggestions import did_you_mean
 
 Role = Literal["embedding", "head", "other"]
 MemoryOrder = tuple[int, ...] | None
@@ -80,3 +82,47 @@ def in_memory_order(values_N: Tensor, shape: Sequence[int], source: MemoryOrder,
     source, target = tuple(dims) if source is None else source, tuple(dims) if target is None else target
     values = values_N.view([shape[dim] for dim in source])
     return values.permute([source.index(dim) for dim in target]).reshape(-1)
+
+
+Selector = str | Callable[[TensorSpec], bool]
+
+SMALL_NUMEL = 1024  # below this a tensor's scales and padding cost more than they save
+
+_PREDICATES: dict[str, tuple[Callable[[TensorSpec], bool], str]] = {
+    "@vector": (lambda spec: spec.ndim < 2, "1-D or scalar"),
+    "@small": (lambda spec: spec.numel < SMALL_NUMEL, f"fewer than {SMALL_NUMEL} elements"),
+    "@embedding": (lambda spec: spec.role == "embedding", "embedding"),
+    "@head": (lambda spec: spec.role == "head", "output head"),
+}
+
+
+def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
+    """Raises:
+    ValueError: One looks like a predicate and is none.
+    """
+    for selector in selectors:
+        if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
+            hint = did_you_mean(selector, _PREDICATES)
+            raise ValueError(f"{field}: unknown predicate {selector!r}, known: {', '.join(_PREDICATES)}{hint}")
+
+
+def matches(selector: Selector, spec: TensorSpec) -> bool:
+    if callable(selector):
+        return bool(selector(spec))
+    if selector in _PREDICATES:
+        return _PREDICATES[selector][0](spec)
+    return fnmatchcase(spec.name, selector)
+
+
+def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None:
+    """The first selector that chooses `spec`."""
+    return next((selector for selector in selectors if matches(selector, spec)), None)
+
+
+def describe(selector: Selector) -> str:
+    """Why a selector chose a parameter, for reports."""
+    if callable(selector):
+        return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
+    if selector in _PREDICATES:
+        return _PREDICATES[selector][1]
+    return f"name matches {selector}"

@@ -12,16 +12,14 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
+from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.method import ResidualDtype, residual_arenas
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
-from lowbit_strategy.methods._base.residual_format import ResidualDtype, residual_arenas
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 

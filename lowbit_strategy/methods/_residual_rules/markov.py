@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._residual_rules.momentum import average_
 

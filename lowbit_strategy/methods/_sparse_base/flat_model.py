@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.select import (
     TINY,
     OverflowedSum,
@@ -176,7 +175,7 @@ class FlatModel:
         if world_size == 1:
             return UnionSelection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
         longest = max(1, *(stop - start for start, stop in pairwise(bounds)))
-        layout = sparse_layout(("",), (flat_cut(longest, 1, 1),), 1, self.device, scatter=False)
+        layout = sparse_layout(("",), (longest,), 1, self.device)
         located = layout.locate([positions])
         if Condition.NONFINITE in self.found:
             located.counts_DK.bitwise_not_()  # negative ones announce it

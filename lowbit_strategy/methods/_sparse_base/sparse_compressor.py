@@ -17,15 +17,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.method import Method, read_residual
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
-from lowbit_strategy.methods._base.residual_format import read_residual
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Values, check_density, value_codec
 from lowbit_strategy.options.configuration import configuration

@@ -29,8 +29,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.entries import entries_sum_nbytes, exchange_entries
 from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, sparse_layout
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
@@ -107,10 +106,11 @@ def in_order(views: Sequence[View], state: ReducerState) -> list[View]:
     return sorted(views, key=lambda view: order[view.spec.name])
 
 
-def layout_of(views: Sequence[View], comm: Comm, *, scatter: bool) -> SparseLayout:
-    """Where the views' parameters are in sparse messages."""
-    names, cuts = zip(*[(view.spec.name, view.cut) for view in views], strict=True)
-    return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=scatter)
+def layout_of(views: Sequence[View], owners: int | None = None) -> SparseLayout:
+    """Where the views' parameters are in sparse messages: one per owner, about its rows; None: one for all ranks."""
+    rows = [(view.spec.name, view.cut.numel if owners is None else view.cut.row_numel) for view in views]
+    names, spans = zip(*rows, strict=True)
+    return sparse_layout(names, spans, owners or 1, views[0].x.device)
 
 
 def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
@@ -270,7 +270,7 @@ class SparseReducer(DensityReducer):
             self._choose(view, total, state[view.spec.name], condition, step)
             for view, total, condition in zip(views, totals, found, strict=True)
         ]
-        layout = layout_of(views, comm, scatter=views[0].scatter)
+        layout = layout_of(views, comm.world_size if views[0].scatter else None)
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]

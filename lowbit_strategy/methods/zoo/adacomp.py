@@ -12,8 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.sparse.layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods._residual_rules.feedback import contracting
 from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD

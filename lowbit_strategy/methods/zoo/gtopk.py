@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -56,7 +56,7 @@ class GTopKReducer(DensityReducer):
             observe_(view, residual, condition, own[-1], own[-1].values)  # rounding errors are put back later
             if is_live:
                 residual.index_fill_(0, own[-1].indices, 0.0)
-        result, dropped = yield from self._merged(own, layout_of(views, comm, scatter=False), comm, step.seed)
+        result, dropped = yield from self._merged(own, layout_of(views), comm, step.seed)
         for i, view in enumerate(views):
             final = torch.zeros(view.spec.numel, dtype=torch.bool, device=view.x.device)
             final[result[i].indices] = True

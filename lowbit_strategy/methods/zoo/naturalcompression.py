@@ -16,8 +16,7 @@ from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_codes
-from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 stands for an all-zero block, 255 for a non-finite one

@@ -9,9 +9,8 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.loco import LoCoCodec

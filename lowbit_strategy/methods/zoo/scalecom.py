@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, Chosen, counts_nbytes
-from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -62,7 +61,7 @@ class ScaleComReducer(CommonPositionsReducer):
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         leader = step.index % comm.world_size
-        layout = layout_of(views, comm, scatter=False)
+        layout = layout_of(views)
         count = sum(self.num_kept(view.spec) for view in views)
         message = torch.empty(layout.table_nbytes + POSITION_NBYTES * count, dtype=torch.uint8, device=layout.device)
         if comm.rank == leader:

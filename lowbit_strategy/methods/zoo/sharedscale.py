@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import to_blocks, tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.option_checks import check_positive

@@ -24,8 +24,7 @@ from lowbit_strategy.advisor.gather import Said, cluster_of
 from lowbit_strategy.advisor.timing import coding, links
 from lowbit_strategy.advisor.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from lowbit_strategy.cli import app
-from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import GroupComm, LocalComm
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.ranks.topology import Topology

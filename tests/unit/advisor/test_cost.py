@@ -22,7 +22,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 SLOW, FAST = Link(0.01, 1e9 / 8), Link(1e-6, 1e12)

@@ -11,7 +11,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.segments import Segment, Segments

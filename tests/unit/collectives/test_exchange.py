@@ -14,12 +14,10 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, cut_of
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.format import uniform
 from testing.worlds.simulated import SimulatedWorld
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k

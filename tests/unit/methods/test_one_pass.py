@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam
 
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.model.mean_moment import MeanMoment, check_decay, correct_
 from lowbit_strategy.ranks.ranks import Ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.layout import Cut, dim0_cut, flat_cut
+from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.kernels.format import uniform
 
@@ -21,11 +21,9 @@ _CODECS = [DenseCodec("float32"), DenseCodec("bfloat16"), BlockCodec(uniform(4, 
 
 
 def _layout(world_size: int, *, scatter: bool) -> SparseLayout:
-    cuts: list[Cut] = []
-    for shape in _SHAPES.values():
-        numel = torch.Size(shape).numel()
-        cuts.append(dim0_cut(shape, world_size) if scatter else flat_cut(numel, world_size, 1))
-    return SparseLayout(list(_SHAPES), cuts, world_size, _CPU, scatter=scatter)
+    shapes = _SHAPES.values()
+    spans = [dim0_cut(shape, world_size).row_numel if scatter else torch.Size(shape).numel() for shape in shapes]
+    return SparseLayout(list(_SHAPES), spans, world_size if scatter else 1, _CPU)
 
 
 def _gradients() -> dict[str, Tensor]:
@@ -91,8 +89,8 @@ def test_bytes_are_those_of_counts_positions_and_values() -> None:
 def test_values_do_not_depend_on_the_bucket() -> None:
     x = torch.randn(500, generator=torch.Generator().manual_seed(3))
     codec, chosen = BlockCodec(uniform(4, 64), "stochastic"), _choose(x, 0.5)
-    alone = SparseLayout(["a"], [flat_cut(500, 2, 1)], 2, _CPU, scatter=False)
-    beside = SparseLayout(["b", "a"], [flat_cut(500, 2, 1)] * 2, 2, _CPU, scatter=False)
+    alone = SparseLayout(["a"], [500], 1, _CPU)
+    beside = SparseLayout(["b", "a"], [500, 500], 1, _CPU)
     sent = beside.pack([_choose(x, 0.2), chosen], codec, seed=9).sent[1].values
     assert torch.equal(sent, alone.pack([chosen], codec, seed=9).sent[0].values)
 
@@ -127,8 +125,7 @@ def test_a_damaged_message_is_an_error(what: str) -> None:
 @pytest.mark.parametrize("counts", [(-5, 25, 10), (10, 9, 31), (31, 0, 30)])
 def test_a_table_that_no_rank_could_have_sent_is_an_error(counts: tuple[int, int, int], num_blocks: int) -> None:
     """Its sum may be right: then the message has the size that is announced, and only the table itself is wrong."""
-    cuts = [flat_cut(30, 2, 1)] * num_blocks
-    layout = SparseLayout([f"p{i}" for i in range(num_blocks)], cuts, 2, _CPU, scatter=False)
+    layout = SparseLayout([f"p{i}" for i in range(num_blocks)], [30] * num_blocks, 1, _CPU)
     table = torch.zeros(2, num_blocks, dtype=torch.int32)
     table[1, -3:] = torch.tensor(counts, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="table 1 of counts is impossible for 1 of"):
