@@ -52,7 +52,7 @@ def flat_cut(numel: int, world_size: int, block_size: int) -> Cut:
 
 
 def dim0_cut(shape: tuple[int, ...], world_size: int) -> Cut:
-    """FSDP2: equal chunks of whole dim-0 rows."""
+    """FSDP2, and inside a node: equal chunks of whole dim-0 rows."""
     numel = math.prod(shape)
     dim0 = shape[0] if shape else 1
     per_row = numel // dim0 if dim0 else 0

@@ -17,47 +17,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
-class _Piece(NamedTuple):
-    """One rank's part of one parameter, in a bucket of whole parameters and in the parts of that rank."""
+class _Partition:
+    """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size.
 
-    owner: int
-    whole_at: int
-    part_at: int
-    length: int
-
-
-class _Plan:
-    """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size."""
+    Attributes:
+        layout: Of this rank's part, between nodes.
+        numel: Elements of a part.
+    """
 
     def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], share: Share) -> None:
-        self.pieces: list[_Piece] = []
+        self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket and in its part, elements
         entries: list[Entry] = []
         self.numel = 0
         for entry in layout.entries:
-            longest = 0
-            for index in range(share.count):
-                part = full_specs[entry.name].shared(Share(index, share.count))
-                assert part.part is not None
-                ((start, length),) = part.part.ranges
-                if length:
-                    self.pieces.append(_Piece(index, entry.offset + start, self.numel, length))
-                    if index == share.index:
-                        entries.append(Entry(entry.name, self.numel))
-                longest = max(longest, length)
-            self.numel += longest
+            spec = full_specs[entry.name]
+            in_memory = spec.shape if spec.memory_order is None else tuple(spec.shape[dim] for dim in spec.memory_order)
+            cut = dim0_cut(in_memory, share.count)
+            for r in range(share.count):
+                if length := cut.row_length(r):
+                    self._parts.append((r, entry.offset + r * cut.row_numel, self.numel, length))
+            if cut.row_length(share.index):
+                entries.append(Entry(entry.name, self.numel))
+            self.numel += cut.row_length(0)
         self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
 
     def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Each piece in the bucket, and in the parts."""
-        whole = [x[piece.whole_at : piece.whole_at + piece.length] for piece in self.pieces]
-        parts = [parts_LN[piece.owner, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
+        """Each rank's part of each parameter, in the bucket and among the parts."""
+        whole = [x[offset : offset + length] for _, offset, _, length in self._parts]
+        parts = [parts_LN[r, at : at + length] for r, _, at, length in self._parts]
         return whole, parts
 
 
@@ -72,28 +66,28 @@ class TwoLevelBuckets:
         assert sync.ranks.share is not None
         self._sync = sync
         self._share = sync.ranks.share
-        self._plans: dict[BucketLayout, _Plan] = {}
+        self._partitions: dict[BucketLayout, _Partition] = {}
 
     def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
         """As `GradientSync.reduce`."""
-        if layout not in self._plans:
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            self._plans[layout] = _Plan(layout, self._sync.state.full_specs, self._share)
-        plan = self._plans[layout]
-        part_N = torch.empty(plan.numel, dtype=x.dtype, device=x.device)
-        between = self._sync.reduce(plan.layout, part_N, part_N)  # now: the engine counts buckets as they come
-        return self._stages(plan, x, part_N, between)
+        if layout not in self._partitions:
+            if len(self._partitions) >= _KEPT:
+                self._partitions.clear()
+            self._partitions[layout] = _Partition(layout, self._sync.state.full_specs, self._share)
+        partition = self._partitions[layout]
+        part_N = torch.empty(partition.numel, dtype=x.dtype, device=x.device)
+        between = self._sync.reduce(partition.layout, part_N, part_N)  # now: the engine counts buckets as they come
+        return self._stages(partition, x, part_N, between)
 
-    def _stages(self, plan: _Plan, x: Tensor, part_N: Tensor, between: Stages) -> Stages:
+    def _stages(self, partition: _Partition, x: Tensor, part_N: Tensor, between: Stages) -> Stages:
         if x.is_cuda:
             part_N.record_stream(torch.cuda.current_stream(x.device))
-        buffers, row_nbytes = self._sync.buffers, plan.numel * x.element_size()
+        buffers, row_nbytes = self._sync.buffers, partition.numel * x.element_size()
         intra_node = self._sync.ranks.intra_node
         assert intra_node is not None
         num_inside = intra_node.world_size
         sent = buffers.borrow(num_inside, row_nbytes)
-        whole, pieces = plan.views(x, sent.view(x.dtype))
+        whole, pieces = partition.views(x, sent.view(x.dtype))
         torch._foreach_copy_(pieces, whole)
         yield from sum_rows(
             sent.view(x.dtype).view(num_inside, 1, -1),
@@ -106,12 +100,12 @@ class TwoLevelBuckets:
         yield from between
         gathered = buffers.borrow(num_inside, row_nbytes)
         yield intra_node.all_gather(gathered.view(x.dtype), part_N)
-        whole, pieces = plan.views(x, gathered.view(x.dtype))
+        whole, pieces = partition.views(x, gathered.view(x.dtype))
         torch._foreach_copy_(whole, pieces)
         buffers.give_back(gathered)
 
 
-_KEPT_PLANS = 256  # DDP rebuilds its buckets once or twice
+_KEPT = 256  # DDP rebuilds its buckets once or twice
 
 
 class Scatter(NamedTuple):
