@@ -325,6 +325,7 @@ _MEASURED = {  # names in `gpu_acceptance_h200.json`
     "sum of 8, 8 bits": "decode_sum 8bit W=8",
     "sum of 64, 4 bits": "decode_sum 4bit W=64",
     "sum of 64, E2M1": "decode_sum e2m1 W=64",
+    "sum of 64, 8 bits": "decode_sum 8bit W=64",
 }
 
 

@@ -106,6 +106,7 @@ WORKS: dict[str, Work] = {
     "sum of 8, 2 bits unbiased": _decode(unbiased_lloyd_max(4, 64), 8),
     "sum of 64, 4 bits": _decode(uniform(4, 128), 64),
     "sum of 64, E2M1": _decode(e2m1(128), 64),
+    "sum of 64, 8 bits": _decode(uniform(8, 128), 64),
     "bfloat16 message": _dense("bfloat16", None),
     "sum of 8 bfloat16 messages": _dense("bfloat16", 8),
     "rotation of 32": Work(

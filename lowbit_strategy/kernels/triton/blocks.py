@@ -141,7 +141,7 @@ def decode_sum_kernel(
     scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
     out += ahead(tl.load(row), tile, TILE)
     stride = stride.to(tl.int64)
-    zero = (stride >> 62).to(tl.int32)  # which the compiler does not know
+    zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it, nor that all have it
     common = Common(stride, alpha, table, zero, groups, singles)
     if is_plain(out, left, TILE):
         decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)

@@ -114,7 +114,7 @@ def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
 
 
 def test_only_exact_products_are_contracted() -> None:
-    """At 8 bits one per element, of the code and its scale, and two for the inverse of a scale: the reference's too."""
+    """At 8 bits one per element, of the code and its scale, and two for the inverse of a scale, as if divided."""
     launch = encode_launch(device_format(FORMATS["uniform8"]), torch.int8)
     whole, small = (shape.rows * 128 for shape in launch.shapes(device_format(FORMATS["uniform8"])))
     per_thread = (whole + small) // (32 * launch.num_warps)
