@@ -45,7 +45,9 @@ TOLERANCE = 0.2
 LATENCY_S = 50e-6  # assumed everywhere: none states it
 BERT_LARGE = [TensorSpec(f"layer.{at}.weight", (1024, 13_134)) for at in range(25)]  # 336 million, in equal parts
 V100_FLOPS = 38e12
-_GRID = 10 ** (4 / 49)  # of Streaming DiLoCo's bandwidths, 50 from 0.1 to 1,000 Gbit/s: no row says it finer
+# Streaming DiLoCo's bandwidths are 50 from 0.1 to 1,000 Gbit/s, rounded down: the six rows of plain DiLoCo, which are
+# bytes over time, are published as the one below.
+_GRID = 10 ** (4 / 49)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class Row:
 
     @property
     def inside(self) -> bool:
-        """Whether it can be: `resolution` is the ratio of two neighbors among the figures that could be published."""
-        return self.low <= self.published * self.resolution and self.published <= self.high * self.resolution
+        """Whether it can be: what was found lies between the published figure and `resolution` times that."""
+        return self.low <= self.published * self.resolution and self.published <= self.high
 
 
 def plan_of(

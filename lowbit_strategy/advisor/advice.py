@@ -27,8 +27,8 @@ from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 _LATE = 10**6  # a step at which all warm-ups are over
-_BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
-_COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
+BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
+_COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in BITS.items())
 _SQUARES = "*"  # after the name of what has second_moment=True
 _SQUARES_LINES = {
     "ddp": 'strategy=LowBitDDPStrategy("{}", second_moment=True)',

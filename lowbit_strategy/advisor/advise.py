@@ -27,8 +27,10 @@ _TOO_MANY = 1e13  # parameters
 Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]
 Model = Annotated[str | None, typer.Option(help="package:Class, called without arguments on the meta device.")]
 HFConfig = Annotated[Path | None, typer.Option(help="A folder with the config.json of a Hugging Face model.")]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Machines. Default: 2, or as measured.")]
-RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Processes on each. Default: 8, or as measured.")]
+Nodes = Annotated[int | None, typer.Option(min=1, max=100_000, help="Machines. Default: 2, or as measured.")]
+RanksPerNode = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Processes on each. Default: 8, or as measured.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -91,18 +93,20 @@ def advise(
     sources = situation.sources(assumed, bench)
     if as_json:
         print(json.dumps(_everything(found, workload, situation, verdict, sources), indent=1))
-        return
-    print(sources)
-    Console().print(_table(found, workload, situation.memory_nbytes, title))
-    print(STEPS_MEAN)
-    print(verdict.sentence)
-    for sentence in verdict.flips:
-        print(f"  It {sentence}.")
+    else:
+        print(sources)
+        Console().print(_table(found, workload, situation.memory_nbytes, title))
+        print(STEPS_MEAN)
+        print(verdict.sentence)
+        for sentence in verdict.flips:
+            print(f"  It {sentence}.")
     if html is not None:
         from lowbit_strategy.advisor.page import write_advice
 
         answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
-        print(f"written to {write_advice(html, found, workload, situation, (title, sources, answer))}")
+        with errors_of("advise"):
+            written = write_advice(html, found, workload, situation, (title, sources, answer))
+        print(f"written to {written}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _is_terminal() -> bool:
@@ -225,9 +229,12 @@ def _on_meta(make: Callable[[], Any]) -> Any:
 
     try:
         with torch.device("meta"):
-            return make()
+            made = make()
     except Exception as error:
         raise ValueError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
+    if not isinstance(made, torch.nn.Module):
+        raise ValueError(f"the model must be a torch.nn.Module, got {type(made).__name__}")
+    return made
 
 
 def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
@@ -298,16 +305,18 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None, title: str)
         held = each.held_nbytes(workload)
         too_much = "!" if limit is not None and held > limit else ""
         costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
-        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2g}", f"{held / 1e9:,.3g}{too_much}", *costs)
+        table.add_row(
+            each.name,
+            *row,
+            units.rounded(each.between_nbytes / 1e9, 2),
+            f"{units.rounded(held / 1e9)}{too_much}",
+            *costs,
+        )
     return table
 
 
 def _step(time: Any) -> str:
-    likely, low, high = (
-        f"{each:,.0f}" if each >= 100 else f"{each:.{digits}g}"
-        for each, digits in ((time.seconds, 3), (time.low, 2), (time.high, 2))
-    )
-    return f"{likely} ({low}-{high})"
+    return f"{units.rounded(time.seconds)} ({units.rounded(time.low, 2)}-{units.rounded(time.high, 2)})"
 
 
 def _count(number: float) -> str:

@@ -1,7 +1,7 @@
 """``lowbit bench``: links and codecs, measured, in a file that ``lowbit advise`` reads.
 
-Alone it measures the codecs on this device. Under ``torchrun --no-python lowbit bench`` or ``lowbit launch bench`` it
-measures the links between all ranks too.
+Alone it measures every codec on this device. Under ``torchrun --no-python lowbit bench`` or ``lowbit launch bench`` it
+measures the links between all ranks, and the codecs that ``lowbit advise`` compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-_SLOW = ("exdyna", "partition", "warmup")  # presets that code as another preset does, or need a whole model
+_SLOW = {"exdyna", "partition", "warmup"}  # presets that code as another preset does, or need a whole model
 
 
 def bench(
@@ -66,12 +66,14 @@ def _device(*, cpu: bool) -> Any:
 
 
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
+    from lowbit_strategy.advisor.advice import BITS
     from lowbit_strategy.advisor.bench_file import Bench, slowest_codings
     from lowbit_strategy.advisor.timing.coding import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.methods.registry import PRESETS
     from lowbit_strategy.version import __version__
 
-    presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}
+    wanted = BITS.keys() if world_size > 1 else PRESETS.keys() - _SLOW  # links take long enough
+    presets = {name: PRESETS[name] for name in sorted(wanted)}
     coding = progress.add_task("codecs", total=len(presets))
     coded = {}
     for name, each in presets.items():

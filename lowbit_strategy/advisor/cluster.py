@@ -21,6 +21,7 @@ def check_finite(owner: object, *, least: float, **values: float) -> None:
 
 
 _LEAST = 1e-300  # above 0
+_MOST_INSIDE = 7.0  # times the latency inside a node, 5 µs: with the software's 30, which may be many times a link's
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +200,13 @@ class Cluster:
         coding: float = 1.0,
     ) -> Cluster:
         """The cluster with each figure multiplied: of links between nodes and inside them, of coding."""
-        rings = self.rings
+        rings, near = self.rings, min(latency, _MOST_INSIDE)
         if rings is not None:
-            rings = Rings(rings.between.scaled(link, latency), rings.inside.scaled(inside, latency))
+            rings = Rings(rings.between.scaled(link, latency), rings.inside.scaled(inside, near))
         return replace(
             self,
             inter_node=self.inter_node.scaled(link, latency, window),
-            intra_node=self.intra_node.scaled(inside, latency),
+            intra_node=self.intra_node.scaled(inside, near),
             rings=rings,
             encoded_per_s=None if self.encoded_per_s is None else coding * self.encoded_per_s,
             bucket_s=self.bucket_s / coding,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime, step_time
+from lowbit_strategy.advisor.units import rounded
 from lowbit_strategy.plan.plan import StepPlan
 
 Source = Literal["measured", "given", "nominal", "assumed"]
@@ -148,7 +149,7 @@ class Situation:
         for each in self.figures:
             words[each.source].append(f"{_NAMES[each.what]} {each.text}")
         if self.memory_nbytes is not None:
-            words[self.memory_source].append(f"memory {self.memory_nbytes / 1e9:.3g} GB")
+            words[self.memory_source].append(f"memory {rounded(self.memory_nbytes / 1e9)} GB")
         found = [f"{source}: {', '.join(each)}" for source, each in words.items() if each]
         return "; ".join(found) + ("" if measured_in is None else f", in {measured_in}")
 

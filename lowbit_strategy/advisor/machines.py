@@ -55,7 +55,7 @@ def find_machine(name: str) -> Machine:
     machines = table["machines"]
     if name not in machines:
         hint = did_you_mean(name, machines)
-        raise ValueError(f"--machine {name!r} is not known{hint}. Known: {HERE}, {', '.join(machines)}")
+        raise ValueError(f"--machine {name!r} is not known{hint} Known: {HERE}, {', '.join(machines)}")
     known = machines[name]
     gpu = table["gpus"][known["gpu"]]
     return Machine(

@@ -13,6 +13,7 @@ from lowbit_strategy.advisor.advice import SetupOption, Workload
 from lowbit_strategy.advisor.cluster import Link
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.units import rounded
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
 from lowbit_strategy.report.page import as_text, render
 
@@ -35,6 +36,9 @@ def write_advice(
         workload: Model and ranks.
         situation: Links and computing.
         words: Title, which figures are given and which assumed, the answer.
+
+    Raises:
+        ValueError: The file cannot be written.
     """
     charts = []
     for layout, name in _LAYOUTS.items():
@@ -49,7 +53,10 @@ def write_advice(
     title, sources, answer = words
     rows = [_row(each, workload) for each in found]
     page = render("advice.html.j2", title=title, sources=sources, answer=answer, rows=rows, charts=charts)
-    out.write_text(page, "utf-8")
+    try:
+        out.write_text(page, "utf-8")
+    except OSError as error:
+        raise ValueError(f"--html {out}: it cannot be written ({error.strerror})") from None
     return out
 
 
@@ -109,8 +116,8 @@ def _row(choice: SetupOption, workload: Workload) -> dict[str, str]:
     return {
         "name": choice.name,
         "line": choice.line if choice.line.endswith(")") else "",
-        "step": "" if time is None else f"{time.seconds:.3g}",
-        "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
+        "step": "" if time is None else rounded(time.seconds),
+        "range": "" if time is None else f"{rounded(time.low)} to {rounded(time.high)}",
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
         "memory": f"{choice.held_nbytes(workload) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),

@@ -6,9 +6,10 @@ import re
 
 _BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6}
 _RATE = "a bandwidth such as 10gbit or 300GB/s"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_LEAST, _MOST = 1e-9, 1e15  # of bytes, seconds and bytes per second: beyond them somebody has mistyped
 
 
 def rate(text: str) -> float:
@@ -34,16 +35,21 @@ def count(text: str) -> float:
     return _parse(text, text.lower(), _COUNTS, "a number such as 7e9 or 7B")
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """Rounded to so many digits, never with a power of ten where it is large: 0.12, 9.9, 1,180."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def _parse(text: str, plain: str, units: dict[str, float], what: str) -> float:
     """Raises:
     ValueError: Not a positive quantity with one of the units.
     """
-    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", plain)
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([a-zµμ]*)\s*", plain)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity: give {what}")
     if match[2] not in units:
-        raise ValueError(f"{text!r} has no such unit: give {what}")
-    value = float(match[1])
-    if not 0 < value < 1e18:
-        raise ValueError(f"{text!r} must be above 0 and below 1e18: give {what}")
-    return value * units[match[2]]
+        raise ValueError(f"{text!r} has no known unit: give {what}")
+    value = float(match[1]) * units[match[2]]
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"{text!r} is too {'small' if value < _LEAST else 'large'}: give {what}")
+    return value

@@ -12,6 +12,7 @@ from lowbit_strategy.advisor.advice import SetupOption, Workload
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import Quality
+from lowbit_strategy.advisor.units import rounded
 
 ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 BENCH_MINUTES = 2
@@ -76,7 +77,9 @@ def decide(
     if gain.low > ADVISE_MIN_SPEEDUP:
         return Verdict("use", best, gain, f"Use: {best.line}: {gain}.", flips)
     if gain.likely > ADVISE_MIN_SPEEDUP:
-        return Verdict("measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation)}.", flips)
+        return Verdict(
+            "measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation, workload)}.", flips
+        )
     return Verdict("no", best, gain, f"Do not use this package here: {best.name} would be {gain}.", flips)
 
 
@@ -90,16 +93,18 @@ def _too_large(
 ) -> str:
     assert situation.memory_nbytes is not None
     least = min(ours, key=lambda choice: choice.held_nbytes(workload))
-    needs = f"{least.name} needs {least.held_nbytes(workload) / 1e9:,.3g} GB before activations"
-    limit = f"{situation.memory_nbytes / 1e9:.3g} GB of a device ({situation.memory_source})"
+    needs = f"{least.name} needs {rounded(least.held_nbytes(workload) / 1e9)} GB before activations"
+    limit = f"{rounded(situation.memory_nbytes / 1e9)} GB of a device ({situation.memory_source})"
     alone = "the framework's own does" if own else "nor does the framework's own"
-    return f"Do not use this package here: no set-up of it fits into the {limit}, {alone}; {needs}."
+    return f"Do not use this package here: with its defaults no set-up fits into the {limit}, {alone}; {needs}."
 
 
-def _how(situation: Situation) -> str:
-    if any(each.source == "measured" and each.what == "link" for each in situation.figures):
+def _how(situation: Situation, workload: Workload) -> str:
+    slowest = "link" if workload.nodes > 1 else "inside"
+    if any(each.source == "measured" and each.what == slowest for each in situation.figures):
         return "time a hundred steps of each"
-    return f"`lowbit bench` on two machines takes {BENCH_MINUTES} minutes and narrows this"
+    machines = " on two machines" if workload.nodes > 1 else ""
+    return f"`lowbit bench`{machines} takes {BENCH_MINUTES} minutes and narrows this"
 
 
 def gain_of(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> tuple[Gain, dict[What, float]]:
@@ -175,8 +180,4 @@ def _first(pays: Callable[[float], bool], *, recommended: bool) -> float | None:
 
 def _rate(figure: Figure, times: float) -> str:
     value = times * figure.value * (8 if figure.what == "link" else 1) / 1e9
-    return (
-        f"{value:,.0f}" * (value >= 10)
-        + f"{value:.2g}" * (value < 10)
-        + (" Gbit/s" if figure.what == "link" else " GB/s")
-    )
+    return f"{rounded(value, 2)} {'Gbit/s' if figure.what == 'link' else 'GB/s'}"

@@ -118,10 +118,24 @@ def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
         (("--hf-config", "nowhere"), "nowhere has no config.json"),
         (("--params", "1e9", "--link", "fast"), "give a bandwidth such as 10gbit"),
         (("--params", "1e15"), "give at most 1e+13"),
-        (("--params", "1e9", "--memory", "80"), "'80' has no such unit: give an amount of memory such as 80GB"),
+        (("--params", "1e9", "--memory", "80"), "'80' has no known unit: give an amount of memory such as 80GB"),
         (("--params", "1e9", "--machine", "p4e"), "'p4e' is not known"),
         (("--params", "1e9", "--html", "nowhere/advice.html"), "there is no folder"),
-        (("--params", "1e9", "--compute", "0s"), "must be above 0"),
+        (
+            ("--params", "1e7", "--ranks-per-node", "1", "--html", "."),
+            "--html .: it cannot be written (Is a directory)",
+        ),
+        (("--params", "1e9", "--compute", "0s"), "'0s' is too small: give a time"),
+        (("--params", "1e9", "--link", "10"), "'10' has no known unit: give a bandwidth"),
+        (("--params", "1e9", "--link", "1e17tbit"), "is too large: give a bandwidth"),
+        (("--params", "1e9", "--link", "nangbit"), "'nangbit' is not a quantity"),
+        (("--params", "1e9", "--link", "-1gbit"), "'-1gbit' is not a quantity"),
+        (("--params", "1e9", "--latency", "1e-12s"), "is too small: give a time"),
+        (("--params", "1e9", "--nodes", "0"), "'--nodes'"),
+        (("--params", "1e9", "--nodes", "1000000000000"), "'--nodes'"),
+        (("--params", "1e9", "--ranks-per-node", "10000000"), "'--ranks-per-node'"),
+        (("--params", "1e9", "--model", "torch.nn:Linear"), "give one of --params, --model and --hf-config"),
+        (("--model", "os:getcwd"), "must be a torch.nn.Module, got str"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
@@ -133,8 +147,9 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 def test_quantities() -> None:
     assert units.rate("10gbit") == units.rate("10 Gbit/s") == units.rate("10Gbps") == units.rate("1.25GB/s") == 1.25e9
     assert units.rate("1Gb/s") == units.rate("1gbps") == units.rate("125 MB/s") == 1.25e8
-    assert units.duration("0.1ms") == pytest.approx(1e-4)
+    assert units.duration("0.1ms") == units.duration("100µs") == pytest.approx(1e-4)
     assert units.size("80GB") == 80e9
+    assert [units.rounded(value) for value in (1180.4, 99.96, 0.1234)] == ["1,180", "100", "0.123"]
     assert units.count("7B") == units.count("7e9") == 7e9
 
 
@@ -166,8 +181,9 @@ def test_one_bit_is_advised_only_with_the_second_moment() -> None:
 
 def test_a_page_with_curves(tmp_path: Path) -> None:
     out = tmp_path / "advice.html"
-    code, output = invoke("advise", "--params", "1e8", "--html", str(out))
+    code, output = invoke("advise", "--params", "1e8", "--html", str(out), "--json")
     assert code == 0, output
+    assert f"written to {out}" in output
     text = out.read_text()
     assert text.count("data:image/png;base64") == 3 * 2 * 2  # layouts, bandwidth and latency, screen and phone
     assert "loco_ddp" in text

@@ -15,9 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rich.progress import Progress
 from typer.testing import CliRunner
 
-from lowbit_strategy.advisor.bench import this_machine
+from lowbit_strategy.advisor.advice import BITS
+from lowbit_strategy.advisor.bench import _SLOW, _measure, this_machine
 from lowbit_strategy.advisor.bench_file import Bench, read_bench
 from lowbit_strategy.advisor.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.advisor.gather import Said, cluster_of
@@ -64,6 +66,17 @@ def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeyp
     code, output = invoke("advise", "--params", "1e8", "--cpu", "--bench", str(path))
     assert code == 2
     assert "measure again with lowbit bench" in output
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, PRESETS.keys() - _SLOW), (2, BITS.keys())])
+def test_where_links_take_long_only_codecs_that_are_compared_are_measured(
+    world_size: int, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coding, "measure_coding", lambda *_: Coding(1e9))
+    monkeypatch.setattr("lowbit_strategy.advisor.bench._links", lambda *_: {})
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_: None)
+    measured = _measure(torch.device("cpu"), world_size, Progress(disable=True))
+    assert measured.codings.keys() == expected
 
 
 def measuring(rank: int, world_size: int) -> Any:

@@ -52,6 +52,7 @@ def test_fast_clusters_get_no_plain_yes(params: float, nodes: int, said: dict[st
     found = verdict(params, nodes, 8, **said)
     assert found.answer in ("no", "measure")
     assert "Use:" not in found.sentence
+    assert nodes > 1 or "two machines" not in found.sentence
 
 
 @pytest.mark.parametrize(
