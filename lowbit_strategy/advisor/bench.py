@@ -72,7 +72,7 @@ def _measure(device: Any, world_size: int, progress: Progress) -> Any:
     from lowbit_strategy.methods.registry import PRESETS
     from lowbit_strategy.version import __version__
 
-    wanted = BITS.keys() if world_size > 1 else PRESETS.keys() - _SLOW  # links take long enough
+    wanted = set(BITS) if world_size > 1 else PRESETS.keys() - _SLOW  # links take long enough
     presets = {name: PRESETS[name] for name in sorted(wanted)}
     coding = progress.add_task("codecs", total=len(presets))
     coded = {}
