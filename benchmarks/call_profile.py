@@ -7,7 +7,8 @@ Two gloo ranks train a small model under DDP with one bucket. After some steps o
 
 * first: from DDP's call of the hook until the first collective begins
 * bucket: from there until the bucket's future has its result
-* trainer: from ``Trainer(strategy="loco_fsdp")`` until FSDP2 has the first module's reduce-scatter
+* import: modules that the name ``loco_fsdp`` loads, once per process, with their classes and decorators
+* trainer: from ``Trainer(strategy="loco_fsdp")`` until FSDP2 has the first module's reduce-scatter, without the import
 * package: lines and files
 
 A call is what `sys.setprofile` reports as one: every resumption of a generator and every element of a generator
@@ -18,6 +19,7 @@ left out.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -68,8 +70,8 @@ class Recorder:
         elif code.co_name == "set_custom_reduce_scatter":
             self.marks.setdefault("trainer_end", len(self.calls))
 
-    def summary(self, num_calls: int) -> dict[str, Any]:
-        calls = self.calls[:num_calls]
+    def summary(self, end: int, start: int = 0) -> dict[str, Any]:
+        calls = self.calls[start:end]
         files = Counter(code.co_filename.removeprefix(PACKAGE) for code in calls)
         names = [f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}" for code in calls]
         return {"calls": len(calls), "functions": len(set(names)), "files": len(files), "names": names}
@@ -124,6 +126,8 @@ def profile_trainer(rank: int, world_size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recorder.is_on = True
         sys.setprofile(recorder)
+        importlib.import_module("lowbit_strategy.lightning")
+        imported = len(recorder.calls)
         trainer = Trainer(
             strategy="loco_fsdp",
             accelerator="cpu",
@@ -137,7 +141,10 @@ def profile_trainer(rank: int, world_size: int) -> dict[str, Any]:
         )
         trainer.fit(module, data)
         sys.setprofile(None)
-    return recorder.summary(recorder.marks["trainer_end"])
+    return {
+        "import": recorder.summary(imported),
+        "trainer": recorder.summary(recorder.marks["trainer_end"], imported),
+    }
 
 
 def package() -> dict[str, int]:
@@ -158,7 +165,8 @@ def main() -> None:
         for part, result in run_ranks(profile_bucket, 2, method)[0].items()
     }
     if arguments.trainer:
-        found["trainer, loco_fsdp"] = run_ranks(profile_trainer, 2, process_group=None)[0]
+        profiles = run_ranks(profile_trainer, 2, process_group=None, timeout=300)[0]
+        found |= {f"{part}, loco_fsdp": result for part, result in profiles.items()}
     for label, result in found.items():
         names = result.pop("names")
         if arguments.names:

@@ -35,8 +35,8 @@ def _look_up(name: str) -> object:
     """The name of `exports`. What needs a framework is in that framework's module, so that nothing here imports one.
 
     Raises:
-        AttributeError: There is no such name. To an import statement, which would put words of its own in the place of
-            an AttributeError's, it is an ImportError where there is something to say.
+        AttributeError: There is no such name. If there is a hint it is an ImportError for an import statement, which
+            would replace the words of an AttributeError.
     """
     error = ImportError if "importlib" in sys._getframe(1).f_code.co_filename else AttributeError
     if name in _IN_FRAMEWORKS:

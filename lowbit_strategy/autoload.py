@@ -23,19 +23,18 @@ VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that ho
 GROUP, NAME = "torch.backends", "lowbit_strategy"  # of the entry point
 
 _STRATEGIES = "lowbit_strategy.register:register_names"
-_ATTACH = "lowbit_strategy.launch.auto_attach"
-_COMMANDS = "lowbit_strategy.launch.accelerate_commands"
+_ACCELERATE = "lowbit_strategy.launch.accelerate_hooks"
 _SERVED = {  # a framework's module: the function of ours that is called with it
     "lightning.pytorch.strategies": _STRATEGIES,
     "pytorch_lightning.strategies": _STRATEGIES,
     "lightning.fabric.strategies": _STRATEGIES,
     "lightning_fabric.strategies": _STRATEGIES,
-    "accelerate.accelerator": f"{_ATTACH}:serve_accelerators",
-    "transformers.trainer": f"{_ATTACH}:serve_trainers",
-    "accelerate.commands.config.config_args": f"{_COMMANDS}:serve_files",
-    "accelerate.utils.launch": f"{_COMMANDS}:serve_launchers",
+    "accelerate.accelerator": f"{_ACCELERATE}:serve_accelerators",
+    "transformers.trainer": f"{_ACCELERATE}:serve_trainers",
+    "accelerate.commands.config.config_args": f"{_ACCELERATE}:serve_files",
+    "accelerate.utils.launch": f"{_ACCELERATE}:serve_launchers",
 }
-_WATCHED = ("torch.optim.optimizer", f"{_ATTACH}:watch_optimizers")  # where a section is in the environment
+_WATCHED = ("torch.optim.optimizer", f"{_ACCELERATE}:watch_optimizers")  # where a section is in the environment
 
 _log = logging.getLogger("lowbit_strategy")
 _before_torch = "torch" not in sys.modules  # a script has imported this package

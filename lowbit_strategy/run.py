@@ -19,14 +19,12 @@ from collections.abc import Sequence
 
 from lowbit_strategy.autoload import VARIABLE, serve
 from lowbit_strategy.config.section import export, plugin_from_section, read_section, section_from_environment
-from lowbit_strategy.launch.dry_run import DryRun
-from lowbit_strategy.launch.dry_run_report import Planned
-from lowbit_strategy.launch.linked import Linked
+from lowbit_strategy.launch.dry_run import DryRun, Linked, Planned
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises:
-    SystemExit: With status 2 for a section that is missing or wrong; otherwise whatever the script ends with.
+    SystemExit: With status 2 for a section that is missing or wrong; otherwise the script's own.
     """
     arguments = _parser().parse_args(argv)
     try:

@@ -1,8 +1,11 @@
-"""An accelerator's moments for the `ModelControl` of each model that it has prepared; time is shared by all of them."""
+"""Controllers and monitors under an accelerator: its moments for the `ModelControl` of each prepared model, and the
+progress of a loop that is the user's own, which all of them share.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,12 +17,101 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate.options import PluginOptions
-from lowbit_strategy.accelerate.training_clock import TrainingClock
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.control.base import Progress
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.metric_format import for_model
 from lowbit_strategy.telemetry.model_control import ModelControl, ProgressClock
+
+
+class TrainingClock:
+    """Progress for controllers; the same on all ranks, saved with the residuals.
+
+    Steps are counted. The epoch is, in this order: what the user has set (`epoch`), steps divided by `steps_per_epoch`,
+    or how often the prepared data loader has been gone through to its end.
+
+    Args:
+        accelerator: Knows the data loader that is being gone through.
+        num_steps: Optimizer steps planned, if the user gives them.
+        steps_per_epoch: Optimizer steps per epoch, likewise.
+
+    Attributes:
+        epoch: Set by the user, who counts epochs; None: count them here.
+    """
+
+    def __init__(self, accelerator: Accelerator, num_steps: int | None, steps_per_epoch: int | None) -> None:
+        self._accelerator = accelerator
+        self.num_steps = num_steps
+        self.steps_per_epoch = steps_per_epoch
+        self.epoch: int | None = None
+        self._passes = 0
+        self._over = False  # the last batch was the loader's last one
+        self._iteration: int | None = None  # the loader's own count of its passes
+        self._seen = False  # a prepared loader, in this process
+
+    def batch(self) -> None:
+        """Before each backward: notice where the data loader is."""
+        state = self._accelerator.gradient_state
+        if not state.in_dataloader:
+            self._over = self._over or self._seen  # it has been read to its end ahead of time
+            return
+        iteration = int(getattr(state.active_dataloader, "iteration", 0))
+        over = bool(state.end_of_dataloader)
+        if self._over and (not over or iteration != self._iteration):
+            self._passes += 1
+        self._over, self._iteration, self._seen = over, iteration, True
+
+    def at(self, step: int, optimizer: Optimizer | None) -> Progress:
+        counted = self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
+        return Progress(
+            step=step,
+            epoch=counted if self.epoch is None else self.epoch,
+            num_steps=self.num_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
+        )
+
+    def check(self, controller: Controller) -> None:
+        """Raises:
+        ValueError: `controller` needs an epoch or a length of the run that is unknown.
+        """
+        units, accelerator = set(_units(controller)), self._accelerator
+        counts_epochs = not units.isdisjoint(("epoch", "epochs"))
+        # Without even batches ranks may end an epoch at different steps.
+        sees_epochs = accelerator.gradient_state.in_dataloader and accelerator.even_batches
+        if counts_epochs and self.epoch is None and self.steps_per_epoch is None and not sees_epochs:
+            raise ValueError(
+                f"{type(controller).__name__} counts in epochs, and it is unknown when one ends: training does not go"
+                " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
+                ' steps (unit="steps"), or give steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
+            )
+        if "fraction" in units and self.num_steps is None:
+            raise ValueError(
+                f"{type(controller).__name__} has a phase in fractions of the run, whose length is unknown: give"
+                " num_steps, or the phase in steps"
+            )
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self._passes, "over": self._over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._passes, self._over, self._iteration = state["passes"], state["over"], None
+
+
+def _units(value: object) -> Iterator[str]:
+    """Every `unit` in a controller, those of its phases and inner controllers included."""
+    if isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _units(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            entry = getattr(value, field.name)
+            if field.name == "unit":
+                yield str(entry)
+            else:
+                yield from _units(entry)
 
 
 class AdaptiveBinding:
@@ -124,7 +216,7 @@ class AdaptiveBinding:
         self.take_effect()
 
     def take_effect(self) -> None:
-        """Between steps: accumulate as many batches as the controller has set, from the next one on."""
+        """Between steps: from the next one on, accumulate the number of batches that the controller has set."""
         for control in self._controls.values():
             wanted = control.take_effect()
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:

@@ -37,9 +37,9 @@ from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
+from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.gradient_use import watch_optimizers
-from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
-from lowbit_strategy.attach.prepare import Prepared, prepare
+from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
@@ -47,7 +47,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
-from lowbit_strategy.model.handshake import handshake, plain
+from lowbit_strategy.model.handshake import handshake, to_plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
 _ATTRIBUTE = "lowbit"
@@ -95,7 +95,7 @@ class Binding:
         self.sessions: list[Session] = []
         self.replica = None if plugin.elastic is None else ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
-        self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
+        self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         before = set(vars(accelerator))
         wrap_method(accelerator, "prepare_model", self._prepare_model)
@@ -182,10 +182,9 @@ class Binding:
             yield
 
     def reshard(self, *, begins: bool = False) -> None:
-        """FSDP2: free what a forward pass has left gathered, whose parameters would show in the place of the shards.
+        """FSDP2: free what a forward pass has left gathered, whose parameters would show instead of the shards.
 
-        Args:
-            begins: Training is to begin: an exception may have ended it before in the middle of a pass.
+        `begins`: training is to begin, and an exception may have ended it before in the middle of a pass.
         """
         for module in self._modules:
             (end_iteration if begins else reshard)(module)
@@ -250,7 +249,7 @@ class Binding:
         self._attach(attach_fsdp, _inner(next(obj for obj in result if isinstance(obj, nn.Module))), prepared)
         return result
 
-    def _attach(self, attach: Callable[..., Session], module: nn.Module, prepared: Prepared) -> None:
+    def _attach(self, attach: Callable[..., Session], module: nn.Module, prepared: PreparedModel) -> None:
         accelerator = self.accelerator
         session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
@@ -268,13 +267,14 @@ class Binding:
             watch_optimizers(session)
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
 
-    def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
+    def _agree(self, model: nn.Module, *, scatter: bool) -> PreparedModel:
         if self.replica is not None and self._modules:
             raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
-        accumulation = {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps}
-        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor) | accumulation)
-        if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
+        controller = self.plugin.controller
+        same = to_plain("controller", controller) | to_plain("monitor", self.plugin.monitor)
+        handshake(same | {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps})
+        if controller is not None and self.accelerator.is_main_process:
             chosen = ", ".join(labels(controller.levels)) or "no compressor"
             inform("%s chooses among: %s", type(controller).__name__, chosen)
         return prepared

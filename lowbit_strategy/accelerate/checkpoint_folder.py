@@ -71,7 +71,7 @@ def _stamp_file(path: str) -> str:
 
 
 def _write(target: str, stamp: Stamp) -> str | None:
-    """Why it cannot be written, if it cannot."""
+    """The reason if it cannot be written."""
     partial = f"{target}.{uuid.uuid4().hex}.part"
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -85,7 +85,7 @@ def _write(target: str, stamp: Stamp) -> str | None:
 
 
 def _read(name: str) -> Stamp | ResidualFileError | None:
-    """None where there is none; why it cannot be read, where it cannot."""
+    """The stamp, None if missing, or the error if unreadable."""
     try:
         with open(name, encoding="utf-8") as file:
             stamp: Any = json.load(file)

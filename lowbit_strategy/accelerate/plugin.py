@@ -21,7 +21,7 @@ class LowBitPlugin(PluginOptions):
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         @SyncOptions: seed, weights, outer and all others; what they do is filled in from there.
-        controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
+        controller: One of `lowbit_strategy.control`: chooses compressors instead of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its
             ``project_dir``) or the HF Trainer's ``output_dir``, if there is one; False: none.

@@ -1,4 +1,4 @@
-"""An accelerator as one of the replicas that come and go: its group, its samples, the others' steps."""
+"""An accelerator as one of the replicas that join and leave: its group, its samples, the others' steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReplicaBinding:
         return all(session.replica is None or session.replica.leads for session in self._sessions())
 
     def with_own_samples(self, loader: Any) -> Any:
-        """In the place of a loader that is about to be prepared: if it shuffles, replicas get different samples.
+        """Instead of a loader that is about to be prepared: if it shuffles, replicas get different samples.
 
         Accelerate divides a replica's samples among its ranks.
         """

@@ -19,11 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
+from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_fsdp
 from lowbit_strategy.attach.fit import fit_to_memory
 from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.optimizer_checks import IfOfAdamsKind
-from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
-from lowbit_strategy.attach.prepare import Prepared
+from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -33,7 +32,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
-from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
@@ -67,16 +65,20 @@ def warn_of_one_rank() -> None:
 
 
 def attach_ddp(
-    model: DistributedDataParallel, prepared: Prepared, *, device: torch.device | None = None, has_scaler: bool = False
+    model: DistributedDataParallel,
+    prepared: PreparedModel,
+    *,
+    device: torch.device | None = None,
+    has_scaler: bool = False,
 ) -> Session:
-    """Register the hook, unless there is one rank only.
+    """Register the hook, unless there is only one rank.
 
-    On CPU, and for local steps, a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
+    On CPU, and for local steps, its collectives have their own process group, with DDP's timeout.
 
     Args:
         model: What was prepared, in ``DistributedDataParallel``.
         prepared: By `prepare`.
-        device: Of the gradients; None: of the parameters.
+        device: Of the gradients; None: that of the parameters.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -110,7 +112,7 @@ def attach_ddp(
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.always_local):
         hook = DDPHook(model, sync)
-    module, ignored = model.module, model.parameters_to_ignore  # the digest is not to keep the wrapper alive
+    module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), ranks.world, device)
     session = _session(module, prepared, sync, group, hook=hook, digest=digest, choice=choice, ddp=model)
     session.close_with(model)
@@ -119,20 +121,20 @@ def attach_ddp(
 
 def attach_replica(
     module: nn.Module,
-    prepared: Prepared,
+    prepared: PreparedModel,
     *,
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     has_scaler: bool = False,
     ddp: DistributedDataParallel | None = None,
 ) -> Session:
-    """One of the replicas that come and go: a process with a whole model, which meets the others in `Session.resume`,
-    before its first forward pass of training at the latest.
+    """A replica that may join and leave: a process with a whole model, which meets the others in `Session.resume`, at
+    the latest before its first forward pass in training.
 
     Args:
         module: What was prepared, with ``elastic`` among the options.
         prepared: By `prepare`.
-        device: Of the gradients; None: of the parameters.
+        device: Of the gradients; None: that of the parameters.
         group: This one rank; None: the default group, which has only this rank.
         has_scaler: Whether a loss scaler is used (float16).
         ddp: Around `module`, if it is wrapped.
@@ -150,14 +152,14 @@ def attach_replica(
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
-    """What DDP will put together once it knows the order of gradients."""
+    """The buckets that DDP will make once it knows the order of gradients."""
     params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
     trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
     return ddp_buckets(trained, cap_nbytes)
 
 
-def _without_ignored(model: DistributedDataParallel, prepared: Prepared) -> Prepared:
-    """DDP never comes with the gradients of what it ignores, or reduces by itself."""
+def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) -> PreparedModel:
+    """DDP passes no gradients of parameters that it ignores or reduces itself."""
     names = {canonical_name(name) for name in model.parameters_to_ignore}
     left_out = [spec.name for spec in prepared.specs if spec.name in names]
     if left_out and dist.get_rank(model.process_group) == 0:
@@ -166,13 +168,13 @@ def _without_ignored(model: DistributedDataParallel, prepared: Prepared) -> Prep
 
 
 def _named(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
-    """What DDP keeps the same on all ranks: all parameters that it does not ignore."""
+    """The parameters that DDP keeps equal on all ranks: those that it does not ignore."""
     return {canonical_name(name): param for name, param in module.named_parameters() if name not in ignored}
 
 
 def attach_fsdp(
     module: nn.Module,
-    prepared: Prepared,
+    prepared: PreparedModel,
     *,
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
@@ -183,7 +185,7 @@ def attach_fsdp(
     Args:
         module: What was prepared, after ``fully_shard``.
         prepared: By `prepare`, with ``scatter=True``.
-        device: Of the gradients; None: of the parameters.
+        device: Of the gradients; None: that of the parameters.
         group: All ranks that train it; None: all ranks.
         has_scaler: Whether a loss scaler is used (float16).
 
@@ -191,9 +193,9 @@ def attach_fsdp(
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
     check_fsdp(module, scatter=prepared.scatter)
-    if not any(True for _ in sharded_groups(module)):
+    if not sharded_groups(module):
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
-    reshard(module)  # as a forward pass without a backward pass has left it
+    reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module)
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
@@ -205,11 +207,12 @@ def attach_fsdp(
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
     else:
         check_process_groups(module, group, replicated=False)
-    prepared = fit_to_memory(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
+    coding = weight_coding(prepared)
+    prepared = fit_to_memory(prepared, coding, ranks, device, module)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, sync, side)
-    wiring.take(weight_coding(prepared))  # what cannot be served is refused now
+    wiring.take(prepared.options.weights or coding)  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
         wiring.give_back()
@@ -219,11 +222,11 @@ def attach_fsdp(
 
 
 def _as_replica(
-    module: nn.Module, prepared: Prepared, ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None
+    module: nn.Module, prepared: PreparedModel, ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Ranks, Membership | None]:
-    """HSDP: the ranks of a node have one model together, and all replicas get the weights of the first.
+    """HSDP: the ranks of a node share one model, and all replicas get the weights of the first.
 
-    Where replicas come and go all ranks have one model together, and are one of them.
+    With `elastic` all ranks share one model, which is one replica.
     """
     assert ranks.intra_node is not None
     check_process_groups(module, ranks.intra_node.group, replicated=True)
@@ -244,7 +247,7 @@ def _as_replica(
 
 def _session(
     module: nn.Module,
-    prepared: Prepared,
+    prepared: PreparedModel,
     sync: GradientSync,
     group: dist.ProcessGroup | None,
     *,
@@ -254,7 +257,7 @@ def _session(
     ddp: DistributedDataParallel | None = None,
     membership: Membership | None = None,
 ) -> Session:
-    """All that is around a model's engine. `digest`: if parameters are to be compared."""
+    """The session around a model's engine. `digest`: compares parameters."""
     options, ranks = prepared.options, sync.ranks
     follow_second_moment(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and membership is None
@@ -279,19 +282,19 @@ def _session(
     return session
 
 
-def _is_to_choose(prepared: Prepared, ranks: Ranks) -> bool:
-    """Whether the package is to choose, and there is somebody to send to."""
+def _is_to_choose(prepared: PreparedModel, ranks: Ranks) -> bool:
+    """Whether `Auto` has something to choose."""
     return isinstance(prepared.compressor, Auto) and not ranks.alone
 
 
-def weight_coding(prepared: Prepared) -> WeightCoding:
-    """How weights are coded: exactly where they stay inside a node, whose links are fast, unless chosen otherwise."""
+def weight_coding(prepared: PreparedModel) -> WeightCoding:
+    """How weights are coded. Unless chosen: exactly under HSDP, where they stay inside a node with fast links."""
     unchosen = Exact() if prepared.shard_size is not None else default_weights(prepared.compressor)
     return prepared.options.weights or unchosen
 
 
 def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
-    """What must be the same on all ranks and is known only when the model has been wrapped."""
+    """What must be the same on all ranks, and is known only once the model has been wrapped."""
     return {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}
 
 
@@ -302,13 +305,13 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def used_compressor(prepared: Prepared, shape: Shape) -> Compressor:
-    """One rank alone keeps no residuals, save what a checkpoint brings along."""
+def used_compressor(prepared: PreparedModel, shape: Shape) -> Compressor:
+    """A single rank compresses nothing, and keeps only the residuals that a checkpoint brings along."""
     return Dense() if shape.num_peers == 1 else prepared.compressor
 
 
-def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
-    """The engine of a prepared model, before anything calls it."""
+def make_engine(prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
+    """The engine of a prepared model."""
     options = prepared.options
     sync = GradientSync(
         prepared.compressor if ranks.comes_and_goes else used_compressor(prepared, ranks.shape),
@@ -328,8 +331,8 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     return sync
 
 
-def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepared) -> None:
-    """Where it is wanted, and there is anybody to train with."""
+def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
+    """Exchange squares of gradients if the options ask for it and there are several ranks."""
     options = prepared.options
     if sync.ranks.alone:
         return
@@ -354,7 +357,7 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepar
 
 
 def _report(sync: GradientSync, options: SyncOptions) -> None:
-    """Called when everything is attached: only then the memory for messages is known."""
+    """Called last: only then the memory for messages is known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
         return
     if sync.ranks.rank == 0:

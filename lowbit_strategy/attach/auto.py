@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lowbit_strategy.attach.fit import room_for
-from lowbit_strategy.attach.prepare import Prepared
+from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
@@ -85,7 +85,7 @@ def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list
 
 
 def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
-    """With what the user has chosen for single parameters."""
+    """`compressor` with the user's choices for single parameters."""
     defaults = {field.name: field.default for field in fields(Compressor)}
     chosen = {name: getattr(auto, name) for name, value in defaults.items() if getattr(auto, name) != value}
     return replace(compressor, **chosen)
@@ -109,10 +109,12 @@ class AutoChoice:
         active: What is in force; None: the framework's own.
         reason: Why it is, once it has been decided.
         trial_steps: Steps that the last trial took, the framework's own among them.
-        trial_s: What it cost beyond as many of the framework's own steps.
+        trial_s: What it cost beyond the same number of the framework's own steps.
     """
 
-    def __init__(self, prepared: Prepared, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, prepared: PreparedModel, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None
+    ) -> None:
         assert isinstance(prepared.compressor, Auto)
         self.auto = prepared.compressor
         self.sync = sync
@@ -133,11 +135,11 @@ class AutoChoice:
         self._reference_s: float | None = None
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
-        self._begin_own()
+        self._time_baseline()
         sync.save_with(EXTRA_STATE_KEY, self)
 
     @property
-    def is_own(self) -> bool:
+    def is_baseline(self) -> bool:
         """Whether steps are the framework's own, which the engine knows nothing of."""
         return self.active is None and self.phase != "empty"
 
@@ -145,7 +147,7 @@ class AutoChoice:
 
     def end_step(self) -> bool:
         """An optimizer step that counts is over, on all ranks. Returns True."""
-        if self.is_own:
+        if self.is_baseline:
             self.sync.count_local_step()
         self.trial_steps += self.phase != "settled"
         self._clock.end_step()
@@ -169,7 +171,7 @@ class AutoChoice:
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
-    def _begin_own(self) -> None:
+    def _time_baseline(self) -> None:
         self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
 
     def _try_all(self) -> None:
@@ -302,7 +304,7 @@ class AutoChoice:
 
     def _restart(self) -> None:
         self.phase, self.trial_steps, self.trial_s = "own", 0, 0.0
-        self._begin_own()
+        self._time_baseline()
 
     def _inform(self, text: str) -> None:
         if self.sync.ranks.rank == 0:

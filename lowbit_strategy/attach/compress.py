@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
-from lowbit_strategy.attach.optimizer_checks import check_optimizers
-from lowbit_strategy.attach.order_checks import MADE_BEFORE_SHARDING
+from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -58,7 +57,7 @@ def compress(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     is_ddp = isinstance(model, DistributedDataParallel)
-    if not is_ddp and not any(True for _ in sharded_groups(model)):
+    if not is_ddp and not sharded_groups(model):
         raise ValueError(
             f"compress was given a {type(model).__name__} that nothing synchronises: give it what"
             " DistributedDataParallel returned, or a module that was sharded with fully_shard"

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from lowbit_strategy.attach.prepare import Prepared
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
-from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 
 def fit_to_memory(
-    prepared: Prepared,
+    prepared: PreparedModel,
     weights: WeightCoding | None,
     ranks: Ranks,
     device: torch.device,
-    modules: Mapping[str, ModuleLayout] | None = None,
-) -> Prepared:
+    sharded: nn.Module | None = None,
+) -> PreparedModel:
     """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
+
+    Args:
+        prepared: As asked for.
+        weights: How FSDP2's weights travel.
+        ranks: That train the model.
+        device: Of gradients.
+        sharded: The model under FSDP2.
 
     Raises:
         ValueError: Nothing fits.
     """
+    if ranks.alone or (prepared.options.memory is None and device.type != "cuda"):
+        return prepared
     shards = {"ddp": 1, "fsdp": ranks.shape.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
     own_numel = sum(spec.numel for spec in prepared.specs) // shards
     room, limit = room_for(prepared.options.memory, device, ranks, own_numel)
-    if room is None or ranks.alone:
-        return prepared
+    assert room is not None
     setup = Setup(
         specs=prepared.specs,
         shape=ranks.shape,
         layout=prepared.layout,
-        modules=modules or {},
+        modules={} if sharded is None else module_layouts(sharded),
         squares=prepared.exchanges_squares,
     )
     options = prepared.options
@@ -56,7 +65,7 @@ def fit_to_memory(
 
 
 def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:
-    """`unchanged`: the ways with the compressor that was asked for."""
+    """`unchanged`: the choices with the requested compressor."""
     if chosen not in unchanged:
         smallest = min(unchanged, key=lambda way: way.memory.total)
         warnings.warn(
@@ -69,9 +78,9 @@ def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbyt
 
 
 def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel: int = 0) -> tuple[int | None, int]:
-    """Bytes that should be enough, and that must be, on the rank that has least; None: nothing limits them.
+    """Bytes that compression should keep within, and those that it must, on the rank that has least; None: no limit.
 
-    `own_numel`: elements whose gradients and optimizer state are still to come.
+    `own_numel`: elements whose gradients and optimizer state have not been allocated yet.
     """
     if memory is not None:
         return int(memory * 1e9), int(memory * 1e9)

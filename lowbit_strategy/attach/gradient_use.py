@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.optimizer_checks import check_keeps_weights, check_synchronises
-from lowbit_strategy.attach.order_checks import NEVER_ATTACHED
+from lowbit_strategy.attach.checks import NEVER_ATTACHED, check_keeps_weights, check_synchronises
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.frozen import Frozen
 from lowbit_strategy.model.mean_moment import has_stepped
@@ -170,7 +169,7 @@ _handles: list[Any] = []  # torch's hook, once per process
 def watch_optimizers(watcher: Watcher) -> None:
     """Tell a watcher, as long as it lives, after every step of an optimizer of ``torch.optim``.
 
-    One that watched the same model before no longer does: another trainer has taken the model over.
+    An earlier watcher of the same model is removed: another trainer has taken the model over.
     """
     for other in list(_watchers):
         if other is not watcher and not other.param_ids.isdisjoint(watcher.param_ids):
@@ -181,7 +180,7 @@ def watch_optimizers(watcher: Watcher) -> None:
 
 
 def forget_optimizers(watcher: Watcher) -> None:
-    """Tell it no more."""
+    """Stop telling it."""
     _watchers.discard(watcher)
 
 

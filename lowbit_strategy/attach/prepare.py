@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.attach.checks import check_bare
 from lowbit_strategy.attach.gradient_use import expect_attachment
-from lowbit_strategy.attach.order_checks import check_bare
 from lowbit_strategy.attach.sync_options import SyncOptions, check_options
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.model.handshake import facts, handshake, plain
+from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
 from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.squares import needs_squares
@@ -26,7 +26,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A model that all ranks agree on."""
 
     compressor: Compressor
@@ -43,15 +43,15 @@ class Prepared:
 
     @property
     def node_size(self) -> int | None:
-        """Ranks of a node, where they have two levels."""
-        one_level = self.options.two_level is False or self.options.outer is not None  # local steps: of each rank
+        """Ranks per node with two levels; None: one level."""
+        one_level = self.options.two_level is False or self.options.outer is not None  # every rank steps by itself
         if self.shard_size is not None or one_level or self.topology.obstacle is not None:
             return None
         return self.topology.ranks_per_node
 
     @property
     def exchanges_squares(self) -> bool:
-        """Whether ranks do for Adam's second moment: as asked, otherwise where it is known to need it."""
+        """Whether ranks exchange squares for Adam's second moment: as chosen, else where few bits need it."""
         options = self.options
         if options.outer is not None:
             return False
@@ -67,13 +67,13 @@ def prepare(
     *,
     scatter: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """Check the configuration against the model, on all ranks together.
 
     Args:
         module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
         compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
-        options: What stands beside the compressor; None: the defaults.
+        options: Beside the compressor; None: the defaults.
         scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
         group: All ranks that train it; None: all ranks.
 
@@ -85,7 +85,7 @@ def prepare(
     compressor = as_compressor(compressor)
     options = SyncOptions() if options is None else options
     specs = checked_specs(module, compressor, options, scatter=scatter)
-    handshake(facts(compressor, module, scatter=scatter, settings=settings_of(options)), group)
+    handshake(fingerprint(compressor, module, scatter=scatter, settings=settings_of(options)), group)
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
@@ -96,7 +96,7 @@ def prepare(
 def checked_specs(
     module: nn.Module, compressor: Compressor, options: SyncOptions, *, scatter: bool
 ) -> tuple[TensorSpec, ...]:
-    """The parameters to synchronise, if model, compressor and options go together; asks no other rank.
+    """The parameters to synchronize, if model, compressor and options go together. Not a collective.
 
     Raises:
         ValueError: They do not.
@@ -122,8 +122,8 @@ def checked_specs(
 
 def prepared_for(
     topology: Topology, compressor: Compressor, options: SyncOptions, specs: tuple[TensorSpec, ...], *, scatter: bool
-) -> Prepared:
-    """What has been checked, on these nodes.
+) -> PreparedModel:
+    """A checked configuration on the nodes that there are.
 
     Raises:
         ValueError: `two_level` or `shard_size` does not suit them.
@@ -131,7 +131,7 @@ def prepared_for(
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = Prepared(compressor, options, specs, scatter, topology, shard_size)
+    prepared = PreparedModel(compressor, options, specs, scatter, topology, shard_size)
     if options.second_moment and prepared.node_size is not None and not scatter:
         raise ValueError(
             "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"
@@ -143,4 +143,4 @@ def prepared_for(
 def settings_of(options: SyncOptions) -> dict[str, object]:
     """The options as plain values."""
     plainly = {field.name: getattr(options, field.name) for field in fields(options)}
-    return plainly | plain("weights", plainly["weights"])
+    return plainly | to_plain("weights", plainly["weights"])

@@ -1,7 +1,8 @@
-"""A model as one of the replicas that come and go."""
+"""A model as one of the replicas that join and leave."""
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowbit_strategy.attach.prepare import Prepared, settings_of
+from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.model.handshake import facts, plain
+from lowbit_strategy.model.handshake import fingerprint, to_plain
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.membership import Membership
@@ -21,7 +22,7 @@ from lowbit_strategy.ranks.membership import Membership
 _NO_TIMEOUT = timedelta(days=30)
 
 
-def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGroup | None) -> Membership:
+def membership_of(prepared: PreparedModel, module: nn.Module, group: dist.ProcessGroup | None) -> Membership:
     """Registers this replica, which meets the others in `Session.resume`; call on all of its ranks.
 
     Args:
@@ -41,9 +42,8 @@ def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGrou
             ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
         )
     settings = settings_of(options) | {"shard_size": prepared.shard_size}
-    same = facts(prepared.compressor, module, scatter=prepared.scatter, settings=settings) | plain(
-        "outer", options.outer
-    )
+    same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
+    same |= to_plain("outer", options.outer)
     for own in ("elastic", "memory"):
         same.pop(own, None)
     frozen = ((name, param) for name, param in module.named_parameters() if not param.requires_grad)
@@ -68,6 +68,14 @@ def join_before_forward(session: Session, module: nn.Module) -> None:
 
     hook = module.register_forward_pre_hook(join, prepend=True)  # before the one in which FSDP2 gathers weights
     session.replica.on_join = hook.remove
+
+
+def advance_schedule(schedule: Any, num_steps: int) -> None:
+    """Bring a schedule of the learning rate to where the other replicas are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer has not stepped before the schedule
+        for _ in range(num_steps):
+            schedule.step()
 
 
 def one_replica(options: SyncOptions) -> str:

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.gradient_use import GradientUse, forget_optimizers, watch_optimizers
-from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.order_checks import (
+from lowbit_strategy.attach.checks import (
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
     NO_STEP_HAS_ENDED,
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
+from lowbit_strategy.attach.gradient_use import GradientUse, forget_optimizers, watch_optimizers
+from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.checkpoint import capture
@@ -102,13 +102,13 @@ class Session:
         return self.local is not None and self.local.outer is not None
 
     @property
-    def is_own(self) -> bool:  # steps are the framework's own: chosen, or timed
-        return self.auto is not None and self.auto.is_own
+    def is_baseline(self) -> bool:  # steps are the framework's own: chosen, or being timed
+        return self.auto is not None and self.auto.is_baseline
 
     @property
     def has_open_step(self) -> bool:
         """Whether an optimizer's step would end something."""
-        return self.trains_locally or self.is_own or self.sync.in_step or bool(self.sync.transactions.prepared)
+        return self.trains_locally or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
 
     @property
     def replica(self) -> ElasticOuterSync | None:
@@ -136,13 +136,13 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Before a forward pass in training, if the framework knows that moment. Later no turn may come."""
+        """Before a forward pass in training, if the framework knows that moment: the last one to change weights."""
         self._end_open_step()
         if self.local is not None:
             self.local.begin_forward()
 
     def _end_open_step(self) -> None:
-        """Training goes on, or is saved: a step is over that optimizers have taken and nothing has ended."""
+        """Training goes on or is saved: end a step that optimizers have taken and nothing has ended."""
         if self._is_open:
             self.end_step()
         self._use.stepped.clear()
@@ -175,7 +175,7 @@ class Session:
             self.extend()
         if self.replica is not None:
             self.replica.check_joined()
-        if self.trains_locally or self.is_own or self.sync.ranks.alone:
+        if self.trains_locally or self.is_baseline or self.sync.ranks.alone:
             if loss is not None and self.local is not None and self.local.outer is not None:
                 self.local.outer.observe_loss(loss)
             return
@@ -209,7 +209,7 @@ class Session:
             return True
         if scaler is not None:
             self._scale.read(scaler)
-        if self.auto is not None and self.auto.is_own:
+        if self.auto is not None and self.auto.is_baseline:
             return self.auto.end_step()
         comm = self.sync.ranks.peers
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
@@ -390,7 +390,7 @@ class Session:
                 self.sync.weights.comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
-        """Close when `model` is gone, in the place of the one it was so far."""
+        """Close when `model` is gone, and no longer when an earlier one is."""
         self._let_go_of_model()
         self._use.ddp_of = weakref.ref(model)
         finalizer = weakref.finalize(model, self.close)

@@ -1,6 +1,6 @@
 """The constructors of the strategies, one for DDP and one for FSDP2, the same for Lightning and Fabric.
 
-Their arguments are written out, so that LightningCLI and editors know them. All that is about synchronisation goes into
+Their arguments are written out, so that LightningCLI and editors know them. All that is about synchronization goes into
 one `SyncOptions`: a new option is a field there, an argument in the two constructors here and a field of
 `LowBitPlugin`; a test compares the three. What an option does is written in `SyncOptions` alone: `documented_options`
 fills it in.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +32,7 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.options.suggestions import unknown_option
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
@@ -39,6 +40,7 @@ from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 Accumulate = Literal["local", "reduce"]
+_FSDP_ONLY = ("shard_size", "weights")
 
 # Options of FSDP1, for those who come from it.
 _FSDP1_REMEDIES = {
@@ -106,7 +108,7 @@ class DDPConstructor(_Options):
         of_ddp = [
             name for each in (super().__init__, DistributedDataParallel) for name in inspect.signature(each).parameters
         ]
-        _refuse_unknown(type(self), kwargs, (*_own_options(DDPConstructor), *of_ddp))
+        _refuse_unknown(type(self), kwargs, (*inspect.signature(DDPConstructor).parameters, *of_ddp))
         super().__init__(**kwargs)
         self._configure(compressor, arguments, scatter=False)
 
@@ -144,10 +146,10 @@ class FSDPConstructor(_Options):
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        **unknown: Any,
+        **unknown: NoReturn,  # type checkers refuse them, too
     ) -> None:
         arguments = locals()
-        _refuse_unknown(type(self), unknown, _own_options(FSDPConstructor), _FSDP1_REMEDIES)
+        _refuse_unknown(type(self), unknown, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
             tensor_parallel_size=1,
@@ -166,9 +168,17 @@ class FSDPConstructor(_Options):
         self.min_shard_numel, self.mp_policy, self.accumulate = min_shard_numel, mp_policy, accumulate
         self._configure(compressor, arguments, scatter=True)
 
-    def policy_of(self, plugin: Any) -> MixedPrecisionPolicy:
-        """FSDP2's types: the user's own, or what the framework's `plugin` for precision stands for."""
-        return policy_of(getattr(plugin, "precision", "")) if self.mp_policy is None else self.mp_policy
+    def shard(self, module: nn.Module, device_mesh: Any, precision: Any, *, by_child: bool = False) -> nn.Module:
+        """Shard `module` in place, in the types that were chosen or that follow from the framework's `precision`."""
+        stock: Any = self
+        policy = ShardPolicy(
+            min_numel=self.min_shard_numel,
+            forward_methods=("training_step", "validation_step", "test_step", "predict_step"),
+            by_child=by_child,
+            mp_policy=self.mp_policy or policy_of(getattr(precision, "precision", "")),
+        )
+        shard_any(module, device_mesh["data_parallel"], stock.root_device, policy)
+        return module
 
     def stock_options(self) -> dict[str, Any]:
         """More arguments of the framework's strategy."""
@@ -199,28 +209,22 @@ class FSDPConstructor(_Options):
         return None if self.options.shard_size is not None else stock.device_mesh["data_parallel"].get_group()
 
 
-def _own_options(constructor: type) -> list[str]:
-    signature = inspect.signature(constructor)
-    return [name for name, option in signature.parameters.items() if option.kind is not option.VAR_KEYWORD]
-
-
 def _refuse_unknown(
-    strategy: type, options: Iterable[str], known: Iterable[str], remedies: Mapping[str, str] = MappingProxyType({})
+    strategy: type, options: Iterable[str], known: Collection[str], remedies: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Raises:
     TypeError: There is an option that is not in `known`. The message has the nearest one, or where the option goes.
     """
-    known = list(dict.fromkeys(known))
     for name in options:
         if name in remedies:
             raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {remedies[name]}")
         if name not in known:
-            raise unknown_option(strategy.__name__, name, known, advice=_whose(strategy, name))
+            raise unknown_option(strategy.__name__, name, dict.fromkeys(known), advice=_whose(strategy, name))
 
 
 def _whose(strategy: type, name: str) -> str:
-    """Where an option goes that is none of a strategy's; empty if nothing has it."""
-    if name in {field.name for field in dataclasses.fields(SyncOptions)} & set(_own_options(FSDPConstructor)):
+    """Hint for an unknown option that belongs to another class; "" if none has it."""
+    if name in _FSDP_ONLY:
         return "it is for FSDP2, LowBitFSDPStrategy"  # asked of DDP
     for of, form, configurations in (
         ("compressor", f"{strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values())),

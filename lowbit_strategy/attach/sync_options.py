@@ -23,39 +23,37 @@ class SyncOptions:
             every rank the mean of the saved ones (reads all ranks' files).
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to start
             from zero.
-        rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
-            second copy of the residuals.
+        rollback: Restore residuals when a step overflows. None: only with a loss scaler (fp16); costs a second copy of
+            the residuals.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
-            of different types. Local steps: the anchors, after as many turns. Under HSDP it is the replicas whose
-            parameters are compared.
+            of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
         two_level: Gradients are added up exactly inside a node and compressed between the ranks of equal index on all
-            nodes, so that each travels once per node and not once per rank. None: where several nodes have as many
-            ranks each, more than one. False: all ranks exchange with all others.
-        shard_size: FSDP2: how many ranks have one model together, on one node; their shards' gradients are compressed
+            nodes, so that each travels once per node and not once per rank. None: enabled when there are several nodes
+            with the same number (> 1) of ranks. False: all ranks exchange with all others.
+        shard_size: FSDP2: how many ranks of a node share one model; the gradients of their shards are compressed
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: as `default_weights` chooses for the compressor.
         outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
             name. None: gradients are synchronised in every step.
-        elastic: Replicas that come and go, each with a world of its own: `Elastic`, with the address of a lighthouse.
-            Needs `outer`, and the extra ``elastic``. None: all ranks stay from the beginning to the end.
+        elastic: Replicas join and leave, each with its own world: `Elastic`, with the address of a lighthouse. Needs
+            `outer`, and the extra ``elastic``. None: the ranks are the same from the beginning to the end.
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
-            module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
-            as codes, unless `weights` is given; LoCo's residuals are not kept, at 4 bits and more and among four ranks
-            or nodes and more, where the loss of that was measured. None: half of what the
-            smallest GPU has free beside parameters, gradients and Adam's state, from an eighth to a quarter of its
-            memory; on CPUs nothing is limited.
-        far_links: On CPU: all messages travel at once, point to point, and are received where memory was set aside in
-            the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
-            trip takes 5 ms or more, which is measured.
-        second_moment: For few bits and optimizers of Adam's kind: ranks exchange squares of their own gradients in one
-            step of 32, an eighth of a bit per element and step, and make `exp_avg_sq` of them, which compression's
-            noise would else enlarge. Below the best learning rate, and where it decays, one bit needs far fewer steps
-            then. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank corrects its
-            own, which is then as small as that of the ranks' mean gradients, and nothing is sent or kept: see
-            `MeanMoment`. None: squares are exchanged where LoCo's codes have two bits or fewer, until an optimizer
-            steps that is not of Adam's kind; not with `outer`, nor for two levels under DDP.
+            module. To fit, in this order: weights are gathered again in backward instead of being kept as codes,
+            unless `weights` is given; LoCo's residuals are dropped, at 4 bits or more and with at least four ranks or
+            nodes, where the loss was measured. None: half of what the smallest GPU has free after parameters,
+            gradients and Adam's state, from an eighth to a quarter of its memory; unlimited on CPUs.
+        far_links: On CPU: all messages travel at once, point to point, into buffers allocated in the step before.
+            Results are the same; a rank needs as much more memory as it sends per step. None: enabled if a measured
+            round trip takes 5 ms or more.
+        second_moment: For few bits and optimizers like Adam: in one step of 32 ranks exchange the squares of their own
+            gradients (an eighth of a bit per element and step) and compute `exp_avg_sq` from them, which compression
+            noise would otherwise enlarge. Below the best learning rate, and where it decays, one bit then needs far
+            fewer steps. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank scales
+            its own to the size it has for the ranks' mean gradient, and nothing is sent or kept: see `MeanMoment`.
+            None: enabled where LoCo's codes have two bits or fewer, until an optimizer steps that is not like Adam;
+            off with `outer`, and for two levels under DDP.
     """
 
     seed: int = 0

@@ -21,12 +21,11 @@ from lowbit_strategy.methods.weights import Exact, WeightCoding
 
 
 class DDPWiring:
-    """A model's two ways of communicating; it has the framework's own when this is made.
+    """Switches a DDP model between the framework's communication, with which it begins, and the engine's.
 
     Args:
         model: The wrapped model.
-        sync: Reduces while it is taken, in buckets of the default size unless the user has chosen one; the framework's
-            own keep theirs.
+        sync: Its buckets have the default size unless the user has chosen one; the framework's keep theirs.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
@@ -37,7 +36,7 @@ class DDPWiring:
         self.wrapped_anew(model)
 
     def wrapped_anew(self, model: DistributedDataParallel) -> DDPWiring:
-        """The framework has wrapped the module again, after `close`."""
+        """The framework has wrapped the module again, after `close`. Returns this object."""
         self._model_of = weakref.ref(model)  # the session closes when the model is gone
         self._chosen = chose_buckets(model)
         self._own_cap_mb = model.bucket_bytes_cap / 2**20
@@ -47,11 +46,11 @@ class DDPWiring:
 
     @property
     def cap_nbytes(self) -> int:
-        """Of the engine's buckets."""
+        """The size of the engine's buckets."""
         return round(2**20 * (self._own_cap_mb if self._chosen else self._cap))
 
     def take(self, weights: WeightCoding | None) -> None:
-        """The engine reduces gradients from now on. `weights`: how FSDP2's travel."""
+        """From now on the engine reduces gradients. `weights`: how FSDP2's travel."""
         self.close()
         model = self._model_of()
         assert model is not None
@@ -59,25 +58,25 @@ class DDPWiring:
         self._hook, self._taken = DDPHook(model, self._sync), True
 
     def give_back(self) -> None:
-        """The framework's own: no hook."""
+        """Back to the framework's communication: no hook."""
         self.close()
         self._taken = False
         if (model := self._model_of()) is not None:
             renew_reducer(model, None if self._chosen else self._own_cap_mb)
 
     def close(self) -> bool:
-        """End threads. Returns whether nothing runs any more."""
+        """End threads. Returns True once they have stopped."""
         hook, self._hook = self._hook, None
         return hook is None or hook.close()
 
 
 class FSDPWiring:
-    """As `DDPWiring`, for a model that is sharded over all ranks, or over those of a node.
+    """As `DDPWiring`, for a model that is sharded over all ranks or over those of a node.
 
     Args:
         module: The model.
-        sync: Reduces while it is taken.
-        side: Where shards are reduced while backward goes on; None: FSDP2 waits for each module's.
+        sync: Its engine.
+        side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync, side: OverlappedReducer | None = None) -> None:
@@ -103,7 +102,7 @@ class FSDPWiring:
         self._stock.restore(None if alone else self._hybrid_mesh())
 
     def _hybrid_mesh(self) -> DeviceMesh:
-        """HSDP: the engine's own groups, over which FSDP2 reduces in steps of its own."""
+        """HSDP: the engine's groups, for the steps in which FSDP2 reduces."""
         ranks = self._sync.ranks
         assert ranks.intra_node is not None
         world = ranks.world.group if ranks.world.group is not None else dist.group.WORLD
@@ -116,7 +115,7 @@ class FSDPWiring:
         )
 
     def close(self) -> bool:
-        """The model is as it was before; returns whether nothing runs any more."""
+        """Leave the model as it was before. Returns True once threads have stopped."""
         self._stock.release()
         return self._side is None or self._side.close()
 

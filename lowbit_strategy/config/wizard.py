@@ -81,7 +81,7 @@ def _warn_of(config: Mapping[str, Any]) -> None:
 
 
 def with_section(text: str, section: Section) -> str:
-    """`text` of a configuration with `section` in the place of the one it may have; all else is as it was."""
+    """`text` of a configuration with `section` instead of the one it may have; all else is unchanged."""
     written = yaml.safe_dump({SECTION: section}, sort_keys=False)
     root = yaml.compose(text)
     if not isinstance(root, yaml.MappingNode) or root.flow_style:  # JSON: there are no lines to put it between

@@ -75,7 +75,7 @@ def monitor(
     bounds: Bounds | None = None,
     record: str | Path | None = None,
 ) -> Observer:
-    """Log what compression does, every so many steps, through ``fabric.log_dict``; after ``fabric.setup``.
+    """Log what compression does, every n steps, through ``fabric.log_dict``; after ``fabric.setup``.
 
     A controller's decisions (`adapt`) go the same way.
 

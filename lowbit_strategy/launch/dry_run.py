@@ -1,12 +1,17 @@
-"""What would be compressed: the script runs in one process until it prepares its model, and ends there.
+"""What would be compressed, and how long a step would take: the script runs in one process until it prepares its model.
 
-Where its steps are to be predicted too and how long it computes is not given, it ends after a few steps.
+No processes, no memory for residuals. The script ends with the report; where its steps are to be predicted too and how
+long it computes is not given, after a few steps.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,13 +19,236 @@ import torch
 import wrapt
 from accelerate import Accelerator
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import step_time
+from lowbit_strategy.advisor.gather import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.timing.clocks import OptimizerClock
+from lowbit_strategy.advisor.timing.coding import measure_coding
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.attach.attach import used_compressor, weight_coding
+from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, prepared_for
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.launch.dry_run_report import Planned, plan
-from lowbit_strategy.launch.linked import Linked, time_steps
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
+from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
+from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.ranks.ranks import Shape, share_of
+from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.telemetry.startup_report import Report, report_of
+
+_WARM_STEPS, _TIMED_STEPS = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """The link that a run is planned for, as users write it, checked.
+
+    Args:
+        link: Bandwidth of a machine.
+        latency: Between machines, one way.
+        compute: A step without communication; empty: it is to be timed.
+    """
+
+    link: str
+    latency: str
+    compute: str
+
+    @classmethod
+    def of(cls, link: str, latency: str | None = None, compute: str | None = None) -> Linked:
+        """Raises:
+        ValueError: One is no quantity.
+        """
+        found = cls(link, latency or LATENCY, compute or "")
+        cluster_of(Said(link=found.link, latency=found.latency))
+        if found.compute:
+            units.duration(found.compute)
+        return found
+
+    def __str__(self) -> str:
+        return ",".join((self.link, self.latency, self.compute))
+
+    @classmethod
+    def parse(cls, text: str) -> Linked:
+        """What `str` gives.
+
+        Raises:
+            ValueError: One is no quantity.
+        """
+        return cls.of(*text.split(",")[:3])
+
+    def is_far(self, device: torch.device) -> bool:
+        """Whether ranks let all messages between machines travel at once, as they do on CPU."""
+        return self._is_here(device) and is_far(self.latency)
+
+    def _is_here(self, device: torch.device) -> bool:
+        """Whether devices of the run are like this one, a CPU: where computing is not given, they are taken to be."""
+        return device.type == "cpu" and not self.compute
+
+    def cluster(self, compressor: Compressor, device: torch.device) -> Cluster:
+        """The links, and how fast devices code: measured here, but of GPUs assumed where computing is given."""
+        links, _ = cluster_of(Said(link=self.link, latency=self.latency), on_cpu=self._is_here(device))
+        if self.compute:
+            return links
+        coding = measure_coding(compressor.phase(0), device)
+        return replace(links, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
+
+    def predict(self, plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
+        """A line for a report."""
+        ours = step_time(plan, cluster, compute_s, optimizer_s)
+        plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
+        coded = coding_of(cluster)
+        if self.compute:
+            sources = f"given; assumed: GPUs, {coded}, {INSIDE} inside a node"
+        else:
+            sources = (
+                f"{optimizer_s:.3g} s of it the optimizer, and {coded}, measured here; assumed: {INSIDE} inside a node"
+            )
+        return (
+            f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
+            f" ({ours.low:.3g} to {ours.high:.3g}); without compression {plain.seconds:.3g} s in float32,"
+            f" {half.seconds:.3g} s in bf16\n"
+            f"  computing takes {compute_s:.3g} s, {sources}"
+        )
+
+
+def time_steps(done: Callable[[float, float], None], device: torch.device) -> None:
+    """Time the script's steps, then call `done`, once, with the seconds of one and those of the optimizer in it."""
+    clock = OptimizerClock(device)
+    ends: list[float] = []
+    optimizer_s: list[float] = []
+
+    def stepped(*_: Any) -> None:
+        ends.append(time.perf_counter())
+        optimizer_s.append(clock.take())
+        if len(ends) > _WARM_STEPS + _TIMED_STEPS:
+            handle.remove()
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(ends[_WARM_STEPS:]))
+            done(step_s, statistics.median(optimizer_s[-_TIMED_STEPS:]))
+
+    handle = register_optimizer_step_post_hook(stepped)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The run that is planned, as ``ddp:8`` or, on two nodes of four, ``fsdp:2x4`` on command lines.
+
+    Args:
+        scatter: FSDP2 instead of DDP.
+        world_size: Processes in all, over all machines.
+        num_nodes: Machines, each with the same number of processes.
+    """
+
+    scatter: bool
+    world_size: int
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.num_nodes:
+            raise ValueError(
+                f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
+                " together, and every machine has to have as many"
+            )
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{'fsdp' if self.scatter else 'ddp'}:{nodes}{self.world_size // self.num_nodes}"
+
+    @classmethod
+    def parse(cls, text: str) -> Planned:
+        """Raises:
+        ValueError: Not of that form.
+        """
+        kind, _, shape = text.partition(":")
+        nodes, times, each = shape.rpartition("x")
+        numbers = [nodes, each] if times else ["1", each]
+        if kind not in ("ddp", "fsdp") or not all(number.isdigit() and int(number) for number in numbers):
+            raise ValueError(
+                f"a dry run is given as ddp:<processes> or fsdp:<processes>, or <nodes>x<processes>, got {text!r}"
+            )
+        num_nodes, per_node = map(int, numbers)
+        return cls(scatter=kind == "fsdp", world_size=num_nodes * per_node, num_nodes=num_nodes)
+
+
+def plan(
+    module: nn.Module,
+    compressor: Compressor,
+    planned: Planned,
+    *,
+    device: torch.device,
+    options: SyncOptions = SyncOptions(),  # noqa: B008 (frozen)
+    far: bool = False,
+) -> Report:
+    """What `prepare` and attaching would report for `module`.
+
+    Args:
+        module: On any device, meta included.
+        compressor: Configuration.
+        planned: The run.
+        device: Where that run's gradients will be.
+        options: Beside the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
+            of local steps the report is about those that come after a synchronous part.
+        far: Whether messages between machines take so long that all are to travel at once.
+
+    Raises:
+        ValueError, RuntimeError: As `prepare` would on these nodes.
+    """
+    specs = checked_specs(module, compressor, options, scatter=planned.scatter)
+    nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
+    topology = Topology(nodes, planned.world_size)
+    prepared = prepared_for(topology, compressor, options, specs, scatter=planned.scatter)
+    shape = _shape(prepared, far=far)
+    chosen = used_compressor(prepared, shape)
+    chosen.check(prepared.specs)
+    parts = [spec.shared(shape.share) for spec in prepared.specs]
+    itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
+    if prepared.scatter:
+        reduced = _as_one(prepared, itemsizes)
+    else:
+        reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
+    planned_run = make_plan(
+        parts,
+        assign_all(chosen.phase(0), parts),
+        shape,
+        prepared.layout,
+        reduced=reduced,
+        coding=weight_coding(prepared) if prepared.scatter else None,
+        modules=_layouts(module) if prepared.scatter else None,
+        outer=prepared.options.outer,
+    )
+    return report_of(planned_run, chosen, device=device)
+
+
+def _shape(prepared: PreparedModel, *, far: bool) -> Shape:
+    topology, size = prepared.topology, prepared.shard_size or prepared.node_size
+    scatter = prepared.scatter and prepared.shard_size is None
+    share = None if size is None else share_of(0, size, topology.world_size, scatter=scatter)
+    return Shape(topology.world_size, 0, share, topology, far and topology.num_nodes > 1)
+
+
+def _as_one(prepared: PreparedModel, itemsizes: Mapping[str, int]) -> list[ParamGroup]:
+    """All parameters of one type together, as if they were sharded as one."""
+    by_size: dict[int, list[str]] = {}
+    for spec in prepared.specs:
+        by_size.setdefault(itemsizes[spec.name], []).append(spec.name)
+    return [ParamGroup(tuple(names), size) for size, names in by_size.items()]
+
+
+def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
+    """All parameters of one type together, as if they were sharded as one."""
+    params = {canonical_name(name): param for name, param in module.named_parameters() if is_float(param)}
+    by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
+    for spec in describe_parameters(module, params):
+        by_dtype.setdefault(params[spec.name].dtype, []).append(spec)
+    return {
+        str(dtype): ModuleLayout(specs=tuple(specs), dtype=dtype, num_gathers=2) for dtype, specs in by_dtype.items()
+    }
 
 
 class DryRun:

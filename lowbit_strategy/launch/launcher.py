@@ -2,33 +2,138 @@
 
 1. Accelerate completes the arguments from the configuration file, section included
 2. `_complete`: a section has to be there, a dry run is run, several processes are started on CPU too
-3. Accelerate starts the processes, after the checks that `accelerate_commands` adds
-4. this process ends as they do
+3. Accelerate starts the processes, after the checks that `accelerate_hooks` adds
+4. this process ends as they do: exit status and signals pass through, both ways
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
 from unittest import mock
 
+import psutil
 import torch
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command_parser
 
 from lowbit_strategy.autoload import SECTION, VARIABLE, problem
 from lowbit_strategy.config.section import section_of
-from lowbit_strategy.launch.accelerate_commands import hand_on
-from lowbit_strategy.launch.arguments import launch_parser
-from lowbit_strategy.launch.dry_run_report import Planned
-from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
-from lowbit_strategy.launch.linked import Linked
+from lowbit_strategy.launch.accelerate_hooks import hand_on
+from lowbit_strategy.launch.dry_run import Linked, Planned
 
+# Parsed, but what they are for is refused.
+_NOT_SHOWN = ("DeepSpeed Arguments", "Megatron-LM Arguments", "ParallelismConfig Arguments", "TPU", "AWS Arguments")
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _RUN = "lowbit_strategy.run"
 _BENCH = "lowbit_strategy.advisor.bench"
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = launch_command_parser()
+    parser.prog = "lowbit launch"
+    parser.usage = "lowbit launch [flags] train.py [its own arguments]"
+    parser.formatter_class = _Help
+    parser.description = (
+        "Run an Accelerate or Hugging Face Trainer script with compressed gradients: accelerate launch with a"
+        f" {SECTION} section in its configuration file (lowbit config writes one)."
+    )
+    ours = parser.add_argument_group("Compression Arguments", "Those that accelerate launch does not have.")
+    ours.add_argument(
+        "--lowbit_config",
+        help=f"A file with a {SECTION} section, or the section itself, '{{compressor: loco, bits: 4}}'. Default: the"
+        " section of --config_file.",
+    )
+    ours.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="Report what would be compressed, bytes and residual memory for the model that the script prepares.",
+    )
+    ours.add_argument(
+        "--link", help="With --dry_run: bandwidth of a machine, such as 1gbit; adds predicted step times."
+    )
+    ours.add_argument("--latency", help="With --link: between machines, one way. Default: 0.1ms.")
+    ours.add_argument(
+        "--compute",
+        help="With --link: a step without communication, such as 0.9s. Default: a few steps of the script are"
+        " timed here, in one process.",
+    )
+    parser._action_groups = [group for group in parser._action_groups if group.title not in _NOT_SHOWN]
+    return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Every flag once. Accelerate's own formatter takes ``launch`` in ``sys.argv`` for a choice and hides most."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        shown = copy.copy(action)
+        shown.option_strings = [option for option in action.option_strings if "-" not in option[2:]]
+        super().add_argument(shown)
+
+
+def end_as(call: Callable[..., Any], *args: Any) -> None:
+    """Run Accelerate's launcher; leave with the script's status, ``128 + n`` if signal n ended it.
+
+    Raises:
+        SystemExit: The script failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        call(*args)
+    except subprocess.CalledProcessError as error:
+        _leave(error.returncode)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        print(error, file=sys.stderr)  # torchrun's summary: which rank, when, and where its log is
+        _leave(failure.exitcode)
+    except SignalException as error:
+        _leave(-int(error.sigval))
+
+
+def _leave(status: int) -> NoReturn:
+    raise SystemExit(128 - status if status < 0 else status)
+
+
+@contextlib.contextmanager
+def forwarded_signals() -> Iterator[None]:
+    """Signals sent to the launcher reach the processes it has started.
+
+    torchrun does that itself, with handlers of its own; this is for the single process that Accelerate starts
+    otherwise, which would be left behind.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and _from_terminal():
+            return  # Ctrl-C has reached the children already
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _from_terminal() -> bool:
+    """Whether this process is in the foreground of a terminal."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def launch(argv: Sequence[str]) -> None:

@@ -6,8 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lowbit_strategy.lightning.callbacks import AdaptiveCompressionMixin, CompressionMonitorMixin
-from lowbit_strategy.lightning.ddp import LowBitDDPMixin
-from lowbit_strategy.lightning.fsdp import LowBitFSDPMixin
+from lowbit_strategy.lightning.strategies import LowBitDDPMixin, LowBitFSDPMixin
 
 __all__ = ["AdaptiveCompression", "CompressionMonitor", "LowBitDDPStrategy", "LowBitFSDPStrategy"]
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
@@ -17,8 +17,7 @@ from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.bases import ParallelStrategy
-from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
-from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samples
+from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
@@ -104,7 +103,7 @@ class LowBitMixin(ParallelStrategy):
         signals = self._defer_signals(trainer)
         signals.begin()
         check_optimizers(self.compressor, self.options, self.optimizers)
-        warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
+        warning = ClippingWarning(self.compressor, logs=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
         loop: Any = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = functools.partial(

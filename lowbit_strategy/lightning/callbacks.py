@@ -115,7 +115,7 @@ class ControlCallbackMixin(Callback):
 
 def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
     def log(metrics: dict[str, float], step: int) -> None:
-        for logger in trainer.loggers:  # at once, whatever the loggers' interval is: the metrics are those of this step
+        for logger in trainer.loggers:  # now, regardless of the loggers' interval: the metrics are this step's
             logger.log_metrics(dict(metrics), step=step)
 
     control = ModelControl(sync, TrainerClock(trainer), log, reports_at_end_of_step=False)

@@ -12,7 +12,7 @@ steps is named by this exchange, not by DDP's own in the forward pass, which kno
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable
@@ -24,12 +24,8 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
-_REQUEUE = 2  # bits: of SIGTERM, of the requeue signal
-_TERMINATE = 1
-
-
-def _naming_lost_ranks() -> contextlib.AbstractContextManager[None]:
-    return naming_lost_ranks(None, "asking all ranks for signals", "")
+TERMINATE, REQUEUE = 1, 2  # bits of a message
+_naming_lost_ranks = functools.partial(naming_lost_ranks, None, "asking all ranks for signals", "")
 
 
 class DeferredSignals:
@@ -39,33 +35,38 @@ class DeferredSignals:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        environment = trainer._accelerator_connector.cluster_environment
+        requeue = getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
+        self._signals = {TERMINATE: signal.SIGTERM} | ({} if requeue is None else {REQUEUE: requeue})
         self._handlers: dict[int, list[Any]] = {}
         self._received = 0
         self._answered = 0  # before they have come here: a scheduler signals all ranks, but not in one moment
         self._answers: tuple[Tensor, Any] | None = None  # of all ranks, on their way
 
     def install(self) -> None:
-        """Take the place of the Trainer's handlers; further calls do nothing. The Trainer removes them with its own."""
+        """Replace the Trainer's handlers; further calls do nothing. The Trainer removes ours with its own."""
         if threading.current_thread() is not threading.main_thread() or self.trainer.world_size == 1:
             return
-        for bit, signum in self._signals().items():
+        for bit, signum in self._signals.items():
             handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
             if any(self._is_trainers(handler) for handler in handlers):
                 self._handlers[bit] = list(handlers)
-                signal.signal(signum, self._note)
-
-    def _signals(self) -> dict[int, signal.Signals]:
-        environment = self.trainer._accelerator_connector.cluster_environment
-        requeue = getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
-        return {_TERMINATE: signal.SIGTERM} | ({} if requeue is None else {_REQUEUE: requeue})
+                signal.signal(signum, functools.partial(self._note, bit))
 
     def _is_trainers(self, handler: Any) -> bool:
         return getattr(handler, "__self__", None) is self.trainer._signal_connector
 
-    def _note(self, signum: int, frame: Any) -> None:
-        bit = next(bit for bit, each in self._signals().items() if each == signum)
+    def _note(self, bit: int, *_: Any) -> None:
         self._received |= bit & ~self._answered
         self._answered &= ~bit
+
+    def has_received(self, bit: int) -> bool:
+        """Whether this rank has received the signal and has not answered it yet."""
+        return bool(self._received & bit)
+
+    def begin(self) -> None:
+        """Training begins. An answer that an earlier fit, which an error ended, has asked for is not waited for."""
+        self._answers = None
 
     def ask(self) -> None:
         """Before a backward pass, on all ranks: begin to ask what any has received, unless that is under way."""
@@ -77,22 +78,14 @@ class DeferredSignals:
         with _naming_lost_ranks():  # an all-reduce takes longer
             self._answers = all_W, dist.all_to_all_single(all_W, mine_W, async_op=True)
 
-    def _hear(self) -> list[int]:
-        """What each rank had received when it was asked last."""
-        assert self._answers is not None
+    def finish(self) -> list[int]:
+        """Wait for the answers, if any are on their way: what each rank had received when it was asked last."""
+        if self._answers is None:
+            return []
         (all_W, work), self._answers = self._answers, None
         with _naming_lost_ranks():
             work.wait()
         return list(all_W.tolist())
-
-    def begin(self) -> None:
-        """Training begins. What an earlier fit has asked, which an error ended, is not waited for."""
-        self._answers = None
-
-    def finish(self) -> None:
-        """Training has ended on all ranks: nothing stays on its way."""
-        if self._answers is not None:
-            self._hear()
 
     def agree(self, stop: Callable[[], None]) -> None:
         """Start of a batch, on all ranks: run the handlers of what any rank had received when it was asked.
@@ -100,45 +93,32 @@ class DeferredSignals:
         Args:
             stop: Ends training on all ranks if the Trainer has been terminated.
         """
-        self.ask()  # unless that is under way
-        wanted = self._hear()
-        if any(value & _REQUEUE for value in wanted):
-            self._run(_REQUEUE)
-        if any(value & _TERMINATE for value in wanted):
-            self._run(_TERMINATE)
+        self.ask()
+        received = self.finish()
+        if any(each & REQUEUE for each in received):
+            self.run(REQUEUE)
+        if any(each & TERMINATE for each in received):
+            self.run(TERMINATE)
             stop()
-
-    @property
-    def asks_to_requeue(self) -> bool:
-        """Whether this rank has received the requeue signal and has not answered it yet."""
-        return bool(self._received & _REQUEUE)
-
-    @property
-    def asks_to_end(self) -> bool:
-        """Whether this rank has received SIGTERM and has not answered it yet."""
-        return bool(self._received & _TERMINATE)
-
-    def requeue(self) -> None:
-        """Local steps: all ranks have learned that one of them has received the signal."""
-        self._run(_REQUEUE)
 
     def terminate_alone(self) -> bool:
         """Local steps, where the other ranks may be elsewhere: whether this rank has been terminated."""
-        if not self._received & _TERMINATE:
+        if not self.has_received(TERMINATE):
             return False
         connector, launcher = self.trainer._signal_connector, self.trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signal.SIGTERM)
         connector.received_sigterm = True
-        self._run(_TERMINATE, own_only=True)
+        self.run(TERMINATE, own_only=True)
         return True
 
-    def _run(self, bit: int, *, own_only: bool = False) -> None:
-        """The Trainer's handlers on every rank, others where the signal has come."""
-        received, self._received = bool(self._received & bit), self._received & ~bit
+    def run(self, bit: int, *, own_only: bool = False) -> None:
+        """All ranks know of the signal: run the Trainer's handlers on every rank, others where it has come."""
+        received = self.has_received(bit)
+        self._received &= ~bit
         if not received:
             self._answered |= bit
         for handler in self._handlers.get(bit, ()):
             chosen = not own_only if self._is_trainers(handler) else received
             if chosen and callable(handler):
-                handler(self._signals()[bit], None)
+                handler(self._signals[bit], None)

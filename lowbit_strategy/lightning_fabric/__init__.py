@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from lowbit_strategy.fabric.custom_loop import adapt, monitor
-from lowbit_strategy.fabric.ddp import LowBitFabricDDPMixin
-from lowbit_strategy.fabric.fsdp import LowBitFabricFSDPMixin
+from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin
 
 __all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy", "adapt", "monitor"]
 

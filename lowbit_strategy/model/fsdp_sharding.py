@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ShardedGroup:
     """One or several modules that FSDP2 shards as one.
 
@@ -40,15 +40,16 @@ class ShardedGroup:
     gathered_in_backward: bool
 
 
-def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
+def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What FSDP2 shards under `module`, in the order of its modules."""
+    found: list[ShardedGroup] = []
     seen: set[int] = set()
     inside: set[int] = set()  # of another sharded module
     for name, child in module.named_modules():
         if not isinstance(child, FSDPModule):
             continue
         is_root = id(child) not in inside
-        inside |= {id(each) for _, each in module.get_submodule(name).named_modules()} - {id(child)}
+        inside.update(map(id, module.get_submodule(name).modules()))
         state: Any = child._get_fsdp_state()
         if id(state) in seen or state._fsdp_param_group is None:
             continue  # a group made of several modules has one state
@@ -56,7 +57,8 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
         group = state._fsdp_param_group
         # FSDP2 keeps the outermost module's weights between forward and backward, unless reshard_after_forward was set
         stays = group.post_forward_mesh_info is None or (is_root and bool(state._auto_reshard_after_forward))
-        yield ShardedGroup(name=canonical_name(name), module=child, param_group=group, gathered_in_backward=not stays)
+        found.append(ShardedGroup(canonical_name(name), child, group, gathered_in_backward=not stays))
+    return found
 
 
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
@@ -82,14 +84,16 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
 
 def _uses(module: nn.Module) -> Counter[int]:
     """How many modules hold each parameter."""
-    return Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+    return Counter(
+        [id(param) for child in module.modules() for param in child._parameters.values() if param is not None]
+    )
 
 
 def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
     if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
         return False
-    tied_outside = any(uses[key] != count for key, count in _uses(entry).items())
-    return not tied_outside and sum(param.numel() for param in entry.parameters()) >= min_numel
+    is_large = sum(map(torch.Tensor.numel, entry.parameters())) >= min_numel
+    return is_large and _uses(entry).items() <= uses.items()  # not tied to a parameter outside
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
@@ -124,11 +128,12 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
     Each block is sharded before the next one is moved, so `device` never holds more than the shards and one block.
     Parameters on the meta device are created after sharding: no rank ever holds all of them.
     """
-    if not any(isinstance(child, FSDPModule) for child in module.modules()):
-        shard_module(module, mesh, policy, None if _on_meta(module) else functools.partial(bring, device=device))
+    on_meta = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
+    if not [child for child in module.modules() if isinstance(child, FSDPModule)]:
+        shard_module(module, mesh, policy, None if on_meta else functools.partial(bring, device=device))
     else:
         end_iteration(module)
-    if _on_meta(module):
+    if on_meta:
         materialize(module, device)
     module.to(device)
 
@@ -254,9 +259,9 @@ def check_held(module: nn.Module) -> None:
     """Raises:
     ValueError: FSDP2 shards a parameter that the model does not have any more.
     """
-    held = {id(param) for param in sharded_parameters(module).values()}
-    for each in sharded_groups(module):
-        if any(id(param.sharded_param) not in held for param in each.param_group.fsdp_params):
+    held = set(map(id, module.parameters()))
+    for each, param in [(group, param) for group in sharded_groups(module) for param in group.param_group.fsdp_params]:
+        if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
             raise ValueError(
                 f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it does not"
                 " have any more: a layer was replaced or removed after fully_shard, and what took its place is not"
@@ -333,10 +338,6 @@ def _check_children(module: nn.Module, children: list[nn.Module]) -> None:
                 f"parameter {name} {where}: with manual optimization every child of the module is sharded by itself."
                 " Put what shares parameters into one child, or use the DDP strategy"
             )
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from lowbit_strategy.version import __version__
 Facts = Mapping[str, object]
 
 
-def facts(
+def fingerprint(
     compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
 ) -> dict[str, object]:
     """Everything that must be the same on all ranks, by the name a user would know it by."""
@@ -27,7 +27,7 @@ def facts(
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
         "strategy": "fsdp" if scatter else "ddp",
-        **plain("compressor", compressor),
+        **to_plain("compressor", compressor),
         **settings,
         "parameters": [(name, tuple(param.shape)) for name, param in params.items()],
         "parameter types": [(name, str(param.dtype)) for name, param in params.items()],
@@ -39,19 +39,23 @@ def facts(
     }
 
 
-def plain(name: str, value: object) -> dict[str, object]:
+def to_plain(name: str, value: object) -> dict[str, object]:
     """A configuration as plain values by dotted names. Functions go by name: their address differs between ranks."""
-    if dataclasses.is_dataclass(value):
-        found: dict[str, object] = {name: type(value).__name__}
-        for field in dataclasses.fields(value):
-            found |= plain(f"{name}.{field.name}", getattr(value, field.name))
-        return found
-    if isinstance(value, tuple):
-        found = {name: f"{len(value)} entries"}
-        for index, entry in enumerate(value):
-            found |= plain(f"{name}[{index}]", entry)
-        return found
-    return {name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)}
+    found: dict[str, object] = {}
+    waiting = [(name, value)]
+    while waiting:
+        name, value = waiting.pop(0)
+        inside: list[tuple[str, object]] = []
+        if dataclasses.is_dataclass(value):
+            found[name] = type(value).__name__
+            inside = [(f"{name}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        elif isinstance(value, tuple):
+            found[name] = f"{len(value)} entries"
+            inside = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
+        else:
+            found[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+        waiting[:0] = inside
+    return found
 
 
 def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:

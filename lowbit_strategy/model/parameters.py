@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Sequence
+import itertools
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import Role, Selector, TensorSpec, matches
 
-_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+_WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SELECTOR_FIELDS = ("exempt", "high_precision")
 _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
@@ -21,7 +22,8 @@ _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
 
 def canonical_name(name: str) -> str:
     """A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+    parts = name.split(".")
+    return name if _WRAPPER_PARTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPER_PARTS)
 
 
 def is_float(param: torch.Tensor) -> bool:
@@ -31,12 +33,7 @@ def is_float(param: torch.Tensor) -> bool:
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that get gradients, by canonical name; tied parameters once."""
-    return {name: param for name, param in _named_parameters(module) if param.requires_grad}
-
-
-def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, param in module.named_parameters():
-        yield canonical_name(name), param
+    return {canonical_name(name): param for name, param in module.named_parameters() if param.requires_grad}
 
 
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
@@ -54,7 +51,8 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
             )
     roles = _roles(module)
     specs = []
-    for name, param in _named_parameters(module):
+    for path, param in module.named_parameters():
+        name = canonical_name(path)
         if not param.requires_grad and name not in also:
             continue
         if param.dtype not in _DTYPES:
@@ -62,13 +60,14 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
                 f"parameter {name} is {param.dtype}: gradients are reduced as float32, bfloat16 or float16."
                 " Convert it, train with another precision, or freeze it"
             )
-        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other"), _memory_order(param)))
+        order = None if param.is_contiguous() else _memory_order(param)
+        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other"), order))
     return specs
 
 
 def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
     """The order that DDP's buckets give to gradients of `param`."""
-    if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
+    if not torch.ops.aten.is_non_overlapping_and_dense(param):
         return None
     strides: Sequence[int] = param.stride()
     return tuple(sorted(range(param.ndim), key=lambda dim: -strides[dim]))
@@ -104,24 +103,25 @@ def _roles(module: nn.Module) -> dict[int, Role]:
         is_last = child is linears[-1][1]
         if name.rsplit(".", 1)[-1] in _HEAD_NAMES or (is_last and child.out_features in vocabularies):
             roles[id(child.weight)] = "head"
-    for each in module.modules():
-        roles |= {id(param): "head" for param in _head_of(each) if param.ndim > 1}
+    roles |= {id(param): "head" for head in _heads(module) for param in head.parameters() if param.ndim > 1}
     for table in module.modules():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
             roles[id(table.weight)] = "embedding"
     return roles
 
 
-def _head_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of what a module itself calls its output layer."""
-    for accessor in ("get_output_embeddings", "get_classifier"):
-        if callable(method := getattr(module, accessor, None)):
+def _heads(module: nn.Module) -> list[nn.Linear]:
+    """What the module and those inside it call their output layers."""
+    found = []
+    for each, accessor in itertools.product(module.modules(), ("get_output_embeddings", "get_classifier")):
+        if callable(method := getattr(each, accessor, None)):
             try:
                 head = method()
             except (NotImplementedError, AttributeError, TypeError):  # declared for all models, made for some
                 continue
             if isinstance(head, nn.Linear):
-                yield from head.parameters()
+                found.append(head)
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -145,30 +145,32 @@ def shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
 
 def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
     """One sentence for each pattern that matches no parameter, trained or frozen. Predicates may match nothing."""
+    patterns = [each for each in _selectors(compressor) if isinstance(each[1], str) and not each[1].startswith("@")]
+    if not patterns:
+        return []
     specs = [TensorSpec(canonical_name(name), tuple(param.shape)) for name, param in module.named_parameters()]
     unmatched: dict[str, None] = {}  # in order, each once
-    for field, selector in _selectors(compressor):
-        is_pattern = isinstance(selector, str) and not selector.startswith("@")
-        if is_pattern and not any(matches(selector, spec) for spec in specs):
+    for field, selector in patterns:
+        if not any(matches(selector, spec) for spec in specs):
             sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
             unmatched[sentence] = None
     return list(unmatched)
 
 
-def _selectors(value: object) -> Iterator[tuple[str, Selector]]:
+def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
     """All selectors of a configuration and of those inside it."""
-    if isinstance(value, Compressor):
-        for field in _SELECTOR_FIELDS:
-            for selector in getattr(value, field):
-                yield field, selector
-        for each in dataclasses.fields(value):
-            if each.name not in _SELECTOR_FIELDS:
-                yield from _selectors(getattr(value, each.name))
-    elif isinstance(value, tuple):
-        if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a rule of Partition
-            yield "rules", value[0]
-        for entry in value:
-            yield from _selectors(entry)
+    found: list[tuple[str, Selector]] = []
+    waiting: list[object] = [compressor]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Compressor):
+            found += [(field, selector) for field in _SELECTOR_FIELDS for selector in getattr(value, field)]
+            waiting[:0] = [getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _SELECTOR_FIELDS]
+        elif isinstance(value, tuple):
+            if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a Partition's rule
+                found.append(("rules", value[0]))
+            waiting[:0] = value
+    return found
 
 
 def _some(specs: Sequence[TensorSpec]) -> str:

@@ -42,20 +42,25 @@ def positional_configuration(cls: type[T]) -> type[T]:
 
 def _checking(cls: type[T]) -> type[T]:
     initialize = cls.__init__
-    fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    known = [field.name for field in fields]
-    names = [field.name for field in fields if not field.kw_only]
+    defaults: dict[str, Any] = {}
+    by_position: list[str] = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.init:
+            defaults[field.name] = field.default
+            by_position += [] if field.kw_only else [field.name]
 
     @functools.wraps(initialize)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
-        if unknown := next((name for name in options if name not in known), None):
-            raise unknown_option(type(self).__name__, unknown, known)
+        if not options.keys() <= defaults.keys():
+            unknown = next(name for name in options if name not in defaults)
+            raise unknown_option(type(self).__name__, unknown, defaults)
+        given = [*zip(by_position, values, strict=False), *options.items()]
+        changed = [(name, value) for name, value in given if value is not defaults[name]]
         kinds = types_of(cls)  # type: ignore[arg-type]
-        given = [*zip(names, values, strict=False), *options.items()]
-        made = convert_all([(name, value, kinds.get(name, Any)) for name, value in given], Source.CODE)
-        by_position = len(given) - len(options)
-        by_name = dict(zip(options, made[by_position:], strict=True))
-        initialize(self, *made[:by_position], *values[by_position:], **by_name)
+        made = convert_all([(name, value, kinds[name]) for name, value in changed], Source.CODE)
+        held = dict(given) | dict(zip(dict(changed), made, strict=True))
+        values = (*(held[name] for name, _ in zip(by_position, values, strict=False)), *values[len(by_position) :])
+        initialize(self, *values, **{name: held[name] for name in options})
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls

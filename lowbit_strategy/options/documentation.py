@@ -32,21 +32,20 @@ def documented_options(source: type) -> Callable[[type[T]], type[T]]:
 
     Those that the class's constructor does not have are left out, and those that its docstring has already.
     """
+    texts = arguments(source)
+    marker = re.compile(rf"^( *)@{source.__name__}\b.*\n(?:\1 +\S.*\n)*", re.MULTILINE)
 
     def fill(cls: type[T]) -> type[T]:
-        if cls.__doc__ is None:
+        if cls.__doc__ is None or (found := marker.search(cls.__doc__)) is None:
             return cls
-        marker = re.compile(rf"^( *)@{source.__name__}\b.*\n(?:\1 +\S.*\n)*", re.MULTILINE)
-        own = arguments(cls)
-        taken = [name for name in arguments(source) if name in inspect.signature(cls).parameters and name not in own]
-        texts = arguments(source)
-
-        def entries(found: re.Match[str]) -> str:
-            indents = {"initial_indent": found[1], "subsequent_indent": f"{found[1]}    "}
-            lines = [textwrap.fill(f"{name}: {texts[name]}", _WIDTH, **indents) for name in taken]  # type: ignore[arg-type]
-            return "".join(f"{line}\n" for line in lines)
-
-        cls.__doc__ = marker.sub(entries, cls.__doc__)
+        own, accepted = arguments(cls), inspect.signature(cls).parameters
+        margin = (found[1], f"{found[1]}    ")
+        entries = [
+            textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent=margin[0], subsequent_indent=margin[1]) + "\n"
+            for name, text in texts.items()
+            if name in accepted and name not in own
+        ]
+        cls.__doc__ = "".join([cls.__doc__[: found.start()], *entries, cls.__doc__[found.end() :]])
         return cls
 
     return fill

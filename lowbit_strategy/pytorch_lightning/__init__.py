@@ -6,8 +6,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lowbit_strategy.lightning.callbacks import AdaptiveCompressionMixin, CompressionMonitorMixin
-from lowbit_strategy.lightning.ddp import LowBitDDPMixin
-from lowbit_strategy.lightning.fsdp import LowBitFSDPMixin
+from lowbit_strategy.lightning.strategies import LowBitDDPMixin, LowBitFSDPMixin
 
 __all__ = ["AdaptiveCompression", "CompressionMonitor", "LowBitDDPStrategy", "LowBitFSDPStrategy"]
 

@@ -14,7 +14,7 @@ from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.model.handshake import plain
+from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
 from lowbit_strategy.rounds.fragment import AnchorOptimizer, EagerUpdate, Fragment
@@ -333,7 +333,7 @@ class OuterSync:
         in_flight = self._in_flight
         self.arrive()
         return {
-            "rule": plain("outer", self.rule),
+            "rule": to_plain("outer", self.rule),
             "every": self._every,
             "wanted": self.every,
             "turn": self._next,
@@ -361,7 +361,7 @@ class OuterSync:
         own: It is this rank's own. If not (another number of ranks), or under another rule, only what all ranks share
             is taken: anchors, outer optimizer. A new round starts from the anchors.
         """
-        same_rule = state.get("rule") == plain("outer", self.rule)
+        same_rule = state.get("rule") == to_plain("outer", self.rule)
         same_optimizer = state.get("optimizer class") == self._optimizer.kind
         if not same_rule and self.sync.ranks.rank == 0:
             _log.warning(

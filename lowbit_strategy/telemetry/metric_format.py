@@ -8,7 +8,7 @@ from typing import Any
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.levels import describe, labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.handshake import plain
+from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation
 from lowbit_strategy.telemetry.startup_report import describe_ranks
@@ -88,7 +88,7 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
         "compressor": describe(sync.compressor) if controller is None else None,
         "controller": None if controller is None else type(controller).__name__,
         "levels": None if controller is None else list(labels(controller.levels)),
-        "configuration": plain("compressor" if controller is None else "controller", chooses),
+        "configuration": to_plain("compressor" if controller is None else "controller", chooses),
     }
 
 

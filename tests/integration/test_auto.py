@@ -67,7 +67,7 @@ def declining(folder: Path, kind: Kind) -> Facts:
     return {
         "losses": model.losses,
         "stock": stock.losses,
-        "own": session.is_own,
+        "own": session.is_baseline,
         "phase": session.auto.phase,
         "steps": session.auto.trial_steps,
         "hook": hooked(made),
@@ -203,7 +203,7 @@ def conserving(folder: Path, kind: Kind) -> Facts:
                 train(model, session, range(STEPS))
             found[name] = full_parameters(model)
             if session.auto is not None:
-                found["phase"], found["own"] = session.auto.phase, session.is_own
+                found["phase"], found["own"] = session.auto.phase, session.is_baseline
                 found["unsent"] = [session.sync.state.export_unsent(name) is None for name in session.sync.specs]
             session.close()
     return found
@@ -292,7 +292,7 @@ class Link(nn.Module):
 
     def __call__(self, *_: Any) -> None:
         assert self.session is not None
-        time.sleep(self.own_s if self.session.is_own else self.engine_s)
+        time.sleep(self.own_s if self.session.is_baseline else self.engine_s)
 
 
 def following_times(folder: Path) -> Facts:
@@ -305,10 +305,10 @@ def following_times(folder: Path) -> Facts:
             link.session = session
             train(model, session, range(STEPS))
             assert session.auto is not None
-            found[name] = {"first": session.is_own, "steps": session.auto.trial_steps}
+            found[name] = {"first": session.is_baseline, "steps": session.auto.trial_steps}
             link.own_s, link.engine_s = link.engine_s, link.own_s
             train(model, session, range(STEPS, 3 * STEPS))
-            found[name] |= {"then": session.is_own, "looked": [line for line in lines if "looking again" in line]}
+            found[name] |= {"then": session.is_baseline, "looked": [line for line in lines if "looking again" in line]}
         session.close()
     return found
 

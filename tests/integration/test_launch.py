@@ -249,6 +249,13 @@ def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     run_script([*STOCK, "--config_file", job, path], env=STOCK_ON_CPU, timeout=280)
 
 
+@pytest.mark.slow
+def test_the_command_accelerate_test_on_a_file_with_a_section(tmp_path: Path) -> None:
+    job = stock_config(tmp_path, "ddp", lowbit_config=SECTION)
+    command = [*STOCK[:-1], "accelerate.commands.accelerate_cli", "test", "--config_file", job]
+    assert "Test is a success!" in run_script(command, env=STOCK_ON_CPU, timeout=280).stdout
+
+
 @pytest.mark.slow  # in parts: tests/unit/launch
 def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
     job = config(tmp_path, "fsdp", lowbit_config=SECTION)
@@ -355,7 +362,7 @@ for accelerator in (accelerator, late):
     except ValueError as error:
         print("refused", error)
 from lowbit_strategy.transformers import attach
-from lowbit_strategy.transformers.checkpoints import ResidualCallback
+from lowbit_strategy.transformers.binding import ResidualCallback
 from transformers import Trainer, TrainingArguments
 trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments("out", use_cpu=True, report_to="none"))
 before = trainer.accelerator.lowbit

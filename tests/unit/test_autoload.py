@@ -60,8 +60,7 @@ def test_accelerate_and_transformers_without_a_section_get_nothing() -> None:
         "from accelerate import Accelerator; import accelerate.commands.launch; Accelerator()\n"
         "from transformers import Trainer; show([name for name in loaded() if name.startswith('lowbit')])"
     )
-    launch = ["lowbit_strategy.launch", "lowbit_strategy.launch.accelerate_commands"]
-    launch += ["lowbit_strategy.launch.auto_attach"]
+    launch = ["lowbit_strategy.launch", "lowbit_strategy.launch.accelerate_hooks"]
     light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.suggestions"]
     assert loaded == sorted([*LIGHT, *launch, *light])
 
@@ -138,6 +137,29 @@ def test_half_removed(broken: Path) -> None:
         "lowbit_strategy cannot serve lightning.pytorch.strategies: "
         "ModuleNotFoundError(\"No module named 'lowbit_strategy.register'\")"
     ]
+
+
+_GONE = """\
+class Gone:
+    @staticmethod
+    def find_spec(name, *_):
+        if name.partition(".")[0] == "lowbit_strategy":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone)
+try:
+    import torch; show("imported")
+except RuntimeError as error:
+    show(str(error))
+"""
+
+
+def test_the_folder_was_deleted_by_hand() -> None:
+    """It is torch that refuses, before any line of this package could run; its message is in the quickstart."""
+    (message,) = show(_GONE)
+    assert "Failed to load the backend extension: lowbit_strategy" in message
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in message
+    assert "Failed to load the backend extension" in (REPOSITORY / "docs" / "quickstart.md").read_text()
+    assert show(_GONE, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) == ["imported"]
 
 
 def test_zipped(broken: Path) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from lowbit_strategy import PRESETS
 from lowbit_strategy.cli import app
 from lowbit_strategy.launch import doctor
-from lowbit_strategy.launch.arguments import launch_parser
+from lowbit_strategy.launch.launcher import launch_parser
 from lowbit_strategy.version import __version__
 from testing.processes.scripts import REPOSITORY
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -20,27 +20,28 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class CodecPair(Method):
-    """The codec on the uplink, to the owner of a chunk, and the one on the downlink, from the owner (DDP only)."""
+    """The codec on the uplink, to the owner of a chunk, and the one on the downlink, from the owner (DDP only).
+
+    Attributes:
+        block_size: What chunks and their state are cut to: whole blocks of both codecs.
+    """
 
     uplink: StatefulCodec
     downlink: StatefulCodec
+    block_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        finer = min(self.uplink.block_size, self.downlink.block_size)
-        if self.block_size % finer:
+        up, down = self.uplink.block_size, self.downlink.block_size
+        if max(up, down) % min(up, down):
             raise ValueError(
                 "the larger blocks of a pair of codecs must be a multiple of the smaller ones, got"
-                f" {self.uplink.block_size} on the uplink and {self.downlink.block_size} on the downlink"
+                f" {up} on the uplink and {down} on the downlink"
             )
+        object.__setattr__(self, "block_size", max(up, down))
 
     @property
     def label(self) -> str:
         return self.uplink.label
-
-    @property
-    def block_size(self) -> int:
-        """What chunks and their state are cut to: whole blocks of both codecs."""
-        return max(self.uplink.block_size, self.downlink.block_size)
 
     @property
     def idle_numel(self) -> int:

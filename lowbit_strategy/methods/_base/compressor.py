@@ -6,6 +6,7 @@ A `Reducer` does its own communication: sparse, low-rank and whole-model methods
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -132,12 +133,13 @@ class Compressor(ABC):
     def assign(self, spec: TensorSpec) -> Assignment:
         if (assignment := self.exempted(spec)) is not None:
             return assignment
-        selector, method = matching(self.high_precision, spec), self.high_precision_method(spec)
-        if selector is not None and method is not None:
+        selector = matching(self.high_precision, spec)
+        if selector is not None and (method := self.high_precision_method(spec)) is not None:
             return Assignment(method, "high_precision", describe(selector))
         return Assignment(self.method(spec), "compressed", self.name)
 
 
+@functools.cache
 def dense_method() -> CodecPair:
     """Exempt tensors: float32 through the shared messages."""
     return plain_pair(DenseCodec("float32"))

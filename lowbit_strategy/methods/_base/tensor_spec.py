@@ -116,7 +116,10 @@ def matches(selector: Selector, spec: TensorSpec) -> bool:
 
 def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None:
     """The first selector that chooses `spec`."""
-    return next((selector for selector in selectors if matches(selector, spec)), None)
+    for selector in selectors:
+        if matches(selector, spec):
+            return selector
+    return None
 
 
 def describe(selector: Selector) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, WeightCode
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.launch.dry_run import Planned, plan
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
+from lowbit_strategy.launch.launcher import end_as, forwarded_signals
 
 
 def _child(exitcode: int) -> ChildFailedError:

@@ -10,8 +10,7 @@ from torch import nn
 
 from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.launch import launcher
-from lowbit_strategy.launch.dry_run_report import Planned, plan
-from lowbit_strategy.launch.linked import Linked, time_steps
+from lowbit_strategy.launch.dry_run import Linked, Planned, plan, time_steps
 
 
 def predicted(link: str, planned: Planned, latency: str = "1ms", width: int = 2048) -> tuple[float, float]:

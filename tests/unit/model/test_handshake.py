@@ -15,7 +15,7 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.model.handshake import facts, handshake, plain
+from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
 from testing.processes.ranks import run_ranks
 
 
@@ -25,7 +25,7 @@ def is_wide(spec: TensorSpec) -> bool:
 
 def describe(module: nn.Module | None = None, compressor: Any = None, **settings: object) -> dict[str, object]:
     module = nn.Linear(3, 4) if module is None else module
-    return facts(LoCo() if compressor is None else compressor, module, scatter=False, settings=settings)
+    return fingerprint(LoCo() if compressor is None else compressor, module, scatter=False, settings=settings)
 
 
 def test_facts_are_what_must_be_the_same() -> None:
@@ -53,17 +53,17 @@ def test_floating_point_buffers_are_averaged_or_broadcast_so_they_count() -> Non
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_configuration_is_plain_values_that_tell_it_from_others(name: str) -> None:
     """What is compared must pickle, must not contain addresses, and must differ where configurations do."""
-    here = plain("compressor", PRESETS[name])
+    here = to_plain("compressor", PRESETS[name])
     assert all(isinstance(value, str) for value in here.values())
     assert not [value for value in here.values() if re.search(r"0x[0-9a-f]{6,}", str(value))]
-    same = [other for other in sorted(PRESETS) if plain("compressor", PRESETS[other]) == here]
+    same = [other for other in sorted(PRESETS) if to_plain("compressor", PRESETS[other]) == here]
     assert same == [other for other in sorted(PRESETS) if PRESETS[other] == PRESETS[name]]
     assert len(same) == (2 if name in ("loco", "loco4") else 1)  # two names of one configuration
 
 
 def test_functions_go_by_name_and_nested_configurations_by_their_fields() -> None:
     rules = Partition(rules=((is_wide, QSGD(bits=6)),), default=LoCo(bits=2))
-    found = plain("compressor", rules)
+    found = to_plain("compressor", rules)
     assert found["compressor.rules[0][0]"] == "is_wide"
     assert found["compressor.rules[0][1].bits"] == "6"
     assert found["compressor.default.bits"] == "2"

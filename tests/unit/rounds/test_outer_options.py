@@ -17,7 +17,7 @@ from lowbit_strategy import (
     OverlapLocalSGD,
 )
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor

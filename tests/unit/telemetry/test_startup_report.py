@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo

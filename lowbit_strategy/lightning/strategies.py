@@ -1,4 +1,4 @@
-"""FSDP2 under Lightning for any LightningModule, gradients compressed; independent of the Lightning namespace."""
+"""DDP and FSDP2 under Lightning, gradients compressed; independent of the Lightning namespace."""
 
 from __future__ import annotations
 
@@ -7,21 +7,87 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.attach import attach_fsdp
-from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import FSDPConstructor
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.prepare import PreparedModel, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
-from lowbit_strategy.lightning.bases import ModelParallelStrategy
-from lowbit_strategy.lightning.local_callbacks import averages_weights
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, end_iteration, shard_any
+from lowbit_strategy.lightning.bases import DDPStrategy, ModelParallelStrategy
+from lowbit_strategy.lightning.local_steps import averages_weights
+from lowbit_strategy.model.fsdp_sharding import end_iteration
 from lowbit_strategy.options.documentation import documented_options
 
-_FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
+
+
+@documented_options(SyncOptions)
+class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
+    """DDP with compressed gradient synchronisation.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
+            ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
+            ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
+
+    With one rank nothing is compressed.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is out of range, or a communication hook is given.
+    """
+
+    _prepared: PreparedModel
+
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        self._prepared = prepare(self.lightning_module, self.compressor, self.options, scatter=False)
+        self.choose_buckets(self.root_device)
+        super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
+        assert isinstance(self.model, DistributedDataParallel)
+        session = attach_ddp(
+            self.model, self._prepared, device=self.root_device, has_scaler=self.loss_scaler is not None
+        )
+        self.on_attached(session)
+
+    def serve_unfrozen(self, session: Session) -> None:
+        """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
+        ranks drift apart silently. It waits for what has been frozen since, and would stop.
+        """
+        if session.trains_locally:  # DDP synchronises nothing
+            super().serve_unfrozen(session)
+            return
+        waits = not getattr(self.model, "find_unused_parameters", True)
+        if not session.frozen.newly_trainable() and not (waits and session.frozen.newly_frozen()):
+            return
+        assert self.lightning_module is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model._remove_autograd_hooks()
+        wrapped = self._setup_model(self.lightning_module)
+        session.extend(wrapped)  # before the old wrapper goes, which would take the process group with it
+        self.model = wrapped
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's own advice for unused parameters is a strategy without compression."""
+        if not any(_UNUSED in str(argument) for argument in exception.args):
+            super().on_exception(exception)
+            return
+        advice = (
+            "The model has parameters that the loss of training_step does not depend on, and DDP waits for their"
+            ' gradients. If that is intended, use Trainer(strategy="loco_ddp_find_unused_parameters_true") (or the same'
+            f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True)."
+        )
+        exception.args = ("\n".join([advice, *map(str, exception.args)]),)
 
 
 @documented_options(SyncOptions)
@@ -41,7 +107,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
             float32; batch norms keep the parameters' type.
         accumulate: With ``accumulate_grad_batches``. ``local``: unsharded gradients are kept on every rank until the
             last micro-batch, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock
-            strategy does, which keeps none and sends as many times the bytes.
+            strategy does, which keeps none and sends that many times the bytes.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
         process_group_backend, timeout: As for ``ModelParallelStrategy``.
@@ -63,13 +129,8 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
             if self._layer_sync is not None:  # sync_batchnorm=True
                 self.model = self._layer_sync.apply(self.model)
             prepared = prepare(self.model, self.compressor, self.options, scatter=True)
-        policy = ShardPolicy(
-            min_numel=self.min_shard_numel,
-            forward_methods=_FORWARD_METHODS,
-            by_child=not self.lightning_module.automatic_optimization,  # backward runs inside of training_step
-            mp_policy=self.policy_of(self.precision_plugin),
-        )
-        shard_any(self.model, self.device_mesh["data_parallel"], self.root_device, policy)
+        manual = not self.lightning_module.automatic_optimization  # backward runs inside of training_step
+        self.shard(self.model, self.device_mesh, self.precision_plugin, by_child=manual)
         self.barrier()
         if fitting:
             session = attach_fsdp(

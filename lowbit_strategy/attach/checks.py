@@ -1,0 +1,206 @@
+"""Mistakes in a training loop, and optimizers and clipping that a compressor cannot serve: an error names each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.second_moment import SecondMoment
+from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.mean_moment import check_decay, check_second_moment, has_second_moment
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+
+MANY_PASSES = 100  # of one step: more than anyone accumulates
+NO_STEP_HAS_ENDED = (
+    f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every step, also one"
+    " that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then nothing is compared or"
+    " recorded, no controller decides, and local steps have no turn"
+)
+
+MADE_BEFORE_SHARDING = (
+    "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
+    " them"
+)
+NEVER_ATTACHED = (
+    "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
+    " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
+)
+_log = logging.getLogger("lowbit_strategy")
+
+
+def check_bare(module: nn.Module) -> None:
+    """Raises:
+    ValueError: `module` has been wrapped already, in a way that hides its parameters' names.
+    """
+    if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
+        kind = type(module).__name__
+        others = {DistributedDataParallel: "then wrap it", DataParallel: "and wrap it in DistributedDataParallel"}
+        then = others.get(type(module), "and shard it with fully_shard: FSDP1 cannot be compressed")
+        raise ValueError(f"prepare was given a {kind}: give it the bare model, {then}")
+
+
+def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -> None:
+    """Raises:
+    ValueError: `model` is not what was prepared, wrapped in DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"attach_ddp was given a {type(model).__name__}: give it what DistributedDataParallel returned for the"
+            " prepared model (for fully_shard it is attach_fsdp)"
+        )
+    if scatter:
+        raise ValueError(
+            "the model was prepared with scatter=True, which is for attach_fsdp: leave scatter out for DDP"
+        )
+    found = {spec.name: spec.shape for spec in describe_parameters(model.module)}
+    expected = {spec.name: spec.shape for spec in specs}
+    if found != expected:
+        name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+        raise ValueError(
+            f"attach_ddp was given another model than prepare: {name} is {_shape(found.get(name))} in one and"
+            f" {_shape(expected.get(name))} in the other. Prepare the model that is wrapped, after freezing what is not"
+            " trained"
+        )
+
+
+def check_fsdp(module: nn.Module, *, scatter: bool) -> None:
+    """Raises:
+    ValueError: The model was prepared for DDP, or is wrapped in it.
+    """
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError("attach_fsdp was given a DistributedDataParallel: for DDP it is attach_ddp")
+    if not scatter:
+        raise ValueError("the model was prepared for DDP: give prepare scatter=True, which attach_fsdp needs")
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "missing or frozen" if shape is None else str(list(shape))
+
+
+def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
+    """After a first step in which nothing was. `waits`: DDP waits for all gradients."""
+    params = [(canonical_name(name), param) for name, param in module.named_parameters() if param.requires_grad]
+    idle = [name for name, param in params if param.grad is None]
+    if waits and 0 < len(idle) < len(params):
+        more = " ..." if len(idle) > 3 else ""
+        return (
+            f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
+            " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
+        )
+    return (
+        "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
+        " purpose, backward does not reach what was set up"
+    )
+
+
+def unfrozen_under_ddp(name: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"{name} was frozen when the model was set up and is trained now, which DDP does not see: set the model up"
+        " again after unfreezing, by fabric.setup(module, optimizer) or accelerator.prepare(module), with the module"
+        " itself and not with what these returned"
+    )
+
+
+def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: Iterable[Optimizer]) -> None:
+    """Raises:
+    ValueError: An optimizer's momentum does not go with the compressor's, it has not what the options need, or it
+        exchanges weights itself where steps are local.
+    """
+    for optimizer in optimizers:
+        compressor.check_optimizer(optimizer)
+        if options.outer is not None:
+            check_keeps_weights(optimizer)
+        if options.second_moment:
+            check_second_moment(optimizer)
+            if options.outer is not None:
+                check_decay(optimizer)
+
+
+def check_keeps_weights(optimizer: Any) -> None:
+    """Steps are local: what ranks validate, save and end with are the anchors, which they share.
+
+    Raises:
+        ValueError: The optimizer, or one inside of it, puts other weights into the model for that: this rank's own.
+    """
+    inner: Any = optimizer
+    while inner is not None:
+        is_wrapper = type(inner).__module__.startswith("accelerate.")  # which has these methods for any optimizer
+        if not is_wrapper and callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
+            raise ValueError(
+                f"{type(inner).__name__} exchanges the model's weights in its train() and eval(), for this rank's own"
+                " average, and local steps (outer=) put in what all ranks share: they do not go together. Leave outer"
+                " out, or take an optimizer that keeps one set of weights, such as AdamW (in place of"
+                " optim='schedule_free_adamw')"
+            )
+        inner = getattr(inner, "optimizer", None)
+
+
+def check_synchronises(model: DistributedDataParallel) -> None:
+    """An optimizer has stepped on gradients that `model` was to synchronise.
+
+    Raises:
+        RuntimeError: It was told not to.
+    """
+    if not model.require_backward_grad_sync:
+        raise RuntimeError(
+            "an optimizer has stepped inside of no_sync(): each rank has trained on its own gradients, and nothing was"
+            " sent or compressed. Leave no_sync() before the last backward pass of a step. If ranks are to train by"
+            " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
+            " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
+        )
+
+
+class IfOfAdamsKind(SecondMoment):
+    """Corrects Adam's second moment until an optimizer has stepped that has none: ``second_moment=None``.
+
+    Which optimizers there are is known for certain when they have stepped. Ranks exchange squares from the first
+    backward pass on, as with ``second_moment=True``, so that nothing is missed; all of them stop in the same step.
+    """
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """It has stepped on what was reduced."""
+        if has_second_moment(optimizer):
+            super().correct_(optimizer)
+            return
+        self._sync.set_second_moment_correction(None)
+        self._sync.unsubscribe(self)
+        del self._sync.rank_state[self.name]
+        if self._sync.ranks.rank == 0:
+            inform(
+                "%s keeps no exp_avg_sq, or not as Adam does: ranks exchange no squares for it from now on"
+                " (second_moment=False leaves it out from the start)",
+                type(optimizer).__name__,
+            )
+
+
+class ClippingWarning:
+    """Clipping takes away what a sparse method has sent: it has left the residual already. Logged once.
+
+    Args:
+        compressor: In use.
+        logs: Whether this rank logs.
+    """
+
+    def __init__(self, compressor: Compressor, *, logs: bool) -> None:
+        self._waits = logs and compressor.is_sparse
+
+    def clipped(self, clip: float | None, option: str) -> None:
+        """Gradients are, or will be, clipped at `clip`; None and 0: they are not."""
+        if clip and self._waits:
+            self._waits = False
+            _log.warning(
+                "%s=%s clips the sparse mean gradient after it has left the residual, so what is clipped away is lost:"
+                " raise it, or clip before compression (DGC(clip_norm=...))",
+                option,
+                clip,
+            )

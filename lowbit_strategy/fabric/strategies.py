@@ -1,0 +1,249 @@
+"""DDP and FSDP2 under Fabric, gradients compressed; independent of the Fabric namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.prepare import prepare
+from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.checkpoint import residual_files
+from lowbit_strategy.checkpoint.all_ranks import Stamp
+from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.fsdp_sharding import reshard
+from lowbit_strategy.options.documentation import documented_options
+from lowbit_strategy.telemetry.model_control import ModelControl
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+else:
+    DDPStrategy = ModelParallelStrategy = ParallelStrategy = object
+
+
+class LowBitFabricMixin(ParallelStrategy):
+    """Put before a constructor and a Fabric strategy in the bases of a class.
+
+    There is one attachment per model that is set up.
+    """
+
+    compressor: Compressor
+    options: SyncOptions
+    sessions: list[Session]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+
+    def on_configured(self) -> None:
+        self.sessions = []
+        self._clipping: ClippingWarning | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
+
+    @property
+    def loss_scaler(self) -> Any:
+        return getattr(self.precision, "scaler", None)
+
+    def attach(self, session: Session) -> None:
+        """Take over a new attachment; it replaces an earlier one of the same module."""
+        session.bind(
+            lambda: [optimizer for each in self._optimizers if (optimizer := each()) is not None],
+            lambda: self.loss_scaler,
+        )
+        for index, earlier in enumerate(self.sessions):
+            if earlier.param_ids & session.param_ids:
+                session.adopt(earlier)
+                session.resume()
+                earlier.close()
+                self.sessions[index] = session
+                return
+        self.sessions.append(session)
+
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for session in self.sessions:
+            session.begin_step(self.loss_scaler, loss=tensor.detach())
+            if (control := ModelControl.of(session.sync)) is not None and (module is None or session.serves(module)):
+                control.loss = tensor.detach()
+        super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        for session in self.sessions:
+            if session.owns(optimizer):
+                session.end_step(optimizer, self.loss_scaler)
+        return output
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        self._clipped(max_norm, "max_norm")
+        return super().clip_gradients_norm(module, optimizer, max_norm, *args, **kwargs)
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> Any:
+        self._clipped(clip_val, "clip_val")
+        return super().clip_gradients_value(module, optimizer, clip_val, *args, **kwargs)
+
+    def _clipped(self, clip: float, option: str) -> None:
+        if self._clipping is None:  # the rank is not known before the strategy is set up
+            self._clipping = ClippingWarning(self.compressor, logs=self.global_rank == 0)
+        self._clipping.clipped(clip, option)
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        check_optimizers(self.compressor, self.options, [optimizer])
+        self._optimizers.append(weakref.ref(optimizer))
+        return super().setup_optimizer(optimizer)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        path = self.broadcast(path)
+        sessions = self._sessions_of(state)
+        with contextlib.ExitStack() as saving:
+            stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
+            for session in sessions:
+                saving.enter_context(session.shared_weights(validates=False))
+            super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, (nn.Module, torch.optim.Optimizer)):
+            return remainder  # the weights alone
+        stamps: list[Stamp] | None = remainder.pop(CHECKPOINT_KEY, None)
+        for i, session in enumerate(self._sessions_of(state or {})):
+            stamp = stamps[i] if stamps is not None and i < len(stamps) else None
+            session.load(self._sidecar_path(path, i), stamp)
+            session.resume()
+        return remainder
+
+    def _sessions_of(self, state: dict[str, Any]) -> list[Session]:
+        """Of the models in `state`; all of them if it has none (state dicts instead of modules)."""
+        if not (modules := [value for value in state.values() if isinstance(value, nn.Module)]):
+            return self.sessions
+        return [each for each in self.sessions if any(each.serves(module) for module in modules)]
+
+    @staticmethod
+    def _sidecar_path(path: Any, index: int) -> str:
+        """Where a model's residual files lie: those of the first one at the checkpoint's own name, those of a second
+        one (a GAN's critic) inside of the first one's folder, where no checkpoint of the user's has its own.
+        """
+        return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
+
+
+@documented_options(SyncOptions)
+class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
+    """DDP with compressed gradient synchronisation. With one rank nothing is compressed.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for Fabric's ``DDPStrategy``.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is out of range, or a communication hook is given.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Fabric's DDP has no option for hooks: wrap, then attach."""
+        if not any(param.requires_grad for param in module.parameters()):
+            return super().setup_module(module)  # inference only: DDP's own error says that it is not needed
+        prepared = prepare(module, self.compressor, self.options, scatter=False)
+        self.choose_buckets(self.root_device)
+        wrapped = super().setup_module(module)
+        self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
+        return wrapped
+
+
+class _ReducesAlways:
+    """Instead of Fabric's own: every micro-batch is reduced, regardless of ``no_backward_sync``."""
+
+    def __init__(self, strategy: LowBitFabricMixin) -> None:
+        self._strategy = strategy
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        yield
+        for session in self._strategy.sessions if enabled else ():  # no optimizer steps on what has been reduced
+            if session.serves(module):
+                session.weights_unchanged()
+
+
+@documented_options(SyncOptions)
+class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
+    """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
+        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        save_distributed_checkpoint: True: a folder of shards; False: one full file.
+        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+
+    Raises:
+        TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).
+        ValueError: An option is out of range.
+    """
+
+    def stock_options(self) -> dict[str, Any]:
+        return {"parallelize_fn": self._parallelize}
+
+    def _parallelize(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return self.shard(module, device_mesh, self.precision)
+
+    def on_configured(self) -> None:
+        super().on_configured()
+        if self.accumulate == "reduce":
+            self._backward_sync_control = _ReducesAlways(self)  # type: ignore[assignment]
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if not any(param.requires_grad for param in module.parameters()):
+            return super().setup_module(module)
+        prepared = prepare(module, self.compressor, self.options, scatter=True)
+        wrapped = super().setup_module(module)
+        self.attach(
+            attach_fsdp(
+                wrapped,
+                prepared,
+                device=self.root_device,
+                group=self.all_ranks,
+                has_scaler=self.loss_scaler is not None,
+            )
+        )
+        return wrapped
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Sharding replaces parameters: point the optimizers, made before it, at the new ones, by name.
+
+        Raises:
+            ValueError: An optimizer has state already, which belongs to the unsharded parameters.
+        """
+        names = {id(param): name for name, param in module.named_parameters()}
+        wrapped = self.setup_module(module)
+        sharded = dict(module.named_parameters())
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise ValueError("set the model and optimizer up before the first step: this optimizer has state")
+            check_optimizers(self.compressor, self.options, [optimizer])
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[names[id(param)]] for param in group["params"]]
+        return wrapped, optimizers, scheduler
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        for value in state.values():
+            if isinstance(value, nn.Module):
+                reshard(value)  # a validation leaves the outermost module gathered
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        entries = state.items() if isinstance(state, dict) else ()
+        modules = {key: value for key, value in entries if isinstance(value, nn.Module)}
+        with explain_mismatch(path, modules), optimizers_without_state(self):
+            return super().load_checkpoint(path, state, *args, **kwargs)
