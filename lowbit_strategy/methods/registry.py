@@ -120,6 +120,8 @@ def as_compressor(value: object, field: str = "compressor") -> Compressor:
     Raises:
         ValueError: None of them, or an unknown name or option.
     """
+    if isinstance(value, Compressor):
+        return value
     return convert(value, Compressor, field, Source.CODE)  # type: ignore[type-abstract]
 
 
