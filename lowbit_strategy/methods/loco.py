@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -209,13 +208,13 @@ class LoCo(Compressor):
         evenly = self.residual == "none" or self.rounding == "stochastic"  # stochastic rounding needs an even grid
         return codebook or ("e2m1" if bits == 4 and not evenly else "uniform")
 
-    @functools.cached_property
+    @property
     def fmt(self) -> BlockFormat:
         """Of parameters that are neither exempt nor of high precision, on the uplink."""
         _, make = _FORMATS[self._values(self.codebook, self.bits)]
         return make(self.bits, self.block_size)
 
-    @functools.cached_property
+    @property
     def _downlink(self) -> tuple[int, Codebook, int]:
         """Bits, codebook and block size."""
         bits = self.bits if self.return_bits is None else self.return_bits
