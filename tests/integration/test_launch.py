@@ -344,7 +344,8 @@ def step(accelerator):
     accelerator.backward(model(torch.ones(2, 16)).sum())
     optimizer.step()
     sync = accelerator.lowbit.sync
-    print("bits", accelerator.lowbit.plugin.compressor.bits, sync.ranks.peers.sent_nbytes > 0, flush=True)
+    line = f"bits {accelerator.lowbit.plugin.compressor.bits} {sync.ranks.peers.sent_nbytes > 0}\\n"
+    print(line, end="", flush=True)  # in one write: two ranks share the pipe
     accelerator.free_memory(model, optimizer)
 """
 _OWN_PLUGINS = """\
