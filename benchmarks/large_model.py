@@ -114,7 +114,7 @@ class Trained(Protocol):
     def bits(self, steps: int) -> float: ...
 
 
-class Synchronised:
+class Synchronized:
     """Gradients of every step are reduced: one model stands for that of all ranks."""
 
     def __init__(self, case: Case, model: GPT, setting: Setting, seed: int) -> None:
@@ -211,7 +211,7 @@ def train(name: str, seed: int, setting: Setting) -> Run:
     torch.manual_seed(seed)
     case = CASES[name]
     model = GPT(setting.width, setting.depth, setting.heads, setting.context)
-    trained: Trained = (Synchronised if case.outer is None else Rounds)(case, model, setting, seed)
+    trained: Trained = (Synchronized if case.outer is None else Rounds)(case, model, setting, seed)
     text, order = standard_library("train", tests=True), torch.Generator().manual_seed(10_000 + seed)
     window, recent = torch.arange(setting.context + 1), []
     training, validation = [], []

@@ -1,4 +1,4 @@
-"""What compressed synchronisation saves on slow links: emulated hosts of one or several ranks, bytes counted between.
+"""What compressed synchronization saves on slow links: emulated hosts of one or several ranks, bytes counted between.
 
     sudo .venv/bin/python -m benchmarks.network --mode ddp-step --rate 200mbit,1gbit --variants ddp,loco_ddp
 
@@ -6,13 +6,13 @@ Every host is a network namespace behind a rate-limited link, and runs what seve
 node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
 
 * ``ddp-step``: step times of a transformer of 9.6M parameters; communication is the step less the same step without
-  synchronisation.
+  synchronization.
 * ``fsdp-step``: the same under FSDP2, weights included: Lightning's own in float32 and in bfloat16, `loco_fsdp`, and
   `loco_fsdp` with weights sent in other ways (``loco_fsdp:delta4``).
 * ``outer-step``: the same with local steps, whose seconds and bytes are means over whole rounds.
 * ``fsdp-reduce-scatter``: the gradient reduce-scatters of a step under FSDP2.
 * ``hsdp-step``: step times of the same model, sharded inside a host and replicated between hosts, against the step
-  without synchronisation between hosts. Give ``--ranks-per-host``.
+  without synchronization between hosts. Give ``--ranks-per-host``.
 * ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
 
 With ``--delay 75ms`` links are far: a program holds every packet for so long, one way, and hosts are set up for it.
@@ -92,10 +92,10 @@ class Row:
     Args:
         seconds: Of a step (ddp-step), of a step's reduce-scatters, or of one collective: the ranks' mean, median over
             steps.
-        communication_s: ddp-step: `seconds` less those without synchronisation. Otherwise `seconds`.
+        communication_s: ddp-step: `seconds` less those without synchronization. Otherwise `seconds`.
         speedup: The baseline's communication over this one's.
         step_speedup: The baseline's `seconds` over this one's.
-        limit_s: What the link allows: the step without synchronisation, its bytes at the link's rate, and two messages
+        limit_s: What the link allows: the step without synchronization, its bytes at the link's rate, and two messages
             one after the other, each as long as the delay. None: the link has no limit, or steps are not measured.
         sent_nbytes: On the interface of one host in one step, headers and acknowledgements included.
         bits_per_element_hop: `sent_nbytes` over what an ideal ring of H hosts moves: (H - 1) / H of the elements per

@@ -1,4 +1,4 @@
-"""Compressed gradient synchronisation for PyTorch training: a strategy's name, or a section of Accelerate's file.
+"""Compressed gradient synchronization for PyTorch training: a strategy's name, or a section of Accelerate's file.
 
 Importing this package registers the strategy names ``<compressor>_ddp`` and ``<compressor>_fsdp`` with Lightning and
 Fabric, whichever of their namespaces is or will be imported. Where the package is installed, ``import torch`` does so.

@@ -33,7 +33,7 @@ def lowbit(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Compressed gradient synchronisation for PyTorch training: Lightning, Fabric, Accelerate and the HF Trainer."""
+    """Compressed gradient synchronization for PyTorch training: Lightning, Fabric, Accelerate and the HF Trainer."""
 
 
 app.command()(doctor)

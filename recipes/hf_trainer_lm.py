@@ -1,4 +1,4 @@
-"""A small randomly initialised Llama on real text with the Hugging Face Trainer; compression in one line.
+"""A small randomly initialized Llama on real text with the Hugging Face Trainer; compression in one line.
 
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100 --resume        # from the last checkpoint

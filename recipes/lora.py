@@ -1,4 +1,4 @@
-"""LoRA with peft on a Llama-shaped model: only the adapters are trained, so only they are synchronised.
+"""LoRA with peft on a Llama-shaped model: only the adapters are trained, so only they are synchronized.
 
 torchrun --nproc-per-node 2 recipes/lora.py --steps 60
 torchrun --nproc-per-node 2 recipes/lora.py --steps 60 --strategy ddp       # uncompressed, to compare

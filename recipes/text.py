@@ -44,7 +44,7 @@ def split_of(name: Path) -> Split:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Neighbouring windows of a text: item i is (bytes, the bytes one further on), each int64 [context].
+    """Neighboring windows of a text: item i is (bytes, the bytes one further on), each int64 [context].
 
     Args:
         text: uint8 [N].

@@ -1,4 +1,4 @@
-"""Quantisers of one block to two values, transcribed in NumPy from their definitions."""
+"""Quantizers of one block to two values, transcribed in NumPy from their definitions."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_acceptance import machine
 
-COLOURS = {"passed": "#d9f2d9", "failed": "#f8d0d0", "not run": "#f8d0d0", "running": "#f8d0d0", "left out": "#eeeeee"}
+COLORS = {"passed": "#d9f2d9", "failed": "#f8d0d0", "not run": "#f8d0d0", "running": "#f8d0d0", "left out": "#eeeeee"}
 
 
 class Record:
@@ -51,7 +51,7 @@ def collect(folder: Path) -> dict[str, Any]:
     """All parts."""
     parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*_*.json"))}
     checks = [check for part in parts.values() for check in part["checks"]]
-    counts = {status: sum(check["status"] == status for check in checks) for status in COLOURS}
+    counts = {status: sum(check["status"] == status for check in checks) for status in COLORS}
     return {"machine": machine.describe(), "counts": counts, "parts": parts, "line": benchmark_line(parts)}
 
 
@@ -87,7 +87,7 @@ def render(found: dict[str, Any]) -> str:
             why = check["why"][-600:] or ("its process has not ended it" if check["status"] == "running" else "")
             cells = (check["name"], check["status"], check["seconds"], figures or why)
             row = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells)
-            rows.append(f'<tr style="background:{COLOURS[check["status"]]}">{row}</tr>')
+            rows.append(f'<tr style="background:{COLORS[check["status"]]}">{row}</tr>')
     return (
         "<!doctype html><meta charset=utf-8><title>GPU acceptance</title>"
         "<style>body{font:14px sans-serif;max-width:70em;margin:2em auto}td,th{padding:3px 8px;text-align:left;"

@@ -71,7 +71,7 @@ def fit(model: LanguageModel, meter: L.Callback, options: argparse.Namespace, **
 
 
 class InsideHost(LowBitFSDPStrategy):
-    """HSDP that never synchronises between hosts: what a step costs without them."""
+    """HSDP that never synchronizes between hosts: what a step costs without them."""
 
     def __init__(self) -> None:
         super().__init__("loco", shard_size="node", check_digest=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator
-from style import BLUE, GREEN, GREY, ORANGE, RED, save
+from style import BLUE, GRAY, GREEN, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
 from lowbit_strategy.advisor.advice import Workload, plan_for
@@ -76,7 +76,7 @@ def draw(name: str, *, narrow: bool) -> None:
         each.yaxis.set_major_locator(FixedLocator((1, 2, 5, 10, 20)))
         each.yaxis.set_major_formatter("{x:g}")
         each.yaxis.set_minor_locator(NullLocator())
-        each.axhline(1, color=GREY, linewidth=1)
+        each.axhline(1, color=GRAY, linewidth=1)
         each.legend(fontsize=8, frameon=False, loc="upper left" if "ms" in each.get_xlabel() else "best")
     figure.tight_layout()
     save(figure, name)

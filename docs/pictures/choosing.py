@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from style import GREEN, GREY, decisions
+from style import GRAY, GREEN, decisions
 
 QUESTIONS = (
-    ("Does a step wait\nfor gradients?", "no", "the framework's\nown strategy", GREY),
+    ("Does a step wait\nfor gradients?", "no", "the framework's\nown strategy", GRAY),
     ("Have you tried\nloco (4 bits)?", "no", "loco", GREEN),
     ("Do you still wait\nfor the network?", "no", "stay with loco", GREEN),
     ("Would fewer bits\nbe enough?", "yes", "loco2, then\nloco_ternary, loco1", GREEN),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from style import BLUE, GREY, HERE, ORANGE, plt, save
+from style import BLUE, GRAY, HERE, ORANGE, plt, save
 
-LABELS = {"ddp": ("uncompressed", GREY), "loco_ddp": ("LoCo, 4 bits", BLUE)}
+LABELS = {"ddp": ("uncompressed", GRAY), "loco_ddp": ("LoCo, 4 bits", BLUE)}
 
 
 def main() -> None:
@@ -31,10 +31,10 @@ def main() -> None:
 def draw_losses(axes: Any, runs: dict[str, Any]) -> None:
     for strategy, (label, color) in LABELS.items():
         steps, values = zip(*runs[strategy]["train_smoothed"], strict=True)
-        axes.plot(steps, values, color=color, lw=4 if color == GREY else 1.3, alpha=0.5 if color == GREY else 1)
+        axes.plot(steps, values, color=color, lw=4 if color == GRAY else 1.3, alpha=0.5 if color == GRAY else 1)
         steps, values = zip(*runs[strategy]["validation"], strict=True)
-        axes.plot(steps, values, "o", color=color, ms=9 if color == GREY else 4, alpha=0.5 if color == GREY else 1)
-        axes.annotate(f"{label}: {values[-1]:.3f}", (0.97, 0.92 if color == GREY else 0.83), color=color,
+        axes.plot(steps, values, "o", color=color, ms=9 if color == GRAY else 4, alpha=0.5 if color == GRAY else 1)
+        axes.annotate(f"{label}: {values[-1]:.3f}", (0.97, 0.92 if color == GRAY else 0.83), color=color,
                       xycoords="axes fraction", ha="right", weight="bold")  # fmt: skip
     axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="The loss is the same")
     axes.set_ylim(2, 4.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from style import BLUE, GREEN, GREY, HERE, ORANGE, plt, save
+from style import BLUE, GRAY, GREEN, HERE, ORANGE, plt, save
 
 from lowbit_strategy.report.run import Run, read_run
 
@@ -46,7 +46,7 @@ def main() -> None:
         validation = "val" in name
         label = "validation" if validation else "training"
         loss.plot(
-            series.steps, series.values, "o" if validation else "-", color=ORANGE if validation else GREY, label=label
+            series.steps, series.values, "o" if validation else "-", color=ORANGE if validation else GRAY, label=label
         )
     loss.set(ylabel="loss", title="Accordion between 8 and 2 bits: the demo's GPT, two processes")
     loss.legend(frameon=False)

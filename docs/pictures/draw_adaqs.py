@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from style import BLUE, GREY, HERE, ORANGE, RED, plt, save
+from style import BLUE, GRAY, HERE, ORANGE, RED, plt, save
 
 RUN = HERE.parents[1] / "benchmarks" / "results" / "adaptive_adaqs.json"
 SMOOTHED_STEPS = 10
@@ -41,16 +41,16 @@ def draw(run: dict[str, Any]) -> None:
     for before, now in pairwise(decisions):
         if now["bits"] != before["bits"]:
             for axes in (ratio, bits, loss):
-                axes.axvline(now["step"], color=GREY, lw=0.8, ls=":")
+                axes.axvline(now["step"], color=GRAY, lw=0.8, ls=":")
     losses = [value for _, value in run["train"]]
     means = [sum(losses[at : at + SMOOTHED_STEPS]) / SMOOTHED_STEPS for at in range(len(losses) - SMOOTHED_STEPS + 1)]
     loss.plot(
-        range(SMOOTHED_STEPS, len(losses) + 1), means, color=GREY, label=f"training, mean of {SMOOTHED_STEPS} steps"
+        range(SMOOTHED_STEPS, len(losses) + 1), means, color=GRAY, label=f"training, mean of {SMOOTHED_STEPS} steps"
     )
     loss.plot(*zip(*run["validation"], strict=True), "o", ms=4, color=ORANGE, label="validation")
     loss.set(xlabel="optimizer step", ylabel="loss")
     loss.legend(frameon=False)
-    ratio.axhline(0, color=GREY, lw=0.8)
+    ratio.axhline(0, color=GRAY, lw=0.8)
     save(figure, "adaqs")
 
 

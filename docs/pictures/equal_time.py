@@ -24,7 +24,7 @@ CASES = {  # of the study of losses: whose steps they take, how many of the firs
 
 
 def seconds(steps: np.ndarray, each: float, synchronous: int, step_s: float) -> np.ndarray:
-    """After so many steps, of which the first are synchronised at 4 bits."""
+    """After so many steps, of which the first are synchronized at 4 bits."""
     return step_s * np.minimum(steps, synchronous) + each * np.maximum(0, steps - synchronous)
 
 

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from style import BLUE, GREEN, GREY, HERE, ORANGE, PALE, arrow, box, canvas, save
+from style import BLUE, GRAY, GREEN, HERE, ORANGE, PALE, arrow, box, canvas, save
 
 REPOSITORY = HERE.parents[1]
 ROOT = REPOSITORY / "lowbit_strategy"
@@ -54,8 +54,8 @@ ROOMS = {
     "options": (0, 13.05, "types, suggestions"),
     "version": (2, 13.05, "a number"),
 }
-FLOORS = (  # title, first and last row, colour
-    ("what people start", -0.1, 1.4, GREY),
+FLOORS = (  # title, first and last row, color
+    ("what people start", -0.1, 1.4, GRAY),
     ("one framework each", 1.9, 3.4, BLUE),
     ("one run: torch modules, threads, files", 4.2, 8.5, ORANGE),
     ("arithmetic: tensors and numbers", 9.3, 13.45, GREEN),
@@ -105,7 +105,7 @@ def reduced(edges: Graph) -> Graph:
     return {name: {to for to in tos if not any(to in below[via] for via in tos - {to})} for name, tos in edges.items()}
 
 
-def centre(name: str) -> tuple[float, float]:
+def center(name: str) -> tuple[float, float]:
     column, row, _ = ROOMS[name]
     return 19 + column * 32.5, TOP - row - HEIGHT / 2
 
@@ -122,8 +122,8 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
         )
     for name, tos in edges.items():
         for to in sorted(tos - {"inform", "options", "private_names", "version"}):
-            (x0, y0), (x1, y1) = centre(name), centre(to)
-            if y0 == y1:  # neighbours
+            (x0, y0), (x1, y1) = center(name), center(to)
+            if y0 == y1:  # neighbors
                 side = WIDTH / 2 if x1 > x0 else -WIDTH / 2
                 arrow(axes, (x0 + side, y0), (x1 - side, y1), zorder=1)
                 continue
@@ -131,7 +131,7 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
             arrow(axes, (x0 + (WIDTH / 2 - 2) * far, y0 - HEIGHT / 2), (x1 + (WIDTH / 2 - 2) * far, y1 + HEIGHT / 2),
                   zorder=1, connectionstyle=f"arc3,rad={-0.35 * far}")  # fmt: skip
     for name, (_, _, text) in ROOMS.items():
-        x, y = centre(name)
+        x, y = center(name)
         label = f"{name} ({sizes[name]})\n{text}"
         box(
             axes, x - WIDTH / 2, y - HEIGHT / 2, WIDTH, HEIGHT, label, color(name), face="white", fontsize=8.5, zorder=3

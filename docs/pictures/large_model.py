@@ -14,7 +14,7 @@ from style import save
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
-COLOURS = 7  # before lines are dashed
+COLORS = 7  # before lines are dashed
 
 
 def draw(study: str) -> None:
@@ -28,8 +28,8 @@ def draw(study: str) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     whole = {case: losses for case, losses in curves.items() if len(losses) == len(exact)}  # whose seeds are all there
     for number, (case, losses) in enumerate(whole.items()):
-        dashes = "-" if number < COLOURS else "--"
-        (line,) = left.plot(steps, losses.mean(0), dashes, color=f"C{number % COLOURS}", label=case)
+        dashes = "-" if number < COLORS else "--"
+        (line,) = left.plot(steps, losses.mean(0), dashes, color=f"C{number % COLORS}", label=case)
         gaps = 100 * (losses / exact - 1)
         right.plot(steps, gaps.mean(0), dashes, color=line.get_color())
         right.fill_between(steps, gaps.min(0), gaps.max(0), color=line.get_color(), alpha=0.15, linewidth=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from style import BLUE, GREEN, GREY, ORANGE, RED, save
+from style import BLUE, GRAY, GREEN, ORANGE, RED, save
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -43,8 +43,8 @@ def results() -> Results:
     return Results(path, Setting(**json.loads(path.read_text())["setting"]), Run)
 
 
-# Labelled in the picture, with the place of the label from the point, in points; all others are dots.
-LABELLED = {
+# Labeled in the picture, with the place of the label from the point, in points; all others are dots.
+LABELED = {
     "dgc": ("dgc", (6, 6)),
     "powersgd, rank 2": ("powersgd", (12, 22)),
     "loco1": ("loco1", (-52, 16)),
@@ -83,19 +83,19 @@ def draw_model(axes: Any, found: Results, model: str) -> None:
         bits = found.of(variant=variant, layout=layout, model=model)[0].codec_bits
         mean = statistics.fmean(gaps)
         error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-        named = label(variant) in LABELLED
-        color = (BLUE if layout == "ddp" else ORANGE) if named else GREY
+        named = label(variant) in LABELED
+        color = (BLUE if layout == "ddp" else ORANGE) if named else GRAY
         axes.errorbar(bits, mean, error, fmt="o" if layout == "ddp" else "s", color=color, capsize=2,
                       markersize=6 if named else 3, alpha=1.0 if named else 0.6, zorder=3 if named else 2)  # fmt: skip
         if named and layout == "ddp":
-            text, place = LABELLED[label(variant)]
+            text, place = LABELED[label(variant)]
             line = {"arrowstyle": "-", "color": color, "lw": 0.8}
             axes.annotate(text, (bits, mean), place, textcoords="offset points", fontsize=10, weight="bold",
                           color=color, arrowprops=line)  # fmt: skip
     axes.plot([], [], "o", color=BLUE, markersize=6, label="DDP, two hops")
     axes.plot([], [], "s", color=ORANGE, markersize=6, label="FSDP2, one hop")
-    axes.plot([], [], "o", color=GREY, markersize=3, alpha=0.6, label="other methods")
-    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.plot([], [], "o", color=GRAY, markersize=3, alpha=0.6, label="other methods")
+    axes.axhline(0, color=GRAY, linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.125, 0.5, 1, 2, 4, 8, 16], ["1/8", "1/2", "1", "2", "4", "8", "16"])
     axes.set(title=model, xlim=(0.09, 26), ylim=(-2.5, 14))
@@ -111,8 +111,8 @@ def draw_constant_gradient() -> None:
         ratio = [share / size for share, size in zip(curve["share"], curve["size"], strict=True)]
         both[1].plot(ratio, color=color, linewidth=1.2)
     for axes, title in zip(both, ("share of a constant gradient", "share over size: what Adam steps by"), strict=True):
-        axes.axhline(1, color=GREY, linewidth=0.8)
-        axes.axvline(saved["reset_steps"], color=GREY, linewidth=0.8, linestyle=":")
+        axes.axhline(1, color=GRAY, linewidth=0.8)
+        axes.axvline(saved["reset_steps"], color=GRAY, linewidth=0.8, linestyle=":")
         axes.set(xlabel="step (dotted: the residual is forgotten)", ylim=(0.3, 1.15), title=title)
     both[0].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
@@ -135,7 +135,7 @@ def draw_rates() -> None:
             gaps.setdefault(run["learning_rate"], []).append(gap)
         rates = sorted(gaps)
         axes.plot(rates, [statistics.fmean(gaps[rate]) for rate in rates], "o-", color=color, label=codebook)
-    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.axhline(0, color=GRAY, linewidth=0.8)
     axes.set_xscale("log")
     axes.set(xlabel="learning rate", ylabel="validation loss over uncompressed, %", title="1 bit, two hops, 400 steps")
     axes.legend(fontsize=8)

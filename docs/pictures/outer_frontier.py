@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from style import BLUE, GREEN, GREY, ORANGE, RED, save
+from style import BLUE, GRAY, GREEN, ORANGE, RED, save
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "outer_frontier.json"
-COLORS = {32: GREY, 4: BLUE, 2: ORANGE, 1: RED}
+COLORS = {32: GRAY, 4: BLUE, 2: ORANGE, 1: RED}
 
 
 def runs() -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def draw() -> None:
     left.legend(fontsize=8)
     middle.set_xscale("log")
     middle.set(xlabel="bits per parameter and optimizer step", title="the number is the length of a round")
-    for every, color in ((None, GREY), (10, GREEN), (30, BLUE)):
+    for every, color in ((None, GRAY), (10, GREEN), (30, BLUE)):
         chosen = sorted(
             (run for run in found if run["every"] == every and run["width"] in (4, None)), key=lambda r: r["rate"]
         )

@@ -1,4 +1,4 @@
-"""What the pictures of the documentation share: fonts, colours, boxes and arrows, and where they are written."""
+"""What the pictures of the documentation share: fonts, colors, boxes and arrows, and where they are written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 HERE = Path(__file__).resolve().parent
-BLUE, ORANGE, GREEN, GREY, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#c53030"
-PALE = {BLUE: "#ebf4fb", ORANGE: "#fdf0e3", GREEN: "#e6f4ec", GREY: "#f1f3f5", RED: "#fdecec"}
+BLUE, ORANGE, GREEN, GRAY, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#c53030"
+PALE = {BLUE: "#ebf4fb", ORANGE: "#fdf0e3", GREEN: "#e6f4ec", GRAY: "#f1f3f5", RED: "#fdecec"}
 
 plt.rcParams.update(
     {
@@ -50,7 +50,7 @@ def box(
     face: str | None = None,
     **font: Any,
 ) -> None:
-    """A labelled box whose lower left corner is (x, y)."""
+    """A labeled box whose lower left corner is (x, y)."""
     order = font.get("zorder", 2)
     shape = "round,pad=0,rounding_size=0.8" if height > 2 else "square,pad=0"  # corners are round in equal units only
     axes.add_patch(
@@ -60,7 +60,7 @@ def box(
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "", **options: Any) -> None:
-    style = {"arrowstyle": "-|>", "mutation_scale": 12, "color": GREY, "lw": 1.2, "shrinkA": 0, "shrinkB": 0} | options
+    style = {"arrowstyle": "-|>", "mutation_scale": 12, "color": GRAY, "lw": 1.2, "shrinkA": 0, "shrinkB": 0} | options
     axes.add_patch(FancyArrowPatch(start, end, **style))
     if text:
         middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
@@ -72,7 +72,7 @@ def decisions(name: str, questions: Any, last: str, *, height: float, **font: An
 
     Args:
         name: Of the files.
-        questions: Each with the answer that leaves the column, what follows from it, and its colour.
+        questions: Each with the answer that leaves the column, what follows from it, and its color.
         last: What is left at the column's end.
         height: Of the picture, in inches.
         font: Of `last`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from style import BLUE, GREEN, GREY, ORANGE, RED, arrow, box, canvas, save
+from style import BLUE, GRAY, GREEN, ORANGE, RED, arrow, box, canvas, save
 
 BACKWARD, WORKER, WIRE = 74, 47, 20  # rows, from below
 FIRST, SECOND = BLUE, ORANGE
@@ -38,7 +38,7 @@ def draw_timeline() -> None:
         axes.axhline(row - 4, color="#e2e8f0", lw=0.8)
     bar(axes, BACKWARD, 11, 21, "layers 4, 3", FIRST)
     bar(axes, BACKWARD, 21, 42, "layers 2, 1", SECOND)
-    bar(axes, BACKWARD, 42, 98, "done; waits for the futures of both buckets", GREY)
+    bar(axes, BACKWARD, 42, 98, "done; waits for the futures of both buckets", GRAY)
     for start, end, text, color in WORK:
         bar(axes, WORKER, start, end, text, color)
     for start, end, text, color in TRAVEL:
@@ -66,24 +66,24 @@ def draw_layout() -> None:
     )
     for y, name, text in rows:
         axes.text(1, y + 9, name, weight="bold", va="center", fontsize=9)
-        axes.text(13, y + 14.5, text, fontsize=7.5, va="bottom", color=GREY)
-    box(axes, 38, 86, 30, 8, "1,000 elements", GREY, fontsize=8)
+        axes.text(13, y + 14.5, text, fontsize=7.5, va="bottom", color=GRAY)
+    box(axes, 38, 86, 30, 8, "1,000 elements", GRAY, fontsize=8)
     chunks = ((38, 11.5, "chunk 0: 384"), (49.5, 11.5, "chunk 1: 384"), (61, 7, "2: 232"))
     for (x, width, text), color in zip(chunks, (BLUE, GREEN, ORANGE), strict=True):
         box(axes, x, 65, width, 8, text, color, fontsize=7.5)
         box(axes, x, 44, width, 8, "", color)
-    box(axes, 13, 44, 25, 8, "other parameters", GREY, fontsize=7.5)
-    box(axes, 68, 44, 20, 8, "others", GREY, fontsize=7.5)
+    box(axes, 13, 44, 25, 8, "other parameters", GRAY, fontsize=7.5)
+    box(axes, 68, 44, 20, 8, "others", GRAY, fontsize=7.5)
     axes.annotate("x_offset", (38, 44), (38, 39.5), ha="center", fontsize=7.5)
-    box(axes, 22, 23, 22, 8, "others", GREY, fontsize=7.5)
+    box(axes, 22, 23, 22, 8, "others", GRAY, fontsize=7.5)
     for x, color in ((44, BLUE), (55.5, GREEN), (67, ORANGE)):
         box(axes, x, 23, 11.5, 8, "3 blocks", color, fontsize=7.5)
     axes.text(44, 18.5, "state_offset", ha="center", fontsize=7.5)
     box(axes, 13, 3, 8, 8, "header", RED, fontsize=7.5)
-    box(axes, 21, 3, 22, 8, "others", GREY, fontsize=7.5)
+    box(axes, 21, 3, 22, 8, "others", GRAY, fontsize=7.5)
     box(axes, 43, 3, 17, 8, "codes of 3 blocks", GREEN, fontsize=7.5)
     box(axes, 60, 3, 10, 8, "3 scales", GREEN, fontsize=7.5)
-    box(axes, 70, 3, 18, 8, "others", GREY, fontsize=7.5)
+    box(axes, 70, 3, 18, 8, "others", GRAY, fontsize=7.5)
     axes.text(43, -1.2, "wire_offset", ha="center", fontsize=7.5)
     for start, end in (((55, 65), (55, 52)), ((55, 44), (61, 31)), ((61, 23), (52, 11))):
         arrow(axes, start, end, lw=1, mutation_scale=8, color=GREEN)

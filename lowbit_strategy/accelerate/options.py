@@ -45,7 +45,7 @@ class PluginOptions(SyncOptions):
                 check_positive(name, getattr(self, name))
 
     def sync_options(self) -> SyncOptions:
-        """The fields that are about synchronisation."""
+        """The fields that are about synchronization."""
         return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
 
     def hyper_parameters(self) -> dict[str, str]:

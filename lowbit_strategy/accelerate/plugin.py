@@ -16,7 +16,7 @@ from lowbit_strategy.options.documentation import documented_options
 @documented_options(SyncOptions)
 @positional_configuration
 class LowBitPlugin(PluginOptions):
-    """Compressed gradient synchronisation for Accelerate; pure configuration, so one plugin serves any number.
+    """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
@@ -48,7 +48,7 @@ class LowBitPlugin(PluginOptions):
 
 
 class LowBitAccelerator(Accelerator):
-    """As `accelerate.Accelerator`, with compressed gradient synchronisation.
+    """As `accelerate.Accelerator`, with compressed gradient synchronization.
 
     Args:
         args, kwargs: As for `accelerate.Accelerator`.

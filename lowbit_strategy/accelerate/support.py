@@ -80,5 +80,5 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if world_size > 1 and accelerator.num_processes == 1:
         raise ValueError(
             f"{world_size} processes were launched, but Accelerate runs each of them on its own, without"
-            " synchronisation: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
+            " synchronization: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
         )

@@ -77,7 +77,7 @@ class Link:
             return self.nbytes_per_s
         return min(self.nbytes_per_s, self.window_nbytes / (2 * self.latency_s))
 
-    def travelling_s(self, nbytes: float) -> float:
+    def traveling_s(self, nbytes: float) -> float:
         """Seconds beyond the latency: straight lines between what was measured, then the rate."""
         last = (0.0, 0.0)
         for point in self.measured:
@@ -87,10 +87,10 @@ class Link:
         return last[1] + (nbytes - last[0]) / self.rate
 
     def split_s(self, nbytes: float) -> tuple[float, float]:
-        """`travelling_s` in two: by how much a message alone is slower than the rate, in which others could travel; and
+        """`traveling_s` in two: by how much a message alone is slower than the rate, in which others could travel; and
         the seconds for which it keeps the link busy.
         """
-        seconds = self.travelling_s(nbytes)
+        seconds = self.traveling_s(nbytes)
         busy = min(seconds, nbytes / self.rate)
         return seconds - busy, busy
 

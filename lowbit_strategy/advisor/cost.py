@@ -56,7 +56,7 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
         (cluster.intra_node, each - message.internode_fraction * each),
     ]
     if message.what in RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
-        parts = [max(parts, key=lambda part: part[0].travelling_s(part[1]))]
+        parts = [max(parts, key=lambda part: part[0].traveling_s(part[1]))]
     return _split_time([part for part in parts if part[1]], times * number, latency)
 
 
@@ -221,8 +221,8 @@ def _passing_s(plan: StepPlan, hops: Mapping[str, float], cluster: Cluster) -> f
     streaming_s = link.streaming_s(total)
     if not plan.shape.far:
         return streaming_s
-    one_by_one_s = sum(link.travelling_s(per_node * nbytes) for nbytes in hops.values())
-    return max(streaming_s, min(link.travelling_s(total), one_by_one_s))
+    one_by_one_s = sum(link.traveling_s(per_node * nbytes) for nbytes in hops.values())
+    return max(streaming_s, min(link.traveling_s(total), one_by_one_s))
 
 
 def _in_turn(

@@ -20,7 +20,7 @@ from lowbit_strategy.report.page import as_text, render
 _POINTS = 30
 _DECADES = 1.5  # to both sides of the figure that was given
 
-_METHODS = ("loco", "loco2", "loco1", "powersgd", "diloco")  # in the order of their colours
+_METHODS = ("loco", "loco2", "loco1", "powersgd", "diloco")  # in the order of their colors
 _OWN = ("#9aa5b1", "#1f2933")  # of float32 and of bf16
 _LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
 

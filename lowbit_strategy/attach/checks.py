@@ -94,10 +94,10 @@ def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
         more = " ..." if len(idle) > 3 else ""
         return (
             f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
-            " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
+            " synchronizes: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
         )
     return (
-        "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
+        "the optimizer has stepped but no gradient has been synchronized yet. If the first loss was not skipped on"
         " purpose, backward does not reach what was set up"
     )
 
@@ -145,8 +145,8 @@ def check_keeps_weights(optimizer: Any) -> None:
         inner = getattr(inner, "optimizer", None)
 
 
-def check_synchronises(model: DistributedDataParallel) -> None:
-    """An optimizer has stepped on gradients that `model` was to synchronise.
+def check_synchronizes(model: DistributedDataParallel) -> None:
+    """An optimizer has stepped on gradients that `model` was to synchronize.
 
     Raises:
         RuntimeError: It was told not to.

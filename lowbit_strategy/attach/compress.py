@@ -32,7 +32,7 @@ def compress(
     scaler: Any = None,
     **options: Any,
 ) -> Session:
-    """Compress the gradient synchronisation of a model in a loop that uses no framework. Call on all ranks.
+    """Compress the gradient synchronization of a model in a loop that uses no framework. Call on all ranks.
 
     1. the ranks compare model, options and versions, and compression is attached
     2. a backward pass from what `model` returns begins a step: what ``begin_step`` of the session does
@@ -59,7 +59,7 @@ def compress(
     is_ddp = isinstance(model, DistributedDataParallel)
     if not is_ddp and not sharded_groups(model):
         raise ValueError(
-            f"compress was given a {type(model).__name__} that nothing synchronises: give it what"
+            f"compress was given a {type(model).__name__} that nothing synchronizes: give it what"
             " DistributedDataParallel returned, or a module that was sharded with fully_shard"
         )
     sync_options = SyncOptions(**options)

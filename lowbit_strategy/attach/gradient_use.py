@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.checks import NEVER_ATTACHED, check_keeps_weights, check_synchronises
+from lowbit_strategy.attach.checks import NEVER_ATTACHED, check_keeps_weights, check_synchronizes
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.frozen import Frozen
 from lowbit_strategy.model.mean_moment import has_stepped
@@ -80,7 +80,7 @@ class GradientUse:
 
         Raises:
             ValueError: Steps are local, and it exchanges weights itself.
-            RuntimeError: DDP was told not to synchronise the gradients.
+            RuntimeError: DDP was told not to synchronize the gradients.
         """
         owned = self.owned_by(optimizer)
         if not owned:
@@ -88,7 +88,7 @@ class GradientUse:
         if STATE_KEY in self._sync.rank_state:
             check_keeps_weights(optimizer)
         if (model := self.ddp_of()) is not None and self._sync.outer is None and not self._sync.ranks.alone:
-            check_synchronises(model)
+            check_synchronizes(model)
         self._optimizers.add(optimizer)
         stepped = {name for name, param in owned.items() if param.grad is not None} - self.stepped
         if not stepped:

@@ -35,7 +35,7 @@ class LocalSteps:
     Args:
         module: The model, the same on all ranks of `sync`.
         sync: Of the model; nothing else uses its group between steps.
-        rule: When ranks synchronise, and how.
+        rule: When ranks synchronize, and how.
         check_digest: Compare the anchors over the ranks now and then.
         ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
         membership: Finds the other replicas, if they come and go.
@@ -122,7 +122,7 @@ class LocalSteps:
         assert self.outer is not None
         if self._extended and self._ddp_of() is not None:
             raise RuntimeError(
-                "parameters were unfrozen while steps were local, and DDP, which is to synchronise the last steps, does"
+                "parameters were unfrozen while steps were local, and DDP, which is to synchronize the last steps, does"
                 " not know them: unfreeze before the run and set requires_grad, or leave out synchronous_end"
             )
         self.outer.finish()
@@ -215,7 +215,7 @@ class LocalSteps:
         """An optimizer has stepped, or a scaler has skipped its step. None: the only one has.
 
         The step ends when all optimizers have stepped, or at the latest when training continues (`begin_forward`).
-        Synchronising earlier would change weights that the others' forward passes have used.
+        Synchronizing earlier would change weights that the others' forward passes have used.
 
         Raises:
             DivergenceError: On every rank, if anchors were compared after this step and differ.
@@ -247,7 +247,7 @@ class LocalSteps:
             self._stop()
 
     def _before_validation(self) -> None:
-        """Warn, once, if ranks have trained since the last validation without synchronising: it sees old weights."""
+        """Warn, once, if ranks have trained since the last validation without synchronizing: it sees old weights."""
         if self.outer is None:
             return
         now = (self.sync.step_index, self.outer.num_syncs)

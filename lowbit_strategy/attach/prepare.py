@@ -105,7 +105,7 @@ def checked_specs(
     check_options(options, scatter=scatter)
     specs = tuple(describe_parameters(module))
     if not specs:
-        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
     refuse_sparse_gradients(module)
     if isinstance(compressor, Auto) and options.second_moment:
         raise ValueError("Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)")

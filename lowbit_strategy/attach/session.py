@@ -56,7 +56,7 @@ class Session:
         ranks: The engine's. `close` destroys the groups that were made for them alone.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
-        shards: FSDP2 shards the model, and asks for what it has to synchronise in every step.
+        shards: FSDP2 shards the model, and asks for what it has to synchronize in every step.
         auto: Chooses what is used, if the package is to.
 
     Attributes:
@@ -160,7 +160,7 @@ class Session:
             loss: Of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
 
         Raises:
-            RuntimeError: Nothing synchronises a parameter that is trained now.
+            RuntimeError: Nothing synchronizes a parameter that is trained now.
         """
         if not self.trains_locally:  # whose turn would change the weights of a forward pass that has been
             self._end_open_step()
@@ -216,11 +216,11 @@ class Session:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
             _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
-        synchronised = self.sync.in_step
+        synchronized = self.sync.in_step
         counted = self.sync.end_step(stepped)
-        if self._digest is not None and synchronised and counted:
+        if self._digest is not None and synchronized and counted:
             self._digest.after_step(self.sync.step_index)
-        if self.local is not None and synchronised:
+        if self.local is not None and synchronized:
             self.local.after_optimizer(optimizer)
         if self.auto is not None and counted:
             self.auto.end_step()
@@ -333,7 +333,7 @@ class Session:
         """Serve the newly trainable parameters too, between steps, on all ranks together.
 
         Args:
-            model: DDP synchronises what was trainable when it wrapped, and waits for it: the model wrapped anew. Not
+            model: DDP synchronizes what was trainable when it wrapped, and waits for it: the model wrapped anew. Not
                 needed for FSDP2.
         """
         specs, params = self.frozen.take_newly_trainable()

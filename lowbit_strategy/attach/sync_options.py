@@ -35,8 +35,8 @@ class SyncOptions:
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: as `default_weights` chooses for the compressor.
-        outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
-            name. None: gradients are synchronised in every step.
+        outer: Local steps with an outer optimizer between synchronizations: a rule such as ``DiLoCo(every=30)`` or its
+            name. None: gradients are synchronized in every step.
         elastic: Replicas join and leave, each with its own world: `Elastic`, with the address of a lighthouse. Needs
             `outer`, and the extra ``elastic``. None: the ranks are the same from the beginning to the end.
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a

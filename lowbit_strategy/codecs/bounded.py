@@ -14,7 +14,7 @@ _BLOCK = 128
 _PLANE_NBYTES = _BLOCK // 8  # one bit of every element
 _RAW = 255  # the width of a block that travels as float32
 _RAW_NBYTES = 4 * _BLOCK
-_LARGEST = 2**23  # above, neighbouring float32 are further apart than the bound allows
+_LARGEST = 2**23  # above, neighboring float32 are further apart than the bound allows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""QSGD's quantiser: unbiased, on an even grid between minus and plus the norm of a bucket."""
+"""QSGD's quantizer: unbiased, on an even grid between minus and plus the norm of a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class L2Codec(BlockwiseCodec):
     For a bucket v, with ``s = 2**(bits-1) - 1``:
 
     1. the scale is ``|v|_2 / s``, rounded up to bfloat16
-    2. each ``v_i / scale`` is rounded to one of the two neighbouring integers at random, without bias
+    2. each ``v_i / scale`` is rounded to one of the two neighboring integers at random, without bias
     3. codes packed, then the scale
 
     Fields as in `QSGD`.

@@ -7,8 +7,8 @@ all-reduce: the same, then the downlink: (4) the owner encodes the mean of its c
 (5) one all-gather of bytes; (6) every rank decodes every chunk. All ranks decode the same bytes: results are
 bit-identical.
 
-A message starts with a 16-byte header: magic and a checksum of the layout, so that ranks that disagree notice instead
-of adding garbage.
+A message starts with a 16-byte header: magic and a checksum of the layout. Owners check what they receive: at once on a
+CPU, on CUDA in a later `end_step`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WireBuffers:
         return sum(buffer.nbytes for buffer in (*self._free, *self._lent.values()))
 
     def borrow(self, rows: int, nbytes: int) -> Tensor:
-        """uint8 ``[rows, nbytes]``. What it holds is left from an earlier message, or zeros: never foreign memory."""
+        """uint8 ``[rows, nbytes]``. It holds an earlier message or zeros, never uninitialized memory."""
         needed = rows * nbytes
         longest = 2 * needed if self._several else float("inf")
         best, at = longest, None
@@ -144,7 +144,7 @@ class Exchange:
         device: Where gradients and messages lie.
         scatter: Reduce-scatter (the owned chunks are the result) instead of all-reduce.
         buffers: Lends memory for messages.
-        flags: Where this rank notes that it puts in inf or NaN, or owns a mean that is, and that a message did not
+        flags: Where this rank notes that it contributes inf or NaN, or owns such a mean, and that a message did not
             have the expected layout.
     """
 

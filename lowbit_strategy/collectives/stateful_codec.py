@@ -101,7 +101,7 @@ class StatefulCodec(ABC):
         Raises:
             ValueError: It has no codec that could serve alone.
         """
-        raise ValueError(f"{self.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
+        raise ValueError(f"{self.label!r} has no codec of its own: wrap a quantizer such as QSGD, LoCo or OneBitSGD")
 
     def arenas(self) -> dict[str, Arena]:
         """State by name. ``residual`` is carried over when the codec changes: floats, or int8

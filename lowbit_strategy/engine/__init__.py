@@ -1,1 +1,1 @@
-"""One model's gradient synchronisation on one rank: buckets, state of the methods, carry-over, steps."""
+"""One model's gradient synchronization on one rank: buckets, state of the methods, carry-over, steps."""

@@ -1,4 +1,4 @@
-"""One model's gradient synchronisation on one rank, step by step."""
+"""One model's gradient synchronization on one rank, step by step."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class GradientSync:
         return f"optimizer step {self.step_index + 1}" + f", backward pass {self._num_passes}" * (self._num_passes > 1)
 
     def begin_step(self, loss_scale: float | None = None, *, steps_per_reduction: int = 1) -> None:
-        """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing.
+        """Before the first backward pass of a step, on all ranks; further calls do nothing until it has ended.
 
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
@@ -262,7 +262,7 @@ class GradientSync:
                 " Lightning's manual optimization call self.manual_backward(loss), in Fabric fabric.backward(loss), in"
                 " Accelerate accelerator.backward(loss), instead of loss.backward()"
             )
-        if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
+        if not self._entered or layout in self._entered:  # a bucket repeats: another backward pass of the same step
             self._entered.clear()
             self._num_passes += 1
             if self._num_passes > 1:
@@ -306,7 +306,8 @@ class GradientSync:
             Whether the step counted: False if it overflowed and was rolled back.
 
         Raises:
-            RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
+            RuntimeError: Another number of bytes was sent than planned; on CUDA: in an earlier step a rank sent a
+                message of another layout.
         """
         entered, counted = self.in_step, True
         if self.weights is not None:

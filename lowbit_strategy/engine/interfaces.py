@@ -51,7 +51,7 @@ class LocalTraining(Protocol):
 
     Attributes:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
-        rule: When replicas synchronise, and how.
+        rule: When replicas synchronize, and how.
     """
 
     every: int | None

@@ -139,7 +139,7 @@ class LowBitFabricMixin(ParallelStrategy):
 
 @documented_options(SyncOptions)
 class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
-    """DDP with compressed gradient synchronisation. With one rank nothing is compressed.
+    """DDP with compressed gradient synchronization. With one rank nothing is compressed.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.

@@ -114,11 +114,11 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
         which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
         if _holder_is_sharded(module, left[0]):
             raise ValueError(
-                f"nothing synchronises {which}: fully_shard left it out (ignored_params), or it was added afterwards."
+                f"nothing synchronizes {which}: fully_shard left it out (ignored_params), or it was added afterwards."
                 " Freeze it, or shard it as well"
             )
         raise ValueError(
-            f"nothing synchronises {which}: no module that holds it is sharded. Call fully_shard on the whole model as"
+            f"nothing synchronizes {which}: no module that holds it is sharded. Call fully_shard on the whole model as"
             " well, after its parts"
         )
     return found

@@ -1,4 +1,4 @@
-"""Blockwise quantisation, and floats as they are: the public ops. They check their arguments and call a backend.
+"""Blockwise quantization, and floats as they are: the public ops. They check their arguments and call a backend.
 
 Every backend writes the same bytes: `lowbit_strategy.kernels.reference` is the definition.
 """
@@ -37,7 +37,7 @@ def encode_(
     seed: int = 0,
     feedback: Feedback | None = None,
 ) -> None:
-    """Quantise each segment of `x` into `wire`; with `feedback` the LoCo step, one pass over memory as well.
+    """Quantize each segment of `x` into `wire`; with `feedback` the LoCo step, one pass over memory as well.
 
     Args:
         x: float32, bfloat16 or float16, 1-D contiguous.

@@ -1,4 +1,4 @@
-"""The wire format of block-quantised tensors: what a block's bytes mean.
+"""The wire format of block-quantized tensors: what a block's bytes mean.
 
 A block of ``block_size`` elements becomes packed codes and one bfloat16 scale. Element ``i`` decodes to
 ``codebook[code_i] * scale``. Everything that differs between methods (how many values, where they lie, how the scale is
@@ -53,7 +53,7 @@ class BlockFormat:
         codebook: Reconstruction values in units of the scale, ascending, at most 2**bits of them, each with at most 16
             significant bits so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
-        thresholds: Decision points between neighbouring values, in units of the scale, ascending: the code of y is the
+        thresholds: Decision points between neighboring values, in units of the scale, ascending: the code of y is the
             number of thresholds below y. Empty: halfway, which has the least error for these values.
     """
 
@@ -198,9 +198,9 @@ class DenseFormat:
 
 @functools.cache
 def gaussian_codebook(codebook_size: int) -> tuple[float, ...]:
-    """Lloyd-Max quantiser of a unit Gaussian: the values with the least mean squared error.
+    """Lloyd-Max quantizer of a unit Gaussian: the values with the least mean squared error.
 
-    1. thresholds are halfway between neighbouring values
+    1. thresholds are halfway between neighboring values
     2. each value is the mean of the Gaussian between its thresholds, ``(pdf(a) - pdf(b)) / (cdf(b) - cdf(a))``
     3. repeat until nothing moves; round to 16 significant bits
 

@@ -1,7 +1,7 @@
 """Packing small integers as tightly as whole bytes allow, as bit planes or as digits of a number system.
 
 Half-split: byte j holds elements j, j + n, j + 2n ... of its row, the first in the lowest digit or bits. That is what
-vectorises; neighbouring elements in one byte do not.
+vectorises; neighboring elements in one byte do not.
 """
 
 from __future__ import annotations

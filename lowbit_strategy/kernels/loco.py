@@ -12,7 +12,7 @@ class Feedback(NamedTuple):
 
     For each block, all in float32:
 
-    1. ``h = g + e``, with ``e`` the dequantised residual (0 if `reset`)
+    1. ``h = g + e``, with ``e`` the dequantized residual (0 if `reset`)
     2. codes and scale of ``h`` as the format says, packed; ``Q`` is what they decode to
     3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
 

@@ -137,7 +137,7 @@ class LowBitMixin(ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     def serve_unfrozen(self, session: Session) -> None:
-        """If parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
+        """If parameters have been unfrozen since set-up, on all ranks: synchronize them from now on."""
         if session.frozen.newly_trainable():
             session.extend()
 

@@ -85,7 +85,7 @@ class ControlCallbackMixin(Callback):
         listeners = getattr(trainer.strategy, "on_sync", None)
         if listeners is None:
             raise ValueError(
-                f"{type(self).__name__} needs compressed gradient synchronisation, but the strategy is"
+                f"{type(self).__name__} needs compressed gradient synchronization, but the strategy is"
                 f' {type(trainer.strategy).__name__}: use Trainer(strategy="loco_ddp"), "loco_fsdp" or another of'
                 " lowbit_strategy"
             )

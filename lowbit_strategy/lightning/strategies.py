@@ -28,7 +28,7 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorc
 
 @documented_options(SyncOptions)
 class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
-    """DDP with compressed gradient synchronisation.
+    """DDP with compressed gradient synchronization.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
@@ -61,10 +61,10 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         self.on_attached(session)
 
     def serve_unfrozen(self, session: Session) -> None:
-        """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
+        """DDP synchronizes what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
-        if session.trains_locally:  # DDP synchronises nothing
+        if session.trains_locally:  # DDP synchronizes nothing
             super().serve_unfrozen(session)
             return
         waits = not getattr(self.model, "find_unused_parameters", True)

@@ -12,7 +12,7 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 
 
 class Frozen:
-    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronised.
+    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized.
 
     Args:
         module: The model.
@@ -41,10 +41,10 @@ class Frozen:
         """All parameters by name (of sharded ones the shards) if they are others than before; otherwise None.
 
         Args:
-            is_served: Anything that FSDP2 shards is synchronised.
+            is_served: Anything that FSDP2 shards is synchronized.
 
         Raises:
-            RuntimeError: One is trained and nothing synchronises it.
+            RuntimeError: One is trained and nothing synchronizes it.
             ValueError: FSDP2 shards one that the model does not have any more.
         """
         if self._identities() == self._ids:
@@ -58,7 +58,7 @@ class Frozen:
         for name, param in params.items():
             if param.requires_grad and id(param) not in known:
                 raise RuntimeError(
-                    f"{name} is another parameter than when the model was set up, and nothing synchronises its"
+                    f"{name} is another parameter than when the model was set up, and nothing synchronizes its"
                     " gradients: it was loaded with assign=True, or its layer was replaced or added. Load without"
                     " assign=True, and change the model before it is set up, or set it up anew"
                 )

@@ -265,8 +265,8 @@ def _gradient_transfer(
         copied = intra_node_copied(numel, reduced.itemsize, shape, layout)
     if not local:
         messages += reduction.messages(own)
-        travelling, mean = reduction.memory(present)
-        memory += travelling
+        traveling, mean = reduction.memory(present)
+        memory += traveling
         brief += mean
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))

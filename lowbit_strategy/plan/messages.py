@@ -87,11 +87,11 @@ def alike(transfers: Iterable[TransferGroup]) -> tuple[TransferGroup, ...]:
 
 def under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:
     """Peak buffer memory with at most `max_in_flight` transfers in flight."""
-    travelling = [
+    traveling = [
         sum(transfer.buffer_nbytes for transfer in transfers[first : first + max_in_flight])
         for first in range(len(transfers))
     ]
-    return max(travelling, default=0) + max((transfer.brief_nbytes for transfer in transfers), default=0)
+    return max(traveling, default=0) + max((transfer.brief_nbytes for transfer in transfers), default=0)
 
 
 def step_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:

@@ -42,7 +42,7 @@ class Memory:
         working: Temporary, where no kernel codes, and of turns.
         anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
         squares: For Adam's second moment, where ranks exchange squares of their gradients.
-        accumulating: Gradients that are held whole while micro-batches are accumulated without synchronising: under
+        accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
             FSDP2 a rank otherwise holds its shard of them.
     """
 

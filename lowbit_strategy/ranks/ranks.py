@@ -76,7 +76,7 @@ class Shape:
 
 def num_near(members: Collection[int], topology: Topology, rank: int) -> int:
     """How many other `members` are on the node of `rank`."""
-    return sum(near in members for near in topology.neighbours(rank)) - 1
+    return sum(near in members for near in topology.neighbors(rank)) - 1
 
 
 @dataclass(frozen=True, slots=True)

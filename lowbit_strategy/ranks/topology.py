@@ -59,7 +59,7 @@ class Topology:
             return "every node has one rank"
         return None
 
-    def neighbours(self, rank: int) -> range:
+    def neighbors(self, rank: int) -> range:
         """The ranks on the node of `rank`."""
         starts = itertools.accumulate(self.node_sizes, initial=0)
         return next(

@@ -99,7 +99,7 @@ def _finish(axes: Axes, run: Run, ylabel: str, last_step: int | None = None, xla
 
 
 def draw_loss(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> Figure | None:
-    """Loss curves, those of the baseline in grey, over the learning rate and the share of the model at each level."""
+    """Loss curves, those of the baseline in gray, over the learning rate and the share of the model at each level."""
     curves = run.losses()
     bands = [draw for draw, data in ((_draw_rates, run.learning_rates()), (_draw_levels, run.levels)) if data]
     if not curves and not run.levels:

@@ -1,1 +1,1 @@
-"""Local steps between synchronisations: anchors, turns, and what each rank has of its own."""
+"""Local steps between synchronizations: anchors, turns, and what each rank has of its own."""

@@ -28,8 +28,8 @@ class MemberState:
         prepared: What `history` becomes if the one that it is prepared for was committed; `NO_HISTORY`: it is not.
         digest: Of all that members share: anchors, outer optimizer, averaged buffers.
         steps: Optimizer steps.
-        trained: Samples since the next fragment was last synchronised.
-        due: It is ready to synchronise; otherwise it only joins.
+        trained: Samples since the next fragment was last synchronized.
+        due: It is ready to synchronize; otherwise it only joins.
         group: Digest of the members to which its residuals belong.
         position: How far the stream of samples has been used.
         is_new: Its buffers and frozen parameters have not been compared since it started or healed.
@@ -60,7 +60,7 @@ class Agreement:
         diverged: Of those, the ones with the helper's history, but other weights.
         steps: Optimizer steps that count for all.
         position: Where the stream of samples continues.
-        exchanges: Whether they synchronise now.
+        exchanges: Whether they synchronize now.
     """
 
     helper: int

@@ -210,7 +210,7 @@ class ElasticOuterSync(OuterSync):
     # -- meeting ----------------------------------------------------------------------------------------------------
 
     def _rendezvous(self, *, due: bool) -> bool:
-        """Until all members are connected and have the same state. Returns whether they synchronise now."""
+        """Until all members are connected and have the same state. Returns whether they synchronize now."""
         start = time.perf_counter()
         while True:
             with ThreadPoolExecutor(1) as beside:

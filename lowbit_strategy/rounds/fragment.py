@@ -1,4 +1,4 @@
-"""A fragment of a model: parameters that synchronise together, their anchor, and the optimizers that move it."""
+"""A fragment of a model: parameters that synchronize together, their anchor, and the optimizers that move it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
 class Fragment:
     """Args:
         specs: Of the fragment's parameters.
-        params: All parameters by name; of a sharded one the local shard is synchronised.
+        params: All parameters by name; of a sharded one the local shard is synchronized.
 
     Attributes:
         anchors: The weights that all ranks share: float32, by name, views of one flat tensor.

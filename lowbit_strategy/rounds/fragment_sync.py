@@ -28,7 +28,7 @@ class FragmentSyncHeader:
 
     Args:
         flat: float32; an all-reduce may be in flight on it.
-        world_size: Of the ranks that synchronise.
+        world_size: Of the ranks that synchronize.
         sample_numel: Elements of the sample ``s`` of the pseudo-gradient.
     """
 

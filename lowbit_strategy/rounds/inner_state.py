@@ -33,7 +33,7 @@ States = Mapping[str, Mapping[str, Any]]
 
 
 class InnerState:
-    """Averages the inner optimizers' state of each parameter, when its fragment synchronises.
+    """Averages the inner optimizers' state of each parameter, when its fragment synchronizes.
 
     For each key that is due in this round:
 

@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer, on one rank: when fragments synchronise, and how anchors and weights move."""
+"""Local steps with an outer optimizer, on one rank: when fragments synchronize, and how anchors and weights move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class OuterSync:
-    """Local steps on one rank: fragments synchronise one after another, and the outer optimizer moves their anchors.
+    """Local steps on one rank: fragments synchronize one after another, and the outer optimizer moves their anchors.
 
     A fragment's synchronization, on all ranks, each when it comes to it:
 

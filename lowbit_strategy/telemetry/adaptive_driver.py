@@ -260,7 +260,7 @@ class AdaptiveDriver:
         if probe.end_to_end and bool(rows.isfinite().all()):
             sums = (rows[:, -1 - NUM_SUMS : -1] / (self.sync.loss_scale or 1.0) ** 2).tolist()
             shown["end_to_end"] = {name: EndToEnd(*row) for name, row in zip(names, sums, strict=True)}
-        if probe.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
+        if probe.levels and bool(rows.isfinite().all()):  # nothing can be learned from an overflow
             rows = rows / (self.sync.loss_scale or 1.0) ** 2
             shown["energy"] = {
                 level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}

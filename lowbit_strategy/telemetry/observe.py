@@ -79,8 +79,8 @@ class Observation:
             turn before and of this one.
         nonfinite: Parameters whose gradient was not finite.
         drift: Local steps: how far ranks had drifted apart, see `OuterSync.drift`; None where every step is
-            synchronised.
-        stride: Optimizer steps since the reduction before; 1 where every step is synchronised. `sent_nbytes` and the
+            synchronized.
+        stride: Optimizer steps since the reduction before; 1 where every step is synchronized. `sent_nbytes` and the
             rest are of all of them together.
     """
 

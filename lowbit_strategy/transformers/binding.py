@@ -33,7 +33,7 @@ _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not compl
 
 
 def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = None) -> Binding:
-    """Train with compressed gradient synchronisation; residuals go into ``checkpoint-*`` and come back on resume.
+    """Train with compressed gradient synchronization; residuals go into ``checkpoint-*`` and come back on resume.
 
     Args:
         trainer: A Trainer that has not trained yet.

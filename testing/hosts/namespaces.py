@@ -44,7 +44,7 @@ class Network:
     """Hosts in namespaces, removed at the end. A context manager; root only.
 
     Names carry this process's id: networks of several runs live side by side, and what a killed run has left behind
-    is recognised and removed by the next.
+    is recognized and removed by the next.
 
     Attributes:
         hosts: The namespaces that programs run in.

@@ -109,7 +109,7 @@ def validation_loss(model: nn.Module) -> float:
 
 
 def record_of(model: nn.Module) -> str:
-    """PyTorch's own record of what synchronises gradients."""
+    """PyTorch's own record of what synchronizes gradients."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model._get_ddp_logging_data().get("comm_hook", "")
     groups = [child._get_fsdp_state()._fsdp_param_group for child in model.modules() if isinstance(child, FSDPModule)]

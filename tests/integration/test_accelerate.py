@@ -53,7 +53,7 @@ def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
     for rank in facts:
         compressed, uncompressed = rank["compressed"], rank["uncompressed"]
         assert compressed["loss"] == pytest.approx(uncompressed["loss"], rel=0.005)
-        assert compressed["loss"] < compressed["losses"][0] - 0.5  # it has learnt something
+        assert compressed["loss"] < compressed["losses"][0] - 0.5  # it has learned something
         assert compressed["bits"] != uncompressed["bits"]
         assert compressed["steps"] == 20
         assert compressed["sent"] == pytest.approx(20 * compressed["account"], rel=0.01)  # headers
@@ -328,7 +328,7 @@ def unfrozen(folder: Path, kind: Kind) -> Facts:
 
 @scenarios(unfrozen, kind=KINDS)
 def test_parameters_that_are_unfrozen(facts: list[Facts]) -> None:
-    if facts[0]["covered"]:  # FSDP2 synchronises them
+    if facts[0]["covered"]:  # FSDP2 synchronizes them
         assert facts[0] == facts[1]
         assert not facts[0]["error"]
     else:  # DDP does not see them

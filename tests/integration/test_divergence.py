@@ -35,7 +35,7 @@ def _is_last_rank() -> bool:
 
 
 def _disturb(param: nn.Parameter) -> None:
-    """On one rank, after synchronisation: as if its gradient had stayed its own."""
+    """On one rank, after synchronization: as if its gradient had stayed its own."""
     if _is_last_rank():
         assert param.grad is not None
         param.grad.view(-1)[0] += 1e-3

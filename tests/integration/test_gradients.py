@@ -55,7 +55,7 @@ class Bench:
         self.sync = self.session.sync
 
     def own_grads(self, loss: Callable[[nn.Module], Tensor]) -> Grads:
-        """This rank's gradient at the present parameters, nothing synchronised."""
+        """This rank's gradient at the present parameters, nothing synchronized."""
         self.plain.load_state_dict(full_parameters(self.net), strict=False)
         params = dict(self.plain.named_parameters())
         grads = torch.autograd.grad(loss(self.plain), list(params.values()), allow_unused=True)
@@ -103,7 +103,7 @@ def worst(total: Grads, expected: Grads) -> float:
 
 
 def _half_steps(bench: Bench, name: str, x: Tensor) -> Tensor:
-    """Half of a 4-bit quantisation step of every element's block."""
+    """Half of a 4-bit quantization step of every element's block."""
     row = bench.sync.state.row_numel(name)
     half = torch.zeros(x.numel())
     for start in range(0, x.numel(), row):
@@ -141,7 +141,7 @@ def _check_first_step(facts: list[Facts]) -> None:
 
 
 @scenarios(first_step, kind=KINDS)
-def test_one_step_is_within_half_a_quantisation_step_a_hop(facts: list[Facts]) -> None:
+def test_one_step_is_within_half_a_quantization_step_a_hop(facts: list[Facts]) -> None:
     _check_first_step(facts)
 
 

@@ -366,7 +366,7 @@ def test_one_rank_compresses_nothing_and_that_is_logged_once(facts: list[Facts])
     assert (alone["residuals"], alone["sent"], alone["steps"]) == (0, 0, 6)
 
 
-class Normalised(Regression):
+class Normalized(Regression):
     """With statistics over the batch."""
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ class Normalised(Regression):
 
 
 def with_callbacks(folder: Path, kind: Kind) -> Facts:
-    model = Normalised()
+    model = Normalized()
     text = raised(lambda: fit(kind, model, max_steps=1, sync_batchnorm=True))  # the layers exist for accelerators only
     averaging = [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]
     return {
@@ -387,7 +387,7 @@ def with_callbacks(folder: Path, kind: Kind) -> Facts:
 
 
 @scenarios(with_callbacks, kind=("fsdp",))
-def test_batch_norm_is_synchronised_and_averaging_refused_under_fsdp(facts: list[Facts]) -> None:
+def test_batch_norm_is_synchronized_and_averaging_refused_under_fsdp(facts: list[Facts]) -> None:
     for rank in facts:
         assert "SyncBatchNorm expected input tensor to be on" in rank["text"]
         for name, error in zip(("StochasticWeightAveraging", "EMAWeightAveraging"), rank["averaging"], strict=True):

@@ -205,7 +205,7 @@ def unfreezing(folder: Path, kind: Kind) -> Facts:
 
 
 @scenarios(unfreezing, kind=KINDS)
-def test_parameters_frozen_at_first_are_synchronised_once_they_are_trained(facts: list[Facts]) -> None:
+def test_parameters_frozen_at_first_are_synchronized_once_they_are_trained(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
         assert rank["frozen"] == {"moved": False, "known": False, "steps": 8}
@@ -296,7 +296,7 @@ def own_sharding(folder: Path) -> Facts:
 def test_a_module_that_shards_itself(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["calls"] == 6
-    assert "nothing synchronises net.0.weight, net.0.bias, net.4.weight ...:" in facts[0]["partly"]
+    assert "nothing synchronizes net.0.weight, net.0.bias, net.4.weight ...:" in facts[0]["partly"]
 
 
 def on_meta(folder: Path) -> Facts:

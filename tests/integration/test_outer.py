@@ -182,7 +182,7 @@ def test_both_ends_are_synchronous_and_ranks_have_one_optimizer_state_at_the_las
     assert first["last"] == "qsgd"
 
 
-class Normalised(Regression):
+class Normalized(Regression):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8)))
 
@@ -193,7 +193,7 @@ def user_options(folder: Path) -> Facts:
     swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
     facts: Facts = {}
     for name, callback in {"ema": averaging, "swa": swa}.items():
-        model = Normalised()
+        model = Normalized()
         rule = DiLoCo(every=Quadratic(alpha=0.05, minimum=2), momentum=0.5)
         made = trainer(
             outer_strategy(rule),

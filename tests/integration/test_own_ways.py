@@ -42,7 +42,7 @@ def _accelerated(**options: Any) -> tuple[Accelerator, Any, Any]:
     return accelerator, *accelerator.prepare(model, make(model.parameters(), lr=0.1))
 
 
-def _custom(options: SyncOptions, make: Any, *, synchronises: bool) -> None:
+def _custom(options: SyncOptions, make: Any, *, synchronizes: bool) -> None:
     model = mlp()
     prepared = prepare(model, LoCo(block_size=32), options)
     ddp = DistributedDataParallel(model)
@@ -51,7 +51,7 @@ def _custom(options: SyncOptions, make: Any, *, synchronises: bool) -> None:
     try:
         for _ in range(2):
             session.begin_step()
-            ddp.require_backward_grad_sync = synchronises
+            ddp.require_backward_grad_sync = synchronizes
             ddp(torch.randn(4, WIDTH)).square().mean().backward()
             optimizer.step()
             session.end_step(optimizer)
@@ -71,11 +71,11 @@ def refused(folder: Path) -> Facts:
     lightning = trainer(LowBitDDPStrategy(LoCo(block_size=32), outer=outer), max_steps=2)
     return {
         "accelerate": raised(own_local_sgd),
-        "no_sync": raised(lambda: _custom(SyncOptions(), torch.optim.SGD, synchronises=False)),
+        "no_sync": raised(lambda: _custom(SyncOptions(), torch.optim.SGD, synchronizes=False)),
         "free under lightning": raised(lambda: lightning.fit(Model(), loader())),
         "free under accelerate": raised(lambda: _accelerated(outer=outer)),
-        "free in a loop": raised(lambda: _custom(SyncOptions(outer=outer), ScheduleFree, synchronises=True)),
-        "free without outer": raised(lambda: _custom(SyncOptions(), ScheduleFree, synchronises=True)),
+        "free in a loop": raised(lambda: _custom(SyncOptions(outer=outer), ScheduleFree, synchronizes=True)),
+        "free without outer": raised(lambda: _custom(SyncOptions(), ScheduleFree, synchronizes=True)),
         "steps": lightning.global_step,
     }
 
@@ -94,16 +94,16 @@ def test_what_trains_locally_in_its_own_way_is_named(facts: list[Facts]) -> None
 
 
 def bypassed(folder: Path) -> Facts:
-    """The loss goes past DDP, so that nothing is synchronised."""
+    """The loss goes past DDP, so that nothing is synchronized."""
     accelerator, model, optimizer = _accelerated()
     with listen() as logged:
         for _ in range(2):
             accelerator.backward(accelerator.unwrap_model(model)(torch.randn(4, WIDTH)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    return {"said": sum("no gradient has been synchronised yet" in text for text in logged)}
+    return {"said": sum("no gradient has been synchronized yet" in text for text in logged)}
 
 
 @scenarios(bypassed)
-def test_a_first_step_without_synchronisation_is_warned_of(facts: list[Facts]) -> None:
+def test_a_first_step_without_synchronization_is_warned_of(facts: list[Facts]) -> None:
     assert [rank["said"] for rank in facts] == [1, 1]

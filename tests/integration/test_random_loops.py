@@ -179,7 +179,7 @@ class Loop:
         self.update()
 
     def added(self) -> None:
-        """A micro-batch is not synchronised."""
+        """A micro-batch is not synchronized."""
         self.clear(0, 1)
         if self.is_sharded:
             self.model.set_requires_gradient_sync(False)

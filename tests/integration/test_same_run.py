@@ -118,14 +118,14 @@ def frozen() -> nn.Module:
     return net
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": mlp,
     "tied": Tied,
-    "batch norm": normalised,
+    "batch norm": normalized,
     "frozen": frozen,
     "unsharded root": mlp,
 }

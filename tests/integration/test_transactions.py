@@ -356,7 +356,7 @@ def test_one_call_serves_accumulation(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
     assert facts[0]["steps"] == 4
     before, after = facts[0]["sent"][2::2], facts[0]["sent"][1::2]
-    assert before == after[:-1], "nothing is sent without synchronisation"
+    assert before == after[:-1], "nothing is sent without synchronization"
     assert after == sorted(set(after))
 
 
@@ -425,4 +425,4 @@ def forgotten(folder: Path) -> Facts:
 def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Facts]) -> None:
     assert "nothing has been attached to it" in facts[0]["never attached"]
     assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
-    assert "that nothing synchronises" in facts[0]["bare"]
+    assert "that nothing synchronizes" in facts[0]["bare"]

@@ -50,7 +50,7 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
         dist.all_reduce(late, op=dist.ReduceOp.MAX)  # all ranks stop at the same pair
         if float(late):
             break
-        near = second in topology.neighbours(first)
+        near = second in topology.neighbors(first)
         if rank in (first, second):
             pair = _measure((first, second), "intra-node" if near else "inter-node", device)
             if rank == first:

@@ -121,7 +121,7 @@ class FarComm(GroupComm):
             self._ending.clear()
         super().release(groups)
 
-    def _exchange(self, kind: str, out_WB: Tensor, rows: Sequence[Tensor]) -> _Travelling:
+    def _exchange(self, kind: str, out_WB: Tensor, rows: Sequence[Tensor]) -> _Traveling:
         row_nbytes = rows[0].nbytes
         under_way = self._under_way(kind, row_nbytes * self.world_size)
         out_WB[self.rank].copy_(rows[self.rank])
@@ -143,12 +143,12 @@ class FarComm(GroupComm):
         under_way.arrived = arrived
         return under_way
 
-    def _under_way(self, kind: str, nbytes: int) -> _Travelling:
+    def _under_way(self, kind: str, nbytes: int) -> _Traveling:
         if not self._num_under_way:
             self._give_up_channels()
         self._num_exchanges += 1
         self._num_under_way += 1
-        return _Travelling(self, f"the {kind} of {nbytes:,} bytes, exchange {self._num_exchanges}")
+        return _Traveling(self, f"the {kind} of {nbytes:,} bytes, exchange {self._num_exchanges}")
 
     def _others(self) -> list[int]:
         """The next rank first: all ranks begin with different ones."""
@@ -232,7 +232,7 @@ class _Channel:
             work.wait()
 
 
-class _Travelling:
+class _Traveling:
     """An exchange that has begun."""
 
     is_far = True

@@ -12,7 +12,7 @@
 #define EACH(k) for (int k = 0; k < num; k++)
 
 /* Blocks pass through the stages of a kernel in batches: what one block's stage waits for (a sum over lanes, a
- * division) then overlaps with the work of its neighbours, and buffers still fit the first cache. */
+ * division) then overlaps with the work of its neighbors, and buffers still fit the first cache. */
 #define BATCH_ELEMENTS 2048
 #define BATCH_BLOCKS (BATCH_ELEMENTS / LOWBIT_MIN_BLOCK)
 
@@ -20,7 +20,7 @@
  * lying a multiple of 4096 bytes apart, where processors take a load for one of the store before it. */
 #define BUFFER(type, name, size) type name[(size) + 64 / sizeof(type)] __attribute__((aligned(64)))
 
-/* Neighbouring blocks of one segment, and where they lie. */
+/* Neighboring blocks of one segment, and where they lie. */
 struct batch {
     const struct lowbit_segment *segment;
     int64_t first;       /* first element, counted from the start of the segment */

@@ -1,4 +1,4 @@
-/* Encoding, with the LoCo step: compensate, scale, quantise, pack, update the residual. */
+/* Encoding, with the LoCo step: compensate, scale, quantize, pack, update the residual. */
 #include "block.h"
 #include "scale.h"
 #include "quantize.h"

@@ -36,14 +36,14 @@ def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> lis
     pool, others = _pool(parts - 1), [Future[_T]() for _ in range(1, parts)]
     try:
         for other, (first, last) in zip(others, pairwise(bounds[1:]), strict=True):
-            pool.submit(_fulfil, other, work, first, last)
+            pool.submit(_fulfill, other, work, first, last)
         return [work(*bounds[:2]), *(other.result() for other in others)]
     except BaseException:
         wait([other for other in others if not other.cancel()])
         raise
 
 
-def _fulfil(part: Future[_T], work: Callable[[int, int], _T], first: int, last: int) -> None:
+def _fulfill(part: Future[_T], work: Callable[[int, int], _T], first: int, last: int) -> None:
     """`submit` can raise and leave its job in the queue: `part`, made before, is what such a job is called off by."""
     if part.set_running_or_notify_cancel():
         try:

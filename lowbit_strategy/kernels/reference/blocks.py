@@ -1,4 +1,4 @@
-"""Blockwise quantisation in plain PyTorch: the definition of the wire, bit for bit. Never optimised.
+"""Blockwise quantization in plain PyTorch: the definition of the wire, bit for bit. Never optimized.
 
 Legend: ``_KB`` K blocks of B elements; ``_K`` one number per block; ``_C`` packed bytes of a block.
 """
@@ -163,7 +163,7 @@ def encode_(
     feedback: Feedback | None = None,
     max_elements: int = CACHE_ELEMENTS,
 ) -> None:
-    """Quantise and pack; with feedback the LoCo step: compensate, quantise, pack, update the residual."""
+    """Quantize and pack; with feedback the LoCo step: compensate, quantize, pack, update the residual."""
     for piece in pieces(segments, fmt, max_elements):
         g_KB = h_KB = to_blocks(x[piece.x], fmt.block_size)
         if feedback is not None:

@@ -1,4 +1,4 @@
-"""Blockwise quantisation on a GPU: encode, and decode with the sum over sources."""
+"""Blockwise quantization on a GPU: encode, and decode with the sum over sources."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def is_plain(pointer, left, TILE: tl.constexpr):
 
 @triton.jit
 def offsets(STRIDE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr):
-    """[rows, length]: places of neighbours, STRIDE from row to row."""
+    """[rows, length]: places of neighbors, STRIDE from row to row."""
     VECTOR: tl.constexpr = shape.vector
     at = tl.arange(0, shape.rows)[:, None] * STRIDE + tl.arange(0, fmt.length)[None, :]
     return tl.max_contiguous(at, [1, VECTOR])

@@ -1,4 +1,4 @@
-"""Device functions: compensate, quantise, pack and update the residual, each byte read and written once."""
+"""Device functions: compensate, quantize, pack and update the residual, each byte read and written once."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def store_int8_residual(
     shape: tl.constexpr,
     how: tl.constexpr,
 ):
-    """Quantise the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
+    """Quantize the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
     scale = residual_scale(updated, RESIDUAL_INVERSE_QMAX, RESIDUAL_MAX_SCALE_BITS)
     scale_inverse, usable = inverse(scale, RESIDUAL_MAX_SCALE_BITS)
     key = stream_key(step.seed, step.salt, RESIDUAL_STREAM) if how.stochastic_residual else 0

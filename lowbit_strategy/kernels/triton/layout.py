@@ -30,7 +30,7 @@ class Plane(NamedTuple):
         first_byte: Where the plane starts within a block's packed codes.
         spread: Parts from one that shares a byte to the next; the plane's bytes are so many tensors ``[K, L]``.
         first_tensor: Number of the plane's first byte tensor among those of all planes.
-        zero_byte: The byte of a block that cannot be quantised.
+        zero_byte: The byte of a block that cannot be quantized.
     """
 
     width: int
@@ -46,7 +46,7 @@ class DeviceFormat:
     """A `BlockFormat` with everything the device code needs worked out; a compile-time constant of every kernel.
 
     Half-split packing puts elements ``j, j + n, j + 2n ...`` of a block into one byte, so a kernel holds a block as
-    `parts` tensors of `length` neighbouring elements each: packing then needs no other thread's elements.
+    `parts` tensors of `length` neighboring elements each: packing then needs no other thread's elements.
 
     Args:
         block: Elements of a block.
@@ -63,7 +63,7 @@ class DeviceFormat:
         codebook, thresholds: Empty on the uniform grid, and where there are too many to unroll.
         steps: How far each value is from the next, if all are float32 numbers: values are then sums, not selected.
         codebook_size: Number of reconstruction values, 0 on the uniform grid.
-        zero_code: Code of the elements of a block that cannot be quantised.
+        zero_code: Code of the elements of a block that cannot be quantized.
         ternary: Three values, five codes to a byte.
         e2m1: Floats of 4 bits: codes and values are found by arithmetic.
         zero_word: Four of the first plane's `zero_byte`.
@@ -154,7 +154,7 @@ class TileShape(NamedTuple):
 
     Args:
         rows: Blocks.
-        vector: Neighbouring elements of a thread, at most.
+        vector: Neighboring elements of a thread, at most.
         threads: Threads that share a row of a part, as Triton will spread it.
     """
 
@@ -170,7 +170,7 @@ class Launch:
     Args:
         elements_per_thread: More: less overhead for a block's scale and a tile's addresses, but more registers.
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
-        vector: Neighbouring elements of a thread, at most. 4 float32 are one 16-byte access.
+        vector: Neighboring elements of a thread, at most. 4 float32 are one 16-byte access.
         pieces: That a tile with a tail or unaligned floats is worked off in: more are fewer registers, and less code.
     """
 

@@ -146,7 +146,7 @@ def store_once(pointer, at, value, mask, shape: tl.constexpr):
 
     A plain [rows] store has a layout of its own: moving there costs a trip through shared memory with two barriers.
     As ``[rows, threads]`` with one thread unmasked, the layout is the one the block's elements have, if threads look
-    like neighbours in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``,
+    like neighbors in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``,
     which LLVM folds). `pointer` must not be known to be aligned.
     """
     K: tl.constexpr = shape.rows

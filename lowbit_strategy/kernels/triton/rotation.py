@@ -14,7 +14,7 @@ LAUNCH = Launch(elements_per_thread=16, num_warps=1, vector=4)  # no value leave
 
 @triton.jit
 def butterflies(y, HALF: tl.constexpr):
-    """Of neighbours that are HALF apart, their sum and their difference."""
+    """Of neighbors that are HALF apart, their sum and their difference."""
     ROWS: tl.constexpr = y.shape[0]
     SIZE: tl.constexpr = y.shape[1]
     pairs = tl.permute(tl.reshape(y, [ROWS, SIZE // (2 * HALF), 2, HALF]), [0, 1, 3, 2])
@@ -26,7 +26,7 @@ def butterflies(y, HALF: tl.constexpr):
 def rotate_kernel(
     x, out, signs, num_rows, scale, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """The order of sums is the reference's: neighbours first, then twice as far apart each time."""
+    """The order of sums is the reference's: neighbors first, then twice as far apart each time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)
     at = row[:, None] * SIZE + column[None, :]

@@ -56,7 +56,7 @@ def equal_sizes(num_blocks: int, world_size: int) -> list[int]:
 
 
 def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list[int]:
-    """Move one block from each partition with too many chosen elements to a neighbour with too few."""
+    """Move one block from each partition with too many chosen elements to a neighbor with too few."""
     sizes, mean = list(sizes), sum(loads) / len(loads)
     if mean == 0:
         return sizes

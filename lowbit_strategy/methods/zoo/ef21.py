@@ -69,4 +69,4 @@ class EF21(Wrapper):
         return MarkovCodec(contracting(stateful.stateless()))
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
-        raise ValueError(f"EF21 needs a quantiser (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")
+        raise ValueError(f"EF21 needs a quantizer (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

@@ -56,10 +56,10 @@ class Rotate(Wrapper):
             )
         if isinstance(stateful, (PlainCodec, FeedbackCodec, MarkovCodec)):
             return replace(stateful, codec=self._rotated(stateful.codec))
-        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantiser such as QSGD or LoCo")
+        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantizer such as QSGD or LoCo")
 
     def _rotated(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, DenseCodec) else RotatedCodec(codec, self.size)
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
-        raise ValueError(f"Rotate needs a quantiser (QSGD, LoCo, EFSignSGD ...), not {reducer.label!r}")
+        raise ValueError(f"Rotate needs a quantizer (QSGD, LoCo, EFSignSGD ...), not {reducer.label!r}")

@@ -136,7 +136,7 @@ def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls(far: boo
             assert list(sizes) == sorted(sizes)
             assert (sizes[-1] == 2 * sizes[-2]) is far, "between far ranks the half of the longest is there"
             assert list(seconds) == sorted(seconds)
-            assert found.travelling_s(sizes[-1]) == pytest.approx(seconds[-1], rel=1e-12)  # interpolated
+            assert found.traveling_s(sizes[-1]) == pytest.approx(seconds[-1], rel=1e-12)  # interpolated
             assert found.work.message_s < 0.1
             assert found.work.nbyte_s < 1e-6
 

@@ -103,12 +103,12 @@ def test_more_work_never_makes_a_step_shorter(layout: str, gloo: bool) -> None:
 
 def test_messages_take_what_was_measured_of_their_sizes_and_longer_ones_the_rate_beyond() -> None:
     link = Link(1e-3, 1e6, ((1e3, 0.0), (1e4, 5e-3), (1e5, 9e-2)))
-    known = [link.travelling_s(nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)]
+    known = [link.traveling_s(nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)]
     assert known == pytest.approx([0.0, 0.0, 2.5e-3, 5e-3, 9e-2, 1.09])
-    assert [link.shared_by(4).travelling_s(4 * nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)] == pytest.approx(
+    assert [link.shared_by(4).traveling_s(4 * nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)] == pytest.approx(
         known
     )
-    assert Link(1e-3, 1e6).travelling_s(1e3) == 1e-3
+    assert Link(1e-3, 1e6).traveling_s(1e3) == 1e-3
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(0, 10)), max_size=5), st.floats(0, 2e9), st.floats(0, 2e9))
@@ -116,7 +116,7 @@ def test_more_bytes_never_travel_faster(points: list[tuple[float, float]], one: 
     sizes, seconds = (sorted(values) for values in zip(*points, strict=True)) if points else ([], [])
     link = Link(1e-3, 1e8, tuple(zip(sorted(set(sizes)), seconds, strict=False)))
     less, more = sorted((one, other))
-    assert link.travelling_s(less) <= link.travelling_s(more) * (1 + 1e-9)
+    assert link.traveling_s(less) <= link.traveling_s(more) * (1 + 1e-9)
 
 
 def test_what_a_message_alone_is_slower_by_is_waited_for_like_a_latency() -> None:
@@ -381,9 +381,9 @@ def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
 
 def test_a_window_limits_what_a_long_way_carries() -> None:
     """4 MB per round trip of 10 ms are 400 MB/s, however fast the link is."""
-    assert Link(5e-3, 12.5e9, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(1.0)
-    assert Link(5e-3, 1e8, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(4.0)
-    assert Link(0.0, 1e8, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(4.0)
+    assert Link(5e-3, 12.5e9, window_nbytes=4e6).traveling_s(4e8) == pytest.approx(1.0)
+    assert Link(5e-3, 1e8, window_nbytes=4e6).traveling_s(4e8) == pytest.approx(4.0)
+    assert Link(0.0, 1e8, window_nbytes=4e6).traveling_s(4e8) == pytest.approx(4.0)
 
 
 def test_a_ring_keeps_the_pace_of_its_slowest_link() -> None:

@@ -23,7 +23,7 @@ OF_FSDP = {"shard_size", "weights"}
 
 
 @pytest.mark.parametrize("cls", [*DDP, *FSDP, LowBitPlugin])
-def test_every_option_of_synchronisation_is_an_argument_with_the_same_default(cls: Any) -> None:
+def test_every_option_of_synchronization_is_an_argument_with_the_same_default(cls: Any) -> None:
     arguments = inspect.signature(cls).parameters
     for field in dataclasses.fields(SyncOptions):
         if field.name not in NOT_OFFERED | (OF_FSDP if cls in DDP else set()):

@@ -1,8 +1,8 @@
-"""Quantisers against NumPy transcriptions of their definitions.
+"""Quantizers against NumPy transcriptions of their definitions.
 
 Deterministic ones must agree exactly (up to the stated rounding of a scale). Stochastic ones: every value lies on one
-of the two neighbouring levels, and the mean of R draws is within `Z` standard errors of the input, element by element,
-with the standard error from the definition. With Z = 5.5 and some thousand elements a correct quantiser fails one run
+of the two neighboring levels, and the mean of R draws is within `Z` standard errors of the input, element by element,
+with the standard error from the definition. With Z = 5.5 and some thousand elements a correct quantizer fails one run
 in 10,000; seeds are fixed, so a run that passes goes on passing.
 """
 
@@ -255,7 +255,7 @@ def test_bits_pack_and_unpack() -> None:
 
 @pytest.mark.parametrize("bits", [3, 8])
 def test_natural_is_its_definition(bits: int) -> None:
-    """Neighbouring powers of two; below the smallest level, that level or 0."""
+    """Neighboring powers of two; below the smallest level, that level or 0."""
     size, num_powers = 64, 2 ** (bits - 1) - 1
     x = gaussian(300)
     samples_RN = draws(NaturalCodec(bits, size), x)

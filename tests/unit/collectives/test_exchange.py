@@ -141,7 +141,7 @@ def test_owners_add_what_the_others_report_to_have_sent(parts: list[Part], world
 
 
 @given(parts, worlds)
-def test_all_ranks_decode_the_same_bits_within_two_quantisation_steps(parts: list[Part], world_size: int) -> None:
+def test_all_ranks_decode_the_same_bits_within_two_quantization_steps(parts: list[Part], world_size: int) -> None:
     bucket = Bucket(parts, world_size, scatter=False)
     buffers = bucket.fill()
     outs = bucket.run(buffers)

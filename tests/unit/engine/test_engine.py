@@ -1,4 +1,4 @@
-"""One model's synchronisation: what a step is, when things happen in it, and what is kept between steps."""
+"""One model's synchronization: what a step is, when things happen in it, and what is kept between steps."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_products_in_the_order_that_is_written_down(numel: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("size", [1e-20, 1e-9, 1.0, 65536.0])
-def test_small_gradients_are_orthonormalised_like_large_ones(rank: int, size: float) -> None:
+def test_small_gradients_are_orthonormalized_like_large_ones(rank: int, size: float) -> None:
     """Loss scales and small gradients make no difference."""
     matrix = gaussian((50, rank), 0)
     columns = orthogonalize(matrix * size, epsilon=1e-8)

@@ -176,7 +176,7 @@ def test_codes_that_do_not_shrink_are_refused_at_once(kind: type[Compressor], in
 
 def test_what_cannot_be_wrapped_is_refused_at_once() -> None:
     for kind in (EF21, Rotate):
-        with pytest.raises(ValueError, match="needs a quantiser"):
+        with pytest.raises(ValueError, match="needs a quantizer"):
             kind(compressor=PowerSGD(rank=1))
     with pytest.raises(ValueError, match="has error feedback of its own"):
         ErrorFeedback(compressor=TopK())
@@ -222,7 +222,7 @@ def test_ef21_momentum_passes_nan_on_and_recovers() -> None:
 
 def test_ef21_takes_only_quantizers() -> None:
     assert isinstance(EF21(compressor=LoCo()).method(MATRIX).uplink, MarkovCodec)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="EF21 needs a quantiser"):
+    with pytest.raises(ValueError, match="EF21 needs a quantizer"):
         EF21(compressor=PowerSGD(rank=1)).assign(MATRIX)
 
 
@@ -231,7 +231,7 @@ def test_rotate_keeps_the_rule_and_turns_the_codec() -> None:
         pair = Rotate(compressor=inner).method(MATRIX)
         assert isinstance(pair, CodecPair)
         assert isinstance(pair.uplink.codec, RotatedCodec)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="Rotate needs a quantiser"):
+    with pytest.raises(ValueError, match="Rotate needs a quantizer"):
         Rotate(compressor=PowerSGD(rank=1)).assign(MATRIX)
     with pytest.raises(ValueError, match="power of two that divides"):
         Rotate(compressor=QSGD(), size=96).assign(MATRIX)

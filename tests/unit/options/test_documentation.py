@@ -21,7 +21,7 @@ STRATEGIES = [cls for each in NAMESPACES for cls in (each.LowBitDDPStrategy, eac
 
 
 @pytest.mark.parametrize("cls", [*STRATEGIES, LowBitPlugin])
-def test_every_docstring_has_every_option_of_synchronisation_with_its_text(cls: Any) -> None:
+def test_every_docstring_has_every_option_of_synchronization_with_its_text(cls: Any) -> None:
     own, texts = arguments(cls), arguments(SyncOptions)
     taken = [field.name for field in dataclasses.fields(SyncOptions) if field.name in inspect.signature(cls).parameters]
     assert {"seed", "check_digest", "two_level", "outer"} <= set(taken)

@@ -1,4 +1,4 @@
-"""What members agree on when they meet, whoever has learnt what of the turn before."""
+"""What members agree on when they meet, whoever has learned what of the turn before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Scales of blocks of NaN and inf: run under the undefined behaviour sanitizer by test_native. */
+/* Scales of blocks of NaN and inf: run under the undefined behavior sanitizer by test_native. */
 #include <stdio.h>
 
 #include "scalar.h"

@@ -213,7 +213,7 @@ def test_scales_of_nan_are_computed_without_overflow(tmp_path: Path) -> None:
     command = [compiler, *flags, f"-I{sources}", str(driver), "-lm", "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if "ubsan" in built.stderr and built.returncode:
-        pytest.skip("this gcc has no undefined behaviour sanitizer")
+        pytest.skip("this gcc has no undefined behavior sanitizer")
     assert built.returncode == 0, built.stderr
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
