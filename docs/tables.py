@@ -24,8 +24,8 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WEIGHTS
+from lowbit_strategy.options.configuration import arguments
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
-from lowbit_strategy.options.documentation import arguments
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.ranks import Shape

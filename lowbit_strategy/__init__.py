@@ -46,7 +46,7 @@ def _look_up(name: str) -> object:
     if is_module or (name.startswith("_") and name != "__all__"):
         raise missing
     from lowbit_strategy import exports
-    from lowbit_strategy.options.suggestions import nearest
+    from lowbit_strategy.options.conversion import nearest
 
     if name == "__all__" or name in exports.__all__:
         globals()[name] = getattr(exports, name)

@@ -11,11 +11,10 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.compress import compress
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt, control_of, monitor
-from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.telemetry.custom_loop import LoopClock, MonitorOptions, adapt, control_of, monitor
 from lowbit_strategy.telemetry.observe import Observer
 
 __all__ = [

@@ -43,9 +43,9 @@ from lowbit_strategy.methods.zoo.signsgd import SignSGD
 from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
 from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
-from lowbit_strategy.model.digest import DivergenceError
+from lowbit_strategy.model.handshake import DivergenceError
 from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+from lowbit_strategy.rounds.agreement import ElasticSampler
 from lowbit_strategy.version import __version__
 
 __all__ = [

@@ -123,7 +123,7 @@ class _Names(list[str]):
 
 def _advice(name: str, known: list[str]) -> str:
     """A hint for an unknown name that looks like one of ours; "" if it does not."""
-    from lowbit_strategy.options.suggestions import nearest
+    from lowbit_strategy.options.conversion import nearest
 
     if name in COMPRESSORS:
         return f", {name} is a compressor: use {name}_ddp, {name}_fsdp or {name}_hsdp"

@@ -8,6 +8,6 @@ accelerator = LowBitAccelerator(lowbit_plugin=LowBitPlugin(LoCo(bits=4)))      #
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.plugin import LowBitAccelerator, LowBitPlugin
-from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]

@@ -1,20 +1,25 @@
-"""What a plugin is configured with, checked. Knows no `Accelerator`."""
+"""How compression is used under Accelerate, beside the compressor; which set-ups are supported."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import KW_ONLY, field
 from pathlib import Path
 
-from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.control.base import Controller
-from lowbit_strategy.control.levels import describe, labels
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType
+
+from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.options.configuration import positional_configuration
-from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_shard_size
+from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
 
@@ -55,3 +60,77 @@ class PluginOptions(SyncOptions):
             levels = ", ".join(labels(self.controller.levels))
             found = {"lowbit/controller": type(self.controller).__name__, "lowbit/levels": levels}
         return found if self.outer is None else found | {"lowbit/outer": type(self.outer).__name__}
+
+
+_SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+_AXES = ("tp_size", "cp_size", "sp_size")
+
+
+def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
+    """Raises:
+    ValueError: Gradients of this kind of run do not pass where they could be compressed.
+    """
+    if distributed_type not in [str(kind.value) for kind in _SERVED]:
+        raise ValueError(
+            f"distributed_type {distributed_type} cannot be compressed:"
+            " use MULTI_GPU or MULTI_CPU (DDP), or FSDP with fsdp_version: 2"
+        )
+    if distributed_type == DistributedType.FSDP.value and fsdp_version != 2:
+        raise ValueError("FSDP1 cannot be compressed: set fsdp_version: 2 in fsdp_config (--fsdp_version 2)")
+    for axis, size in (axes or {}).items():
+        if size > 1:
+            raise ValueError(
+                f"{axis} = {size} cannot be compressed: gradients are reduced over all processes, along one axis."
+                " Leave tensor, context and sequence parallelism at 1"
+            )
+
+
+def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
+    """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by `shard_size`.
+
+    What the plugin says is given to an accelerator that has no parallelism of its own, so that it shards accordingly.
+
+    Raises:
+        ValueError: They differ, or `shard_size` does not suit the nodes.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return shard_size  # refused, if it is given, when the model is prepared
+    config = accelerator.parallelism_config
+    size = None if shard_size is None else resolve_shard_size(shard_size, find_topology())
+    if config is not None and config.dp_replicate_enabled:
+        if size not in (None, config.dp_shard_size):
+            raise ValueError(
+                f"shard_size={shard_size!r} of the plugin and dp_shard_size={config.dp_shard_size} of Accelerate's"
+                " parallelism_config differ: leave one of them out"
+            )
+        return config.dp_shard_size
+    if size is None:
+        return None
+    num_replicas = accelerator.num_processes // size
+    if size == 1:
+        raise ValueError("shard_size=1 leaves nothing to shard, which Accelerate does not allow: use DDP instead")
+    if num_replicas > 1:
+        config = ParallelismConfig(dp_replicate_size=num_replicas, dp_shard_size=size)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    return size
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises:
+    ValueError: The accelerator runs in a way that cannot be served.
+    """
+    kind = DistributedType(accelerator.distributed_type)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    config = accelerator.parallelism_config
+    check_served(
+        str(kind.value),
+        fsdp_version=getattr(plugin, "fsdp_version", None),
+        axes={axis: getattr(config, axis, 1) or 1 for axis in _AXES} if config is not None else None,
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and accelerator.num_processes == 1:
+        raise ValueError(
+            f"{world_size} processes were launched, but Accelerate runs each of them on its own, without"
+            " synchronization: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
+        )

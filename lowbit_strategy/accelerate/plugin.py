@@ -8,9 +8,8 @@ from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding
 from lowbit_strategy.accelerate.options import PluginOptions
-from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.options.configuration import positional_configuration
-from lowbit_strategy.options.documentation import documented_options
+from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.options.configuration import documented_options, positional_configuration
 
 
 @documented_options(SyncOptions)

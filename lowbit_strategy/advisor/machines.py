@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import did_you_mean
 
 HERE = "here"  # the name that asks nvidia-smi
 _USED = 0.4  # of a GPU's peak, which training computes at

@@ -20,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_fsdp
-from lowbit_strategy.attach.fit import fit_to_memory
 from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
@@ -37,7 +36,6 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
-from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
     check_held,
@@ -46,7 +44,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     sharded_groups,
     sharded_parameters,
 )
-from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.model.handshake import ParameterDigest, handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets

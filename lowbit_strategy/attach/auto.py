@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lowbit_strategy.attach.fit import room_for
-from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.prepare import PreparedModel, room_for
 from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync

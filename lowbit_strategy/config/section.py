@@ -34,8 +34,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import option_names, preset
-from lowbit_strategy.options.conversion import convert
-from lowbit_strategy.options.suggestions import did_you_mean, nearest
+from lowbit_strategy.options.conversion import convert, did_you_mean, nearest
 
 OTHER_KEYS = tuple(
     field.name for field in dataclasses.fields(LowBitPlugin) if field.init and field.name != "compressor"

@@ -22,8 +22,7 @@ from lowbit_strategy.control.base import (
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.schedule import Phase, Schedule, Static
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, did_you_mean, register_conversion
 
 __all__ = [
     "CONTROLLERS",

@@ -6,13 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Switch, Telemetry
-from lowbit_strategy.control.levels import check_order
+from lowbit_strategy.control.base import (
+    Accumulate,
+    Controller,
+    Decision,
+    Probe,
+    Progress,
+    State,
+    Switch,
+    Telemetry,
+    check_order,
+)
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.documentation import documented_options
+from lowbit_strategy.options.configuration import configuration, documented_options
 
 MODEL = "model"  # the name under which the whole model is judged
 WindowUnit = Literal["epochs", "steps"]

@@ -15,9 +15,9 @@ from lowbit_strategy.control.base import (
     Progress,
     State,
     Telemetry,
+    check_order,
     grouped,
 )
-from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration

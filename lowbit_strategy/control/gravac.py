@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
-from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry
-from lowbit_strategy.control.levels import check_order
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

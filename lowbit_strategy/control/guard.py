@@ -14,11 +14,12 @@ from lowbit_strategy.control.base import (
     Progress,
     State,
     Telemetry,
+    describe,
     end_to_end_error,
     group_of,
     grouped,
+    reference_nbytes,
 )
-from lowbit_strategy.control.levels import describe, reference_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

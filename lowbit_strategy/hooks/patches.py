@@ -81,7 +81,7 @@ PATCHES = private_names(
       set {_GROUP}.gradient_divide_factor
       set {_GROUP}.force_sum_reduction_for_comms
       set {_GROUP}.reduce_scatter_unused_params
-    members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/groups.py)
+    members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/ranks.py)
       wrapped torch.distributed.distributed_c10d:_hash_ranks_to_str(ranks)
       set torch.distributed.distributed_c10d:_world.pg_names
       set torch.distributed:ProcessGroup.bound_device_id
@@ -90,7 +90,7 @@ PATCHES = private_names(
     "python_reducer" bypasses communication hooks, which must be refused
       read torch._dynamo.config:optimize_ddp
     it takes the device of an optimizer's state from an entry, and SGD without momentum has none \
-    (checkpoint/loading.py, while a checkpoint is loaded)
+    (checkpoint/residual_files.py, while a checkpoint is loaded)
       wrapped torch.distributed.checkpoint.state_dict:set_optimizer_state_dict(model, optimizers)
     """,
 )

@@ -27,7 +27,7 @@ import wrapt
 
 from lowbit_strategy.autoload import SECTION, VARIABLE
 from lowbit_strategy.inform import inform
-from lowbit_strategy.options.suggestions import nearest
+from lowbit_strategy.options.conversion import nearest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,7 +110,7 @@ def hand_on(args: argparse.Namespace) -> None:
     source = getattr(args, SECTION, None) or os.environ.get(VARIABLE)
     if not source:
         return
-    from lowbit_strategy.accelerate.support import check_served
+    from lowbit_strategy.accelerate.options import check_served
     from lowbit_strategy.config.section import export, plugin_from_section, read_section
 
     section = read_section(source)

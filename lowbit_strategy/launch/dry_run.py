@@ -31,8 +31,8 @@ from lowbit_strategy.advisor.timing.coding import measure_coding
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.attach.attach import used_compressor, weight_coding
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, prepared_for
-from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.control.levels import labels
+from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float

@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
-from lowbit_strategy.control.levels import describe
+from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.bases import ParallelStrategy
 from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.telemetry.model_control import ModelControl
+
+# While a program runs, the classes of either Lightning namespace.
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+else:
+    DDPStrategy = ModelParallelStrategy = ParallelStrategy = object
+    Callback = ABC
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -12,16 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
-from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, SyncOptions
+from lowbit_strategy.checkpoint.residual_files import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
-from lowbit_strategy.lightning.base_strategy import LowBitMixin
-from lowbit_strategy.lightning.bases import DDPStrategy, ModelParallelStrategy
+from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy
 from lowbit_strategy.lightning.local_steps import averages_weights
 from lowbit_strategy.model.fsdp_sharding import end_iteration
-from lowbit_strategy.options.documentation import documented_options
+from lowbit_strategy.options.configuration import documented_options
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 

@@ -46,10 +46,10 @@ from lowbit_strategy.options.conversion import (
     Source,
     convert,
     convert_all,
+    did_you_mean,
     register_conversion,
     types_of,
 )
-from lowbit_strategy.options.suggestions import did_you_mean
 
 _WITH_DEFAULTS = (
     ACPSGD, ATOMO, AdaComp, DEFT, Dense, EDEN, EF21, EFSignSGD, ErrorFeedback, ExDyna, GradiVeQ, GSpar, GTopK, LoCo,

@@ -20,8 +20,15 @@ from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, matc
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import (
+    Conversion,
+    Mismatch,
+    Source,
+    call,
+    convert,
+    did_you_mean,
+    register_conversion,
+)
 
 Keep = Literal["nothing", "codes", "replica"]
 

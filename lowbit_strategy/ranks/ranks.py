@@ -1,22 +1,100 @@
-"""The ranks that train a model: communicators, levels and nodes, as one of them sees it."""
+"""The ranks that train a model: process groups, communicators, levels and nodes, as one of them sees it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.transports.far_comm import FarComm
-from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.topology import Topology, is_far
+
+_PREFIX = "lowbit_strategy/"
+_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
+
+
+def new_group(
+    members: Sequence[int],
+    parent: dist.ProcessGroup | None,
+    purpose: str,
+    *,
+    timeout: timedelta | None,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """A group of `members`; call on these ranks only.
+
+    ``torch.distributed.new_group`` names groups by how many a rank has made. If some ranks do not call it, the next
+    group of all ranks has two names, and hangs. With ``use_local_synchronization`` it counts a rank's groups, which
+    differ as well. So here:
+
+    1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
+    2. torch makes the group under this name, and counts nothing
+    3. NCCL does not split the world's communicator, for which all ranks would have to call
+
+    Args:
+        members: Global ranks in `parent`, including this one.
+        parent: All its ranks make groups now, which are disjoint; None: the default group.
+        purpose: The same on all ranks of `parent`.
+        timeout: None: torch's default.
+        backend: None: that of the default group.
+    """
+    parent = c10d._get_default_group() if parent is None else parent
+    counts = _num_made.setdefault(parent, Counter())
+    name = f"{_PREFIX}{parent.group_name}/{purpose}/{counts[purpose]}/{members[0]}"
+    counts[purpose] += 1
+    with _named(name), _without_splitting():
+        made: Any = dist.new_group(list(members), timeout=timeout, backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups."""
+    stock: Any = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = stock if _is_ours(stock) else functools.partial(_name_of_other, stock)
+
+
+def _is_ours(name_of: Callable[..., str]) -> bool:
+    return isinstance(name_of, functools.partial) and name_of.func is _name_of_other
+
+
+def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
+    """The name that torch gives, which counts groups, without those of this package."""
+    names: Any = c10d._world.pg_names
+    own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
+    try:
+        return stock(ranks)
+    finally:
+        names.update(own)
+
+
+@contextlib.contextmanager
+def _without_splitting() -> Iterator[None]:
+    """Inside, the default group is bound to no device, so its communicator is not split."""
+    default: Any = c10d._get_default_group()
+    device: torch.device | None = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from lowbit_strategy.control.base import (
     State,
     Switch,
     Telemetry,
+    labels,
+    per_parameter,
 )
-from lowbit_strategy.control.levels import labels, per_parameter
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase

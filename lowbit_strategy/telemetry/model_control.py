@@ -28,24 +28,63 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from lowbit_strategy.control.base import Controller, Progress
+from lowbit_strategy.control.base import Controller, GroupBy, Progress
+from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.metric_format import (
+from lowbit_strategy.telemetry.observe import BoundsObserver, Observation, Observer
+from lowbit_strategy.telemetry.run_record import (
+    FILE_NAME,
+    RunRecord,
     level_fields,
     level_metrics,
     metric_name,
     observation_metrics,
     start_fields,
 )
-from lowbit_strategy.telemetry.monitor_options import MonitorOptions
-from lowbit_strategy.telemetry.observe import BoundsObserver, Observation, Observer
-from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 from lowbit_strategy.telemetry.startup_report import build_report
+
+
+@configuration
+class MonitorOptions:
+    """The options of every monitor, in every framework.
+
+    Args:
+        every_n_steps: Optimizer steps from one observation to the next; nothing is measured between.
+        group_by: Figures for each ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
+            function of the name.
+        bounds: Warn when a group leaves them; None: no warnings.
+
+    Raises:
+        ValueError: A field is of another type, `every_n_steps` is not positive, or `group_by` is unknown.
+    """
+
+    every_n_steps: int = 50
+    group_by: GroupBy = "kind"
+    bounds: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("every_n_steps", self.every_n_steps)
+
+
+def _make(value: Any, source: Source) -> MonitorOptions:
+    """From true, or a mapping of the options."""
+    if value is not True and not isinstance(value, Mapping):
+        raise Mismatch
+    return call(MonitorOptions, {} if value is True else value, source)
+
+
+register_conversion(
+    MonitorOptions, Conversion(_make, "MonitorOptions", "true or a mapping such as {every_n_steps: 50}")
+)
+
 
 ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]

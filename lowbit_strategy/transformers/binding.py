@@ -27,7 +27,7 @@ from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.attach.replica import advance_schedule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.telemetry.metric_format import is_of_group
+from lowbit_strategy.telemetry.run_record import is_of_group
 
 _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not complete without residuals
 

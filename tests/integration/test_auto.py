@@ -20,7 +20,7 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.auto import WARM_TRIED_STEPS
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lowbit_strategy import Dense, DiLoCo, LoCo
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.engine.second_moment import is_due
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.squares import EVERY

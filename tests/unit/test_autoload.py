@@ -61,7 +61,7 @@ def test_accelerate_and_transformers_without_a_section_get_nothing() -> None:
         "from transformers import Trainer; show([name for name in loaded() if name.startswith('lowbit')])"
     )
     launch = ["lowbit_strategy.launch", "lowbit_strategy.launch.accelerate_hooks"]
-    light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.suggestions"]
+    light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.conversion"]
     assert loaded == sorted([*LIGHT, *launch, *light])
 
 
@@ -196,7 +196,7 @@ def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
 _FIRST = (
     "from lowbit_strategy.lightning import LowBitDDPStrategy as S; S('loco2', outer='diloco')",
     "from lowbit_strategy.accelerate import LowBitPlugin as P; P('loco2', outer='diloco', weights='delta4')",
-    "from lowbit_strategy.attach.sync_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
+    "from lowbit_strategy.attach.strategy_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
     "from lowbit_strategy import WarmUp; WarmUp(compressor='loco2')",
     "from lowbit_strategy.control import Schedule; from lowbit_strategy.custom_loop import prepare",
 )

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from lowbit_strategy.collectives.layout import Cut, Part, Share, cut_of
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import did_you_mean
 
 Role = Literal["embedding", "head", "other"]
 MemoryOrder = tuple[int, ...] | None

@@ -14,8 +14,15 @@ from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic,
 from lowbit_strategy.methods.outer.localsgd import LocalSGD, OverlapLocalSGD, PostLocalSGD, SparseLoCo
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import register_other_names
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import (
+    Conversion,
+    Mismatch,
+    Source,
+    call,
+    convert,
+    did_you_mean,
+    register_conversion,
+)
 
 T = TypeVar("T")
 

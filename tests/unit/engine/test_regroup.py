@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_strategy.checkpoint import capture
-from lowbit_strategy.control.levels import per_parameter
+from lowbit_strategy.control.base import per_parameter
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo

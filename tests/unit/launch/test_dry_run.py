@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, WeightCode
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.launch.dry_run import Planned, plan
 
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ import pytest
 from lowbit_strategy import QSGD, Compressor, LoCo, WarmUp, from_options, preset
 from lowbit_strategy.control import Bounds, Guard, Static
 from lowbit_strategy.options.configuration import configuration, positional_configuration
-from lowbit_strategy.options.conversion import Source, convert
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import Source, convert, did_you_mean
 
 
 @configuration

@@ -13,7 +13,7 @@ import pytest
 from lowbit_strategy import fabric, lightning, lightning_fabric, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.custom_loop import SyncOptions
-from lowbit_strategy.options.documentation import arguments, documented_options
+from lowbit_strategy.options.configuration import arguments, documented_options
 from testing.processes.scripts import REPOSITORY
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)

@@ -13,7 +13,7 @@ from lowbit_strategy import DiLoCo, LoCo, PowerSGD, TopK, accelerate, as_weights
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.config.section import plugin_from_section
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.conversion import did_you_mean
 
 untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type checker)
 

@@ -16,7 +16,7 @@ from lowbit_strategy import (
     ExDyna,
     OverlapLocalSGD,
 )
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
