@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal
 
@@ -17,9 +18,8 @@ Backend = Literal["triton", "native", "torch"]
 OVERRIDE = "LOWBIT_KERNELS"
 
 
+@cache
 def triton_available() -> bool:
-    from importlib.util import find_spec
-
     return find_spec("triton") is not None
 
 
@@ -68,15 +68,12 @@ def implementation(stem: str, device: torch.device) -> ModuleType:
     Raises:
         RuntimeError: As `choose` does.
     """
-    if device.type == "cpu" and os.environ.get(OVERRIDE) is None:
-        return _module(stem, native.available())
-    backend = choose(device)
+    return _module(stem, choose(device))
+
+
+@cache
+def _module(stem: str, backend: Backend) -> ModuleType:
     return import_module(f"lowbit_strategy.kernels.{'reference' if backend == 'torch' else backend}.{stem}")
-
-
-@lru_cache
-def _module(stem: str, in_c: bool) -> ModuleType:
-    return import_module(f"lowbit_strategy.kernels.{'native' if in_c else 'reference'}.{stem}")
 
 
 def is_native(device: torch.device) -> bool:

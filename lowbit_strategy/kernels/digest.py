@@ -19,4 +19,5 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     if all(is_native(x.device) for x in tensors):
         return torch.tensor([native.digest(x) for x in tensors], dtype=torch.int64, device=device)
-    return torch.stack([reference.digest(x).to(device) for x in tensors])
+    found = [reference.digest(x).to(device).view(1) for x in tensors]
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -80,7 +80,7 @@ def _decode(fmt: BlockFormat, sources: int) -> Work:
         return offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=arch)
 
     nbytes = 4 + sources * (fmt.code_nbytes + 2) / fmt.block_size
-    turns = () if loops["UNROLLED"] else (loops["groups"], loops["singles"])
+    turns = () if loops.unrolled else (loops.groups, loops.singles)
     return Work(compiled, launch.tile(fmt.block_size), nbytes, turns)
 
 

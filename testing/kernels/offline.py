@@ -116,7 +116,7 @@ def encode_resources(
 
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
-    unrolled = loops_of(sources)["UNROLLED"]
+    unrolled = loops_of(sources).unrolled
     constants = {**_constants(fmt, launch), "UNROLLED": unrolled}
     return _compile(decode_sum_kernel, {"out": _POINTERS[out]}, constants, launch, arch)
 
@@ -126,7 +126,7 @@ def dense_encode_resources(fmt: DenseFormat, *, x: str, arch: int) -> Resources:
 
 
 def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch: int) -> Resources:
-    constants = {**_dense_constants(fmt), "UNROLLED": loops_of(sources)["UNROLLED"]}
+    constants = {**_dense_constants(fmt), "UNROLLED": loops_of(sources).unrolled}
     return _compile(dense.decode_sum_kernel, {"out": _POINTERS[out]}, constants, dense.LAUNCH, arch)
 
 

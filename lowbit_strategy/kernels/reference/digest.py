@@ -15,6 +15,8 @@ def digest(x: Tensor) -> Tensor:
 
     1. the sum of the 64-bit words, each times the odd pseudo-random weight of its place, the last filled with zeros
     2. added to the sum so far times an odd factor; all modulo 2^64
+
+    On a GPU two launches, unless there are several parts.
     """
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     missing = -flat.numel() % 8
@@ -22,10 +24,8 @@ def digest(x: Tensor) -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, missing)).clone()
     words = flat.view(torch.int64)
     place_weights = weights(x.device)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for part in words.split(place_weights.numel()):
-        total = total * FACTOR + (part * place_weights[: part.numel()]).sum()
-    return total
+    sums = [(part * place_weights[: part.numel()]).sum() for part in words.split(place_weights.numel())]
+    return functools.reduce(lambda total, added: total * FACTOR + added, sums)
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,11 +16,12 @@ from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_r
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import (
     Launch,
+    Program,
     codebook_table,
     decode_launch,
     device_format,
     encode_launch,
-    on,
+    program_of,
     signed,
     tiles_of,
 )
@@ -30,15 +31,20 @@ from lowbit_strategy.kernels.triton.unpacking import add_source, interleaved, lo
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
 
-def loops_of(sources: int) -> dict[str, int]:
-    """How many sources are added in code without a loop, and how many groups and single ones by loops at run time.
+class Loops(NamedTuple):
+    """Groups of sources and single ones that loops at run time add, and sources that are added without one."""
 
-    Beyond a group there are loops alone: one compiled kernel serves every number of ranks.
-    """
+    groups: int
+    singles: int
+    unrolled: int
+
+
+def loops_of(sources: int) -> Loops:
+    """Beyond a group there are loops alone: one compiled kernel serves every number of ranks."""
     if sources <= SOURCES_AT_ONCE.value:
-        return {"groups": 0, "singles": 0, "UNROLLED": sources}
+        return Loops(0, 0, sources)
     groups, singles = divmod(sources, SOURCES_AT_ONCE.value)
-    return {"groups": groups, "singles": singles, "UNROLLED": 0}
+    return Loops(groups, singles, 0)
 
 
 class Common(NamedTuple):
@@ -121,12 +127,12 @@ def decode_tile(
 
 @triton.jit(do_not_specialize=["groups", "singles"], do_not_specialize_on_alignment=["out"])
 def decode_sum_kernel(
-    wire,
-    stride,
-    out,
     segment_of_tile,
     segments,
     table,
+    wire,
+    stride,
+    out,
     alpha,
     groups,
     singles,
@@ -177,35 +183,32 @@ def encode_(
         encode_(x, copy, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback, launch=launch)
         wire.copy_(copy)
         return
-    device = device_format(fmt)
     residual, residual_scale, beta, reset, dithered = feedback or (None, None, 0.0, False, False)
-    dithered = dithered and residual_scale is not None
-    launch = launch or encode_launch(device, None if residual is None else residual.dtype, dithered=dithered)
-    tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), x.device)
-    if tiles.count == 0:
-        return
-    shape, small = launch.shapes(device)
-    with on(x.device):
-        encode_kernel[(tiles.count,)](
-            x,
-            residual,
-            residual_scale,
-            wire,
-            tiles.segment_of_tile,
-            tiles.rows,
-            codebook_table(fmt, x.device),
-            flag,
-            float(beta),
-            1.0 - beta,
-            int(reset),
-            signed(seed),  # so that the argument's type, and with it the compiled kernel, never changes
-            fmt=device,
-            shape=shape,
-            small=small,
-            how=How(stochastic, dithered),
-            num_warps=launch.num_warps,
-            enable_fp_fusion=False,
-        )
+    how = How(stochastic, dithered and residual_scale is not None)
+    kept = None if residual is None else residual.dtype
+
+    def program() -> Program:
+        device = device_format(fmt)
+        chosen = launch or encode_launch(device, kept, dithered=how.stochastic_residual)
+        tiles = tiles_of(segments, fmt, chosen.tile(fmt.block_size), x.device)
+        constants = (device, *chosen.shapes(device), how)
+        options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
+        return Program(encode_kernel, tiles, x.device, constants, **options)
+
+    table = codebook_table(fmt, x.device)
+    program_of(segments, ("encode", fmt, x.dtype, x.device, kept, how, launch), program).launch(
+        table,
+        x,
+        residual,
+        residual_scale,
+        wire,
+        flag,
+        float(beta),
+        1.0 - beta,
+        int(reset),
+        signed(seed),  # so that the argument's type, and with it the compiled kernel, never changes
+        aligned=all(each is None or each.data_ptr() % 16 == 0 for each in (residual, residual_scale, wire)),
+    )
 
 
 def decode_sum_(
@@ -217,25 +220,19 @@ def decode_sum_(
     alpha: float,
     launch: Launch | None = None,
 ) -> None:
-    device, wire_WB = device_format(fmt), aligned(wire_WB)
-    launch = launch or decode_launch(device)
-    tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), out.device)
-    if tiles.count == 0:
-        return
-    shape, small = launch.shapes(device)
-    with on(out.device):
-        decode_sum_kernel[(tiles.count,)](
-            wire_WB,
-            wire_WB.stride(0),
-            out,
-            tiles.segment_of_tile,
-            tiles.rows,
-            codebook_table(fmt, out.device),
-            float(alpha),
-            **loops_of(wire_WB.shape[0]),
-            fmt=device,
-            shape=shape,
-            small=small,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=False,
-        )
+    wire_WB = aligned(wire_WB)
+    sources, stride = wire_WB.shape[0], wire_WB.stride(0)
+    loops = loops_of(sources)
+
+    def program() -> Program:
+        device = device_format(fmt)
+        chosen = launch or decode_launch(device)
+        tiles = tiles_of(segments, fmt, chosen.tile(fmt.block_size), out.device)
+        constants = (loops.unrolled, device, *chosen.shapes(device))
+        options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
+        return Program(decode_sum_kernel, tiles, out.device, constants, **options)
+
+    table = codebook_table(fmt, out.device)
+    program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride, launch), program).launch(
+        table, wire_WB, stride, out, float(alpha), loops.groups, loops.singles
+    )

@@ -10,7 +10,7 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, loops_of
 from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
-from lowbit_strategy.kernels.triton.layout import Launch, on, tiles_of
+from lowbit_strategy.kernels.triton.layout import Launch, Program, program_of, tiles_of
 from lowbit_strategy.kernels.triton.quantize import INFINITY, NAN_BITS
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
@@ -56,7 +56,7 @@ def encode_piece(x, wire, left, flag, NARROW: tl.constexpr, SIZE: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize_on_alignment=["x", "flag"])
-def encode_kernel(x, wire, segment_of_tile, segments, flag, NARROW: tl.constexpr, SIZE: tl.constexpr):
+def encode_kernel(segment_of_tile, segments, x, wire, flag, NARROW: tl.constexpr, SIZE: tl.constexpr):
     NBYTES: tl.constexpr = 2 if NARROW else 4
     row, tile, left = locate(segment_of_tile, segments, SIZE)
     source = x + ahead(tl.load(row), tile, SIZE)
@@ -118,11 +118,11 @@ def decode_piece(
 
 @triton.jit(do_not_specialize=["groups", "singles"], do_not_specialize_on_alignment=["out"])
 def decode_sum_kernel(
+    segment_of_tile,
+    segments,
     wire,
     stride,
     out,
-    segment_of_tile,
-    segments,
     alpha,
     groups,
     singles,
@@ -143,41 +143,29 @@ def decode_sum_kernel(
 
 
 def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, flag: Tensor) -> None:
-    tile = LAUNCH.tile(fmt.block_size)
-    tiles = tiles_of(segments, fmt, tile, x.device)
-    if tiles.count == 0:
-        return
-    with on(x.device):
-        encode_kernel[(tiles.count,)](
-            x,
-            wire,
-            tiles.segment_of_tile,
-            tiles.rows,
-            flag,
-            NARROW=fmt.code_nbytes == 2,
-            SIZE=tile,
-            num_warps=LAUNCH.num_warps,
-        )
+    def program() -> Program:
+        tile = LAUNCH.tile(fmt.block_size)
+        constants = (fmt.code_nbytes == 2, tile)
+        tiles = tiles_of(segments, fmt, tile, x.device)
+        return Program(encode_kernel, tiles, x.device, constants, num_warps=LAUNCH.num_warps)
+
+    program_of(segments, ("encode", fmt, x.dtype, x.device), program).launch(
+        x, wire, flag, aligned=wire.data_ptr() % 16 == 0
+    )
 
 
 def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float) -> None:
-    tile = LAUNCH.tile(fmt.block_size)
-    tiles = tiles_of(segments, fmt, tile, out.device)
-    if tiles.count == 0:
-        return
-    if (wire_WB.data_ptr() | wire_WB.stride(0)) % fmt.code_nbytes:
+    sources, stride = wire_WB.shape[0], wire_WB.stride(0)
+    if (wire_WB.data_ptr() | stride) % fmt.code_nbytes:
         raise ValueError(f"rows of the wire must start on multiples of {fmt.code_nbytes} bytes")
-    with on(out.device):
-        decode_sum_kernel[(tiles.count,)](
-            wire_WB,
-            wire_WB.stride(0),
-            out,
-            tiles.segment_of_tile,
-            tiles.rows,
-            float(alpha),
-            **loops_of(wire_WB.shape[0]),
-            NARROW=fmt.code_nbytes == 2,
-            SIZE=tile,
-            num_warps=LAUNCH.num_warps,
-            enable_fp_fusion=False,
-        )
+    loops = loops_of(sources)
+
+    def program() -> Program:
+        tile = LAUNCH.tile(fmt.block_size)
+        constants = (loops.unrolled, fmt.code_nbytes == 2, tile)
+        options = {"num_warps": LAUNCH.num_warps, "enable_fp_fusion": False}
+        return Program(decode_sum_kernel, tiles_of(segments, fmt, tile, out.device), out.device, constants, **options)
+
+    program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride), program).launch(
+        wire_WB, stride, out, float(alpha), loops.groups, loops.singles, aligned=wire_WB.data_ptr() % 16 == 0
+    )

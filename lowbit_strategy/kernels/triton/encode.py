@@ -204,13 +204,13 @@ def encode_tile(
 
 @triton.jit(do_not_specialize=["seed", "reset"], do_not_specialize_on_alignment=["x", "flag"])
 def encode_kernel(
+    segment_of_tile,
+    segments,
+    table,
     x,
     residual,
     residual_scale,
     wire,
-    segment_of_tile,
-    segments,
-    table,
     flag,
     beta_old,
     beta_new,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -222,6 +223,49 @@ def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, devi
         segments.cache[key] = Tiles(
             count=segment_of_tile.numel(), segment_of_tile=segment_of_tile.to(device), rows=rows.to(device)
         )
+    return segments.cache[key]  # type: ignore[return-value]
+
+
+class Program:
+    """A kernel with the arguments that no call changes. Once it is compiled calls go to its code at once: Triton would
+    look at every argument anew, which takes the host longer than all else.
+
+    Args:
+        kernel: Its first parameters are the tables of `tiles`, its last ones `constants`.
+        tiles: Where its programs work.
+        device: Of all tensors.
+        constants: Compile-time constants.
+        options: Of the compiler.
+    """
+
+    def __init__(
+        self, kernel: Any, tiles: Tiles, device: torch.device, constants: tuple[object, ...], **options: object
+    ) -> None:
+        self._kernel, self._device, self._options = kernel, device, options
+        self._grid = (tiles.count, 1, 1)
+        self._tables, self._constants = (tiles.segment_of_tile, tiles.rows), constants
+        self._run: Callable[..., object] | None = None
+
+    def launch(self, *args: object, aligned: bool = True) -> None:
+        """With the other arguments, whose types must be those of the calls before. `aligned`: all of those tensors that
+        the compiler takes to be aligned are, to 16 bytes.
+        """
+        if not self._grid[0]:
+            return
+        with on(self._device):
+            if aligned and self._run is not None:
+                self._run(*self._tables, *args, *self._constants)
+                return
+            compiled = self._kernel[self._grid](*self._tables, *args, *self._constants, **self._options)
+        # the interpreter compiles nothing; on AMD's GPUs code also depends on the sizes of tensors
+        if aligned and compiled is not None and torch.version.hip is None:
+            self._run = compiled[self._grid]
+
+
+def program_of(segments: Segments, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
+    """Of a table and of all else that the code depends on: made once and kept with the table."""
+    if key not in segments.cache:
+        segments.cache[key] = make()
     return segments.cache[key]  # type: ignore[return-value]
 
 
