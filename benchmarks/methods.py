@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -34,6 +34,7 @@ from rich.table import Table
 
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT
@@ -93,12 +94,13 @@ def parse_strategy(strategy: str) -> tuple[Compressor, Layout]:
 def codec_bits(compressor: Compressor, layout: Layout, step_index: int) -> float:
     """In one step, by the methods' own accounting."""
     hops = (2 if layout == "ddp" else 1) * (WORLD_SIZE - 1) / WORLD_SIZE
-    specs = {spec.name: spec for spec in describe_parameters(GPT(128, 4, 4, 128))}
+    model = GPT(128, 4, 4, 128)
+    specs = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in describe_parameters(model)}
     assigned = assign_all(compressor.phase(step_index), list(specs.values()))
     bits, numel = 0.0, 0
     for name, assignment in assigned.items():
         if assignment.kind == "compressed":
-            bits += 8 * _nbytes_a_hop(assignment, specs[name], layout, hops)
+            bits += 8 * _nbytes_a_hop(assignment, specs[name], hops)
             numel += specs[name].numel
     return bits / numel if numel else 32.0
 
@@ -114,12 +116,11 @@ def mean_codec_bits(run: Run) -> float:
     return sum(bits) / run.steps
 
 
-def _nbytes_a_hop(assignment: Assignment, spec: Any, layout: Layout, hops: float) -> float:
+def _nbytes_a_hop(assignment: Assignment, spec: TensorSpec, hops: float) -> float:
     method = assignment.method
     if isinstance(method, CodecPair):
-        codecs = method if layout == "ddp" else method[:1]
-        return statistics.mean(stateful.wire_nbytes(spec.numel) for stateful in codecs)
-    return method.wire_nbytes(spec, WORLD_SIZE, scatter=layout == "fsdp") / hops
+        return statistics.mean(codec.wire_nbytes(spec.numel) for codec in method.hops(spec))
+    return method.wire_nbytes(spec, WORLD_SIZE) / hops
 
 
 def train(strategies: Sequence[str], steps: int, seed: int) -> Iterator[Run]:

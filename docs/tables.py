@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ def rows_of_zeros() -> str:
     found: dict[str, list[str]] = {"all": [], "of embeddings and output heads": [], "none": []}
     for name, compressor in PRESETS.items():
         kept = [
-            all(compressor.phase(_LATE).assign(spec).method.keeps_zeros(scatter=scatter) for scatter in (False, True))
+            all(map(compressor.phase(_LATE).assign(spec).method.keeps_zeros, (spec, replace(spec, sharded=True))))
             for spec in (_MATRIX, _EMBEDDING)
         ]
         found["all" if all(kept) else "of embeddings and output heads" if kept[1] else "none"].append(f"`{name}`")

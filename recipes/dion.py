@@ -73,10 +73,10 @@ class DionReducer(extend.Reducer):
                 view.sent.copy_((p @ own_r.T).reshape(-1))
             view.write_mean_(((rows / columns) ** 0.5 * p @ q.T).reshape(-1), comm.rank)
 
-    def num_messages(self, specs: Sequence[extend.TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[extend.TensorSpec], world_size: int) -> int:
         return 4  # both factors, each summed and gathered
 
-    def wire_nbytes(self, spec: extend.TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: extend.TensorSpec, world_size: int) -> int:
         return sum(extend.ordered_nbytes(size * self.rank, 4, world_size) for size in spec.shape)
 
 

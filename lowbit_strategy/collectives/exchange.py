@@ -108,15 +108,20 @@ class WireBuffers:
 
 
 class CodedGroup(NamedTuple):
-    """Parameters that one pair of codecs carries, uplink and downlink, and the state of both.
+    """Parameters that the same codecs carry, and the codecs' state.
 
-    A chunk's state is a whole number of blocks of both codecs.
+    Args:
+        uplink, uplink_state: To the owners of chunks.
+        downlink, downlink_state: From the owners, in an all-reduce. None: reduce-scatter, the owners keep the result.
+        block_size: A chunk's state is a whole number of blocks of both codecs.
+        params: Where the parameters lie.
     """
 
     uplink: StatefulCodec
-    downlink: StatefulCodec
     uplink_state: StateTensors
+    downlink: StatefulCodec | None
     downlink_state: StateTensors
+    block_size: int
     params: tuple[ParamView, ...]
 
 
@@ -139,10 +144,9 @@ class Exchange:
     """The exchanges of one bucket. Tables are made once and serve every step; memory for messages is borrowed.
 
     Args:
-        groups: The codecs and which parameters each pair of them carries.
+        groups: The codecs and which parameters they carry; all with a downlink, or none.
         comm: Group to exchange over.
         device: Where gradients and messages lie.
-        scatter: Reduce-scatter (the owned chunks are the result) instead of all-reduce.
         buffers: Lends memory for messages.
         flags: Where this rank notes that it contributes inf or NaN, or owns such a mean, and that a message did not
             have the expected layout.
@@ -154,20 +158,19 @@ class Exchange:
         comm: Comm,
         device: torch.device,
         *,
-        scatter: bool,
         buffers: WireBuffers,
         flags: StepFlags,
     ) -> None:
         self.groups = tuple(groups)
         self.comm = comm
-        self.scatter = scatter
         self._buffers = buffers
         self._flags = flags
         self.uplink_nbytes = self.downlink_nbytes = HEADER_NBYTES
         for group in self.groups:
             for param in group.params:
                 self.uplink_nbytes += _section_nbytes(group.uplink, param)
-                self.downlink_nbytes += _section_nbytes(group.downlink, param)
+                if group.downlink is not None:
+                    self.downlink_nbytes += _section_nbytes(group.downlink, param)
         self._shard_numel = 0
         self._uplinks: list[_Hop] = []
         self._downlinks: list[_Hop] = []
@@ -197,7 +200,7 @@ class Exchange:
         received = self._buffers.borrow(world_size, self.uplink_nbytes)
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
-        if self.scatter:
+        if not self._downlinks:
             self._decode(self._uplinks, received, out, 1.0)
             self._buffers.give_back(send, received)
             return
@@ -228,9 +231,8 @@ class Exchange:
         """
         world_size, rank = self.comm.world_size, self.comm.rank
         uplink_at = downlink_at = HEADER_NBYTES
-        for uplink, downlink, uplink_state, downlink_state, params in self.groups:
+        for uplink, uplink_state, downlink, downlink_state, block_size, params in self.groups:
             send, own, back, gather = [], [], [], []
-            block_size = max(uplink.block_size, downlink.block_size)
             for param in params:
                 cut, state_at = param.cut, param.state_offset
                 row_state = round_up(cut.row_numel, block_size)
@@ -241,16 +243,17 @@ class Exchange:
                         send.append(Segment(x_at, length, at, r * self.uplink_nbytes + uplink_at, salt))
                         gather.append(Segment(x_at, length, at, r * self.downlink_nbytes + downlink_at, salt))
                 if length := cut.row_length(rank):
-                    out_at = param.offset if self.scatter else self._shard_numel
+                    out_at = param.offset if downlink is None else self._shard_numel
                     own.append(Segment(out_at, length, state_at, uplink_at, salt_of(param.name, rank)))
                     back.append(Segment(out_at, length, state_at, downlink_at, salt_of(param.name, world_size + rank)))
                 uplink_at += _section_nbytes(uplink, param)
-                downlink_at += _section_nbytes(downlink, param)
+                downlink_at += 0 if downlink is None else _section_nbytes(downlink, param)
                 self._shard_numel += round_up(cut.row_numel, ALIGNMENT)
             sent, added = (uplink.chunks(Segments(rows), device) for rows in (send, own))
             self._uplinks.append(_Hop(uplink, uplink_state, sent, added))
-            sent, added = (downlink.chunks(Segments(rows), device) for rows in (back, gather))
-            self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
+            if downlink is not None:
+                sent, added = (downlink.chunks(Segments(rows), device) for rows in (back, gather))
+                self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
 
 
 def _section_nbytes(codec: StatefulCodec, param: ParamView) -> int:

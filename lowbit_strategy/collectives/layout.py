@@ -59,13 +59,6 @@ def dim0_cut(shape: tuple[int, ...], world_size: int) -> Cut:
     return Cut(numel, -(-dim0 // world_size) * per_row, world_size)
 
 
-def cut_of(shape: tuple[int, ...], world_size: int, block_size: int, *, scatter: bool) -> Cut:
-    """A parameter's cut under FSDP2 (`scatter`) or DDP."""
-    if scatter:
-        return dim0_cut(shape, world_size)
-    return flat_cut(math.prod(shape), world_size, block_size)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Which elements of a parameter a rank reduces, where it is not the whole parameter.

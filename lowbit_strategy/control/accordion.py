@@ -153,7 +153,7 @@ class Accordion(CriticalRegimes, Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return (self.light, self.heavy)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return self.first_state(specs) | {"levels": {spec.name: 0 for spec in specs}}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
@@ -213,7 +213,7 @@ class AccordionBatch(CriticalRegimes, Controller):
     def initial_accumulation(self) -> int:
         return self.small
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         batches = [self.small, self.small]  # of the last window and of this one; 0: of several sizes
         return self.first_state(specs) | {"accumulation": self.small, "batches": batches}
 

@@ -81,7 +81,7 @@ class AdaQS(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return self.ladder
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         heaviest = len(self.ladder) - 1
         return {
             "levels": {spec.name: heaviest for spec in specs},

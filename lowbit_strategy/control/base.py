@@ -191,13 +191,12 @@ class Controller(ABC):
         return None
 
     @abstractmethod
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         """The state before the first step.
 
         Args:
             specs: The model's parameters.
             world_size: Ranks.
-            scatter: Gradients are reduce-scattered (FSDP2): there is no downlink.
 
         Raises:
             ValueError: The configuration cannot serve this model.
@@ -237,7 +236,7 @@ _STRENGTHS = ("bits", "density", "rank")
 
 def reference_nbytes(level: Compressor) -> int:
     """Bytes for a matrix of 1024 x 1024 that is neither exempt nor of high precision, over four ranks."""
-    return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE, scatter=False)
+    return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE)
 
 
 def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:

@@ -122,7 +122,7 @@ class GraVAC(Controller):
             return self.settle
         return math.ceil(_FORGOTTEN * max(1 / self.epsilon, _SLOWEST_AVERAGE))
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return {
             "names": [spec.name for spec in specs],
             "candidate": 1,

@@ -148,8 +148,8 @@ class Guard(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return self.inner.levels if self.fallback is None else (*self.inner.levels, self.fallback)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        inner = self.inner.init(specs, world_size, scatter=scatter)
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        inner = self.inner.init(specs, world_size)
         return {"inner": inner, "bounds": self.bounds.init(), "levels": {}, "wanted": {}}
 
     def reads_accumulated(self, progress: Progress, state: State) -> bool:

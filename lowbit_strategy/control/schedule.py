@@ -27,7 +27,7 @@ class Static(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return (self.level,)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return {"levels": {spec.name: 0 for spec in specs}}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
@@ -133,7 +133,7 @@ class Schedule(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return tuple(phase.compressor for phase in self.phases)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return {"names": [spec.name for spec in specs], "phase": None}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:

@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.methods._base.codec_pair import CodecStore
-from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
+from lowbit_strategy.methods._base.method import Method, MethodStore
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ReductionPlan
@@ -61,7 +61,7 @@ class BucketContext:
         methods: The method of each parameter.
         stores: The state of each method.
         comm: Group to reduce over.
-        placement: Where state lives.
+        device: Of gradients.
         buffers: Memory for messages.
         flags: Overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.
@@ -73,7 +73,7 @@ class BucketContext:
     methods: Mapping[str, Method]
     stores: Mapping[Method, MethodStore]
     comm: Comm
-    placement: Placement
+    device: torch.device
     buffers: WireBuffers
     flags: StepFlags
     carryover: CarryOver
@@ -117,41 +117,34 @@ class Bucket:
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:
             by_method.setdefault(context.methods[param.name], []).append(param)
-        own_model = context.placement.scatter or layout.alone  # no other bucket is waited for
+        self._own_model = layout.alone or layout.row_numel is not None  # no other bucket is waited for
         groups: list[CodedGroup] = []
         self._reducers: list[tuple[ReducerStore, list[ParamView]]] = []
         for method, params in by_method.items():
             store = context.stores[method]
             if isinstance(store, ReducerStore):
-                if params or not own_model:
+                if params or not self._own_model:
                     self._reducers.append((store, params))
             elif params:
                 assert isinstance(store, CodecStore)
                 groups.append(store.group(params))
         self._reducers_wait = any(
-            context.notes_overflow or (store.method.whole_model and not own_model) for store, _ in self._reducers
+            context.notes_overflow or (store.method.whole_model and not self._own_model) for store, _ in self._reducers
         )
-        placement = context.placement
         self.exchange = (
-            Exchange(
-                groups,
-                context.comm,
-                placement.device,
-                scatter=placement.scatter,
-                buffers=context.buffers,
-                flags=context.flags,
-            )
+            Exchange(groups, context.comm, context.device, buffers=context.buffers, flags=context.flags)
             if groups
             else None
         )
-        planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size), placement.scatter)
+        planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size))
         messages = planned.messages(self.names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # whatever the values are
         self.padding_nbytes = planned.padding_nbytes(self.names)
 
     def _param(self, entry: Entry) -> ParamView:
-        cut = self.context.placement.cut(self.context.specs[entry.name], self.context.methods[entry.name].block_size)
+        spec, block_size = self.context.specs[entry.name], self.context.methods[entry.name].block_size
+        cut = spec.cut(self.context.comm.world_size, block_size)
         stride = cut.row_numel if self.layout.row_numel is None else self.layout.row_numel
         return ParamView(entry.name, entry.offset, stride, cut)
 
@@ -184,7 +177,7 @@ class Bucket:
             yield from traced or self.exchange.run(x, out, step)
         for store, params in self._reducers:
             views = [self._view_to_trace(param, x, out) if tracers else self.view(param, x, out) for param in params]
-            if store.method.whole_model and not (self.context.placement.scatter or self.layout.alone):
+            if store.method.whole_model and not self._own_model:
                 yield from self._collect(store, views, step, tracers)
             elif views:
                 yield from self._reduce(store, views, step, tracers)
@@ -231,12 +224,12 @@ class Bucket:
 
     def view(self, param: ParamView, x: Tensor, out: Tensor) -> View:
         """One parameter's part of the bucket."""
-        spec, cut, scatter = self.context.specs[param.name], param.cut, self.context.placement.scatter
-        if scatter:
+        spec, cut = self.context.specs[param.name], param.cut
+        if spec.sharded:
             rows = x.view(self.context.comm.world_size, -1)[:, param.offset : param.offset + cut.row_numel]
-            return View(spec, cut, rows, out[param.offset : param.offset + cut.row_numel], scatter)
+            return View(spec, cut, rows, out[param.offset : param.offset + cut.row_numel])
         where = slice(param.offset, param.offset + cut.numel)
-        return View(spec, cut, x[where], out[where], scatter)
+        return View(spec, cut, x[where], out[where])
 
     def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> View:
         view = self.view(param, x, out)

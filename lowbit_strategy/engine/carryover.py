@@ -94,7 +94,7 @@ class CarryOver:
             return
         self._added[name] = self.waiting.pop(name)
         values = self._added[name].read()
-        view.x.add_(view.rows(values) if view.scatter else values)
+        view.x.add_(view.rows(values) if view.spec.sharded else values)
 
     def commit(self, names: Iterable[str]) -> None:
         """What was added to the gradients of these parameters has been used."""

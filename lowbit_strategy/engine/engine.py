@@ -19,7 +19,7 @@ from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.method import MethodStore, Placement
+from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
@@ -87,7 +87,7 @@ class GradientSync:
         self.second_moment: SecondMomentCorrection | None = None
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._bind_ranks(ranks)
-        self.state = MethodState(specs, ranks.share, self._placement(), device)
+        self.state = MethodState(specs, ranks, device, sharded=scatter)
         self.transactions = Transactions(self.state, keeps_all=rollback)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
@@ -139,7 +139,7 @@ class GradientSync:
         """
         assert ranks.share == self.ranks.share
         self._bind_ranks(ranks)
-        self._regroup(lambda: self.state.move(self._placement(), afresh=afresh))
+        self._regroup(lambda: self.state.move(ranks, afresh=afresh))
 
     def _bind_ranks(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -147,9 +147,6 @@ class GradientSync:
             if comm is not None:
                 comm.describe_step = self._describe_step
         self.byte_check = ByteCheck(ranks.peers)
-
-    def _placement(self) -> Placement:
-        return Placement(self.ranks.peers.rank, self.ranks.peers.world_size, self.device, self.scatter)
 
     def _regroup(self, change: Callable[[], Sequence[MethodStore]]) -> None:
         """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies.
@@ -167,7 +164,7 @@ class GradientSync:
             methods={name: assignment.method for name, assignment in state.assignments.items()},
             stores=state.stores,
             comm=self.ranks.peers,
-            placement=state.placement,
+            device=self.device,
             buffers=self.buffers,
             flags=self._flags,
             carryover=state.carryover,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
+from lowbit_strategy.methods._base.method import Method, MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 
 class MethodState:
@@ -19,9 +20,9 @@ class MethodState:
 
     Args:
         specs: All trainable parameters, in the same order on all ranks.
-        share: Which part of each parameter this rank reduces; None: all of it.
-        placement: Where state lives.
+        ranks: Who reduces them.
         device: Of gradients.
+        sharded: As FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:
         specs: What is reduced, by name: parameters, or this rank's parts of them.
@@ -34,16 +35,16 @@ class MethodState:
     compressor: Compressor
     _phase: Compressor
 
-    def __init__(
-        self, specs: Iterable[TensorSpec], share: Share | None, placement: Placement, device: torch.device
-    ) -> None:
-        self.placement = placement
+    def __init__(self, specs: Iterable[TensorSpec], ranks: Ranks, device: torch.device, *, sharded: bool) -> None:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
-        self._share = share
-        self._device = device
-        self.specs = {spec.name: spec.shared(share) for spec in specs}
+        self._share, self._comm, self._device = ranks.share, ranks.peers, device
+        self._sharded = sharded
+        self.specs = self._own_parts(specs)
+
+    def _own_parts(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+        return {spec.name: replace(spec.shared(self._share), sharded=self._sharded) for spec in specs}
 
     @property
     def full_specs(self) -> dict[str, TensorSpec]:
@@ -70,7 +71,7 @@ class MethodState:
 
     def extend(self, specs: Iterable[TensorSpec]) -> list[MethodStore]:
         """Serve more parameters, the same on all ranks; the others keep their state. Returns as `assign`."""
-        self.specs |= {spec.name: spec.shared(self._share) for spec in specs}
+        self.specs |= self._own_parts(specs)
         return self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def forget(self) -> list[MethodStore]:
@@ -79,14 +80,14 @@ class MethodState:
         earlier, self.stores, self.assignments = self.assignments, {}, {}
         return self.assign(earlier)
 
-    def move(self, placement: Placement, *, afresh: bool = False) -> list[MethodStore]:
+    def move(self, ranks: Ranks, *, afresh: bool = False) -> list[MethodStore]:
         """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
 
         If its place is the same it stays as it is, unless it is wanted `afresh`. Returns as `assign`.
         """
-        if placement == self.placement and not afresh:
+        before, self._comm = self._comm, ranks.peers
+        if (before.rank, before.world_size) == (self._comm.rank, self._comm.world_size) and not afresh:
             return []
-        self.placement = placement
         earlier, old_stores = self.assignments, self.stores
         self.assignments, self.stores = {}, {}
         self._make_room(list(old_stores.values()))
@@ -114,7 +115,7 @@ class MethodState:
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
                 continue
-            store = method.make_store({name: self.specs[name] for name in members}, self.placement)
+            store = method.make_store({name: self.specs[name] for name in members}, self._comm, self._device)
             self.stores[method] = store
             for name in (name for name in members if name in earlier):
                 old = earlier[name].method
@@ -169,12 +170,12 @@ class MethodState:
 
     def row_numel(self, name: str) -> int:
         """Elements of one rank's chunk of a parameter, padding included."""
-        return self.placement.cut(self.specs[name], self.assignments[name].method.block_size).row_numel
+        block_size = self.assignments[name].method.block_size
+        return self.specs[name].cut(self._comm.world_size, block_size).row_numel
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
-        method, placement = self.assignments[name].method, self.placement
-        return method.wire_nbytes(self.specs[name], placement.world_size, scatter=placement.scatter)
+        return self.assignments[name].method.wire_nbytes(self.specs[name], self._comm.world_size)
 
     def rescale_(self, factor: float) -> None:
         """The loss scale has changed by `factor`."""

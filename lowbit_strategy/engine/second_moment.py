@@ -160,16 +160,18 @@ class SecondMoment:
 
     def _bind_context(self, context: BucketContext) -> None:
         """Methods have changed, or ranks."""
-        self._context, self._placement = context, context.placement
+        self._context, self._comm = context, context.comm
         self._specs = {name: context.specs[name] for name in served(self._sync.state.assignments)}
         methods = methods_of_squares(list(self._specs.values()))
         stores = {
             method: method.make_store(
-                {name: spec for name, spec in self._specs.items() if methods[name] == method}, context.placement
+                {name: spec for name, spec in self._specs.items() if methods[name] == method},
+                context.comm,
+                context.device,
             )
             for method in set(methods.values())
         }
-        no_leftover = CarryOver(context.placement.device)  # the engine's is for gradients
+        no_leftover = CarryOver(context.device)  # the engine's is for gradients
         self._inner = replace(
             context, specs=self._specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False
         )
@@ -188,7 +190,7 @@ class SecondMoment:
             self._bind_context(bucket.context)
         step = self._sync.step_context()
         params = [param for param in bucket.params if param.name in self._specs]
-        if not params or self._placement.world_size == 1:
+        if not params or self._comm.world_size == 1:
             yield from stages
             return
         views = [bucket.view(param, x, out) for param in params]
@@ -208,7 +210,7 @@ class SecondMoment:
         yield from stages
         if not listens:
             return
-        divisor = self._placement.world_size if self._placement.scatter else 1  # under FSDP2 a result is a sum
+        divisor = self._comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
         for view, known in zip(views, all_known, strict=True):
             decoded = _mean_squares(self._own(view, view.out)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
@@ -223,7 +225,6 @@ class SecondMoment:
         if layout not in self._buckets:
             self._buckets[layout] = Bucket(self._inner, layout)
         inner = self._buckets[layout]
-        comm = self._inner.comm
         roots = torch.zeros_like(x, dtype=torch.float32)
         mean = torch.zeros(layout.row_numel, device=x.device) if layout.row_numel is not None else roots
         totals = []
@@ -237,12 +238,12 @@ class SecondMoment:
         found = [self._own(view := inner.view(param, roots, mean), view.out).square() for param in inner.params]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
         self._sync.byte_check.expect(inner)
-        self._sync.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
-        yield comm.all_reduce(numbers)
-        for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
+        self._sync.byte_check.add_untracked(ring_nbytes(numbers, self._comm.world_size))
+        yield self._comm.all_reduce(numbers)
+        for param, squares, sums in zip(inner.params, found, numbers / self._comm.world_size, strict=True):
             exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
-            if self._placement.scatter:  # of each element one rank knows it
-                found_total = found_total * comm.world_size
+            if self._sync.scatter:  # of each element one rank knows it
+                found_total = found_total * self._comm.world_size
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
             known = self._known[param.name]
             assert known.decoded_sums is not None
@@ -251,7 +252,7 @@ class SecondMoment:
 
     def _own(self, view: View, values: Tensor) -> Tensor:
         """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
-        return values[: view.cut.row_length(self._placement.rank)] if view.scatter else values
+        return values[: view.cut.row_length(self._comm.rank)] if view.spec.sharded else values
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class SecondMoment:
         if known.squares is None or known.decoded is None or known.energies is None:
             return
         exact, own = known.energies
-        share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._placement.world_size, 1.0)
+        share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._comm.world_size, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
         without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: all elements alike
         blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])

@@ -200,16 +200,16 @@ class DGCReducer(SparseReducer):
         if self.momentum:  # factor masking: stale momentum of what was sent
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         whole = [spec for spec in specs if self.is_dense(spec)]
-        num_whole = _WHOLE.num_messages(whole, world_size, scatter=scatter) if whole else 0
-        sparse = SparseReducer.num_messages(self, specs, world_size, scatter=scatter)
+        num_whole = _WHOLE.num_messages(whole, world_size) if whole else 0
+        sparse = SparseReducer.num_messages(self, specs, world_size)
         return num_whole + (sparse if len(whole) < len(specs) else 0)
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         if self.is_dense(spec):
-            return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)
-        return SparseReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+            return _WHOLE.wire_nbytes(spec, world_size)
+        return SparseReducer.wire_nbytes(self, spec, world_size)
 
 
 @configuration

@@ -84,10 +84,10 @@ class PowerSGDReducer(LowRankReducer):
                 store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 4  # both factors, each summed and gathered
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec))
 
 

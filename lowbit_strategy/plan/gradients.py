@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from lowbit_strategy.codecs.packed import PART_NUMEL
@@ -69,18 +70,21 @@ class ReductionPlan:
         methods: Of each parameter.
         specs: Of each parameter, or of this rank's part of it.
         shape: The ranks.
-        scatter: As FSDP2's reduce-scatter.
     """
 
     methods: Mapping[str, Method]
     specs: Mapping[str, TensorSpec]
     shape: Shape
-    scatter: bool
+
+    @property
+    def _is_sharded(self) -> bool:
+        """As all parameters are, or none."""
+        return any(spec.sharded for spec in islice(self.specs.values(), 1))
 
     def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
         """The codecs of the parameters that have any, and the elements of a rank's row."""
         return [
-            (pair, self.specs[name].cut(self.shape.num_peers, pair.block_size, scatter=self.scatter).row_numel)
+            (pair, self.specs[name].cut(self.shape.num_peers, pair.block_size).row_numel)
             for name in names
             if isinstance(pair := self.methods[name], CodecPair)
         ]
@@ -88,7 +92,7 @@ class ReductionPlan:
     def messages(self, names: Sequence[str]) -> list[Message]:
         """What a rank sends for one bucket to the ranks that reduce it.
 
-        1. all codecs together: one message on the uplink and, without `scatter`, one on the downlink
+        1. all codecs together: one message on the uplink and, in an all-reduce, one on the downlink
         2. every other method after them, one after the other
         """
         peers = self.shape.num_peers
@@ -97,7 +101,7 @@ class ReductionPlan:
         others, level, internode_fraction = peers - 1, peer_level(self.shape), self.shape.peers_internode_fraction()
         messages: list[Message] = []
         rows = self._coded_rows(names)
-        for hop in ("uplink",) if self.scatter else ("uplink", "downlink"):
+        for hop in ("uplink",) if self._is_sharded else ("uplink", "downlink"):
             sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
             if sizes:
                 promised = sum(sizes)
@@ -116,8 +120,8 @@ class ReductionPlan:
                 Message(
                     level,
                     method.label,
-                    sum(method.wire_nbytes(spec, peers, scatter=self.scatter) for spec in members),
-                    in_series=method.num_messages(members, peers, scatter=self.scatter),
+                    sum(method.wire_nbytes(spec, peers) for spec in members),
+                    in_series=method.num_messages(members, peers),
                     fixed=method.fixed_size,
                     internode_fraction=internode_fraction,
                 )
@@ -147,8 +151,8 @@ class ReductionPlan:
             return 0, 0
         row = HEADER_NBYTES + sum(round_up(pair.uplink.wire_nbytes(row_numel), ALIGNMENT) for pair, row_numel in rows)
         shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
-        own = 0 if self.scatter or peers <= 2 else row  # of two ranks it lies where the first message was
-        return 2 * peers * row + own, 0 if self.scatter else 4 * shard
+        own = 0 if self._is_sharded or peers <= 2 else row  # of two ranks it lies where the first message was
+        return 2 * peers * row + own, 0 if self._is_sharded else 4 * shard
 
     def working_nbytes(self, max_in_flight: Iterable[Sequence[str]], device_type: str) -> int:
         """Temporary memory for what no kernel codes.
@@ -159,14 +163,14 @@ class ReductionPlan:
         run = PART_NUMEL[device_type == "cuda"]
         longest = 0
         for pair, row_numel in self._coded_rows(self.methods):
-            if not (pair.uplink.in_one_pass and (self.scatter or pair.downlink.in_one_pass)):
+            if not (pair.uplink.in_one_pass and (self._is_sharded or pair.downlink.in_one_pass)):
                 longest = max(longest, row_numel, min(run, self.shape.num_peers * row_numel))
         return longest * _WORKING_NBYTES + max(
             (round(self._reducing_nbytes(names)) for names in max_in_flight), default=0
         )
 
     def _reducing_nbytes(self, names: Sequence[str]) -> float:
-        copied = 4 if self.scatter else 0  # rows of several ranks are put together first
+        copied = 4 if self._is_sharded else 0  # rows of several ranks are put together first
         return max(
             (
                 sum((method.temporary_nbytes + copied) * spec.numel for spec in members)
@@ -189,11 +193,11 @@ def peer_level(shape: Shape) -> Level:
 
 
 def peer_transfer(
-    name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], shape: Shape, *, scatter: bool = False
+    name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], shape: Shape
 ) -> TransferGroup:
-    """What a rank sends for its parts of parameters that are no gradients of a step: coded on both hops."""
+    """What a rank sends for its parts of parameters that are no gradients of a step."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
-    reduction, names = ReductionPlan(methods, specs, shape, scatter), list(specs)
+    reduction, names = ReductionPlan(methods, specs, shape), list(specs)
     messages = reduction.messages(names)
     memory, mean = reduction.memory(names)
     numel, encoded = sum(spec.whole_numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
@@ -251,8 +255,8 @@ def _gradient_transfer(
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
     that nothing travels to peers.
     """
-    methods, specs, shape, scatter = reduction.methods, reduction.specs, reduction.shape, reduction.scatter
-    present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
+    methods, specs, shape = reduction.methods, reduction.specs, reduction.shape
+    present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
     memory = brief = copied = 0
@@ -270,7 +274,7 @@ def _gradient_transfer(
         brief += mean
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))
-    hops = 1 if scatter else 2
+    hops = 1 if layout == "fsdp" else 2
     return TransferGroup(
         reduced.name,
         sum(specs[name].whole_numel for name in reduced.names),

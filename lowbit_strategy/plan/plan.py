@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.methods._base.compressor import Assignment
-from lowbit_strategy.methods._base.method import Method, Placement
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
@@ -158,20 +159,19 @@ def make_plan(
     device_type: Where gradients are coded.
     squares: Whether ranks exchange squares of gradients.
     """
-    by_name = {spec.name: spec for spec in specs}
+    by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
     distinct: dict[Method, Method] = {}  # what is alike is planned once
     methods = {name: distinct.setdefault(each.method, each.method) for name, each in assignments.items()}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
-    scatter = layout == "fsdp"
-    reduction = ReductionPlan(methods, by_name, shape, scatter)
+    reduction = ReductionPlan(methods, by_name, shape)
     gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
     rounds = alike(round_transfers(outer, methods, by_name, shape)) if outer is not None else ()
     state = state_transfers(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     if squares:
-        state += square_transfers(reduced, assignments, by_name, shape, scatter=scatter)
+        state += square_transfers(reduced, assignments, by_name, shape)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
     max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, shape, layout)
@@ -196,7 +196,7 @@ def make_plan(
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
-            squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
+            squares=squares_nbytes(assignments, by_name, shape) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
@@ -240,20 +240,20 @@ def _messages_nbytes(
 
 def _residual_nbytes(reduction: ReductionPlan) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
-    shape = reduction.shape
-    placement = Placement(shape.rank // shape.num_parts, shape.num_peers, torch.device("meta"), reduction.scatter)
+    comm = LocalComm(reduction.shape.num_peers)
     served: dict[Method, dict[str, TensorSpec]] = {}
     for name, method in reduction.methods.items():
         served.setdefault(method, {})[name] = reduction.specs[name]
-    return sum(_store_nbytes(method, members, placement) for method, members in served.items())
+    return sum(_store_nbytes(method, members, comm) for method, members in served.items())
 
 
-def _store_nbytes(method: Method, specs: Mapping[str, TensorSpec], placement: Placement) -> int:
+def _store_nbytes(method: Method, specs: Mapping[str, TensorSpec], comm: Comm) -> int:
+    meta = torch.device("meta")
     if method.whole_model:
-        return method.make_store(specs, placement).nbytes
+        return method.make_store(specs, comm, meta).nbytes
     alike: dict[object, list[TensorSpec]] = {}
     for spec in specs.values():
         alike.setdefault((spec.shape, id(spec.part)), []).append(spec)
     return sum(
-        len(members) * method.make_store({members[0].name: members[0]}, placement).nbytes for members in alike.values()
+        len(members) * method.make_store({members[0].name: members[0]}, comm, meta).nbytes for members in alike.values()
     )

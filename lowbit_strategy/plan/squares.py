@@ -50,8 +50,6 @@ def square_transfers(
     assignments: Mapping[str, Assignment],
     specs: Mapping[str, TensorSpec],
     shape: Shape,
-    *,
-    scatter: bool,
 ) -> tuple[TransferGroup, ...]:
     """Per step on average, after the first ones: roots of a bucket's squares, and sketches."""
     names = set(served(assignments))
@@ -60,7 +58,7 @@ def square_transfers(
     for each in reduced if shape.num_peers > 1 else ():
         members = [specs[name] for name in each.names if name in names]
         if members:
-            transfer = peer_transfer("squares", members, methods, shape, scatter=scatter)
+            transfer = peer_transfer("squares", members, methods, shape)
             sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), shape)
             # beside messages: roots, and squares on their way into sums
             memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
@@ -69,10 +67,9 @@ def square_transfers(
     return tuple(transfers)
 
 
-def squares_nbytes(
-    assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], shape: Shape, *, scatter: bool
-) -> int:
+def squares_nbytes(assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], shape: Shape) -> int:
     """Memory for sums of squares, of whole gradients, and for what is known of the own elements; of blocks a little."""
-    numel = sum(specs[name].numel for name in served(assignments))
-    own = numel // shape.num_peers if scatter else numel
+    members = [specs[name] for name in served(assignments)]
+    numel = sum(spec.numel for spec in members)
+    own = numel // shape.num_peers if members and members[0].sharded else numel
     return 2 * numel + 2 * own + own // 8

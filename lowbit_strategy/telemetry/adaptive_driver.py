@@ -131,7 +131,7 @@ class AdaptiveDriver:
             level.check(specs)
         if levels:  # a decision makes no difference to what every level exempts
             specs = [spec for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)]
-        return self.controller.init(specs, self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
+        return self.controller.init(specs, self.sync.ranks.peers.world_size)
 
     # -- the step -----------------------------------------------------------------------------------------------
 

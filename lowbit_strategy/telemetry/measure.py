@@ -177,7 +177,7 @@ class MeanSample:
 
     def _compare(self, view: View, mean_N: Tensor, sample: Sample) -> Tensor:
         world_size, rank = self._comm.world_size, self._comm.rank
-        if not view.scatter:
+        if not view.spec.sharded:
             return _sums(view.out[sample.positions_N], mean_N, sample.weights_N / world_size)
         first, length = rank * view.cut.row_numel, view.cut.row_length(rank)
         places = torch.tensor([first, first + length], device=sample.positions_N.device)

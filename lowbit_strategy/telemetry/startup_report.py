@@ -187,12 +187,12 @@ def report_of(plan: StepPlan, compressor: Compressor, *, device: torch.device, s
     """
     groups: dict[tuple[str, str, str], Group] = {}
     for name, assignment in plan.assignments.items():
-        key = (assignment.kind, assignment.method.description(scatter=plan.scatter), assignment.reason)
+        spec = plan.specs[name]
+        key = (assignment.kind, assignment.method.description(spec), assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
-        spec = plan.specs[name]
         group.numel += spec.whole.numel
-        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.shape.num_peers, scatter=plan.scatter)
+        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.shape.num_peers)
     codings = [] if plan.coding is None else [plan.coding, *(each for each in CHOICES if each != plan.coding)]
     return Report(
         plan=plan,

@@ -136,8 +136,8 @@ class Subject(NamedTuple):
 
     def lawful(self, compressor: Compressor) -> list[str]:
         """Parameters of which everything that came in has come out or is in a residual."""
-        scatter = self.layout == "fsdp"
-        return [name for name, a in self.assignments(compressor).items() if a.method.conserves(scatter=scatter)]
+        specs = {spec.name: dataclasses.replace(spec, sharded=self.layout == "fsdp") for spec in SPECS}
+        return [name for name, a in self.assignments(compressor).items() if a.method.conserves(specs[name])]
 
 
 class InvariantHarness:

@@ -46,7 +46,7 @@ def add(total: Grads, values: Grads) -> None:
 
 def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
     """What went in, what came out and what has not been sent yet, for each parameter that obeys a conservation law."""
-    lawful = [name for name, a in sync.state.assignments.items() if a.method.conserves(scatter=sync.scatter)]
+    lawful = [name for name, a in sync.state.assignments.items() if a.method.conserves(sync.specs[name])]
     unsent = {name: sync.state.export_unsent(name) for name in lawful}
     return {"in": total_in, "out": total_out, "unsent": unsent}
 
@@ -258,14 +258,14 @@ def collect_zeros(harness: InvariantHarness) -> Evidence:
 
 def check_zeros(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     """Rows of zeros stay zeros where the method says so, and only there; tensors of zeros always."""
-    largest, scatter = harness.join([e["largest"] for e in evidence]), harness.layout == "fsdp"
+    largest, sharded = harness.join([e["largest"] for e in evidence]), harness.layout == "fsdp"
     assignments, failures, moved = harness.subject.assignments(harness.compressor), [], []
     for spec in SPECS:
         if largest[spec.name].numel() != spec.numel:
             continue  # DDP's buckets hold no empty tensors
         method = assignments[spec.name].method
         found = float(largest[spec.name][_zero_rows(spec.name, spec.shape)].sum())
-        if method.keeps_zeros(scatter=scatter) or spec.name == "tall":
+        if method.keeps_zeros(dataclasses.replace(spec, sharded=sharded)) or spec.name == "tall":
             if found:
                 failures.append(f"{spec.name}: zeros became up to {found:.1e}")
         else:

@@ -13,6 +13,7 @@ Both are returned, so that error feedback can keep them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 
 import torch
@@ -36,10 +37,9 @@ class ValueSum:
     Args:
         names: What the parameters are called.
         chosen: What each parameter sends; its positions are the same on all ranks.
-        cuts: How each parameter is cut over the ranks.
+        cuts: Reduce-scatter: how each parameter is cut over the ranks. None: all-reduce.
         codec: Encodes the values.
         comm: Group to sum over.
-        scatter: Reduce-scatter instead of all-reduce.
         seed: Stochastic codecs round with it.
 
     Attributes:
@@ -50,32 +50,31 @@ class ValueSum:
         self,
         names: Sequence[str],
         chosen: Sequence[Chosen],
-        cuts: Sequence[Cut],
+        cuts: Sequence[Cut] | None,
         codec: Codec,
         comm: Comm,
         *,
-        scatter: bool,
         seed: int,
     ) -> None:
-        self.codec, self.comm, self.scatter, self.seed = codec, comm, scatter, seed
+        self.codec, self.comm, self.seed = codec, comm, seed
         self.indices, self.cuts = [part.indices for part in chosen], cuts
         self.counts = [index.numel() for index in self.indices]
         self.exact = codec == _FLOATS
         self._values_E = joined([part.values for part in chosen])
         self.device = self._values_E.device
-        if self.exact and not scatter:
+        if self.exact and cuts is None:
             self.sent = [part.values for part in chosen]
             return
-        self._tables(names, [self._edges(*pair) for pair in zip(self.indices, cuts, strict=True)])
+        self._tables(names, list(map(self._edges, self.indices, cuts or itertools.repeat(None))))
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
         self._encode_(self._values_E, self._wire, self._all)
         sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
         self.sent = list(sent_E.split(self.counts))
 
-    def _edges(self, indices: Tensor, cut: Cut) -> list[int]:
+    def _edges(self, indices: Tensor, cut: Cut | None) -> list[int]:
         """Where each rank's share of a parameter's values begins, and the end."""
         world_size, k = self.comm.world_size, indices.numel()
-        if self.scatter:
+        if cut is not None:
             starts = torch.arange(world_size + 1, device=indices.device) * cut.row_numel
             return [*torch.searchsorted(indices, starts)[:-1].tolist(), k]
         row = flat_cut(k, world_size, self.codec.block_size).row_numel
@@ -98,7 +97,7 @@ class ValueSum:
                         own.append(Segment(own_at, length, 0, at - row_start, hash32(salt)))
                     own_at += length
                 start += k
-                room = length if self.scatter else edges[1]
+                room = edges[1] if self.cuts is None else length
                 at += round_up(self.codec.wire_nbytes(room), ALIGNMENT) if room else 0
             self.row_nbytes.append(at - row_start)
         self._all, self._own, self._own_numel = Segments(everything), Segments(own), own_at
@@ -118,18 +117,18 @@ class ValueSum:
         """Parameter by parameter, sums over ranks where they belong in the result (reduce-scatter: in the own row), and
         what this rank's encoding of its sums lost, at flat positions of the parameter; empty if nothing.
         """
-        if self.exact and not self.scatter:
+        if self.exact and self.cuts is None:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
             return entries_at(self.indices, sums_E), []
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
-        if self.scatter:
+        if self.cuts is not None:
             yield comm.all_to_all_uneven(received_WB.view(-1), self._wire, [own_nbytes] * world_size, self.row_nbytes)
         else:
             yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
         own_sums = self._decode(received_WB, self._own, self._own_numel)
         own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
-        if self.scatter:
+        if self.cuts is not None:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
             return entries_at(local, own_sums), []

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
-from lowbit_strategy.collectives.layout import Cut, ParamView, round_up
+from lowbit_strategy.collectives.layout import ParamView, round_up
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StateTensors
-from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
+from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -39,6 +40,10 @@ class CodecPair(Method):
             )
         object.__setattr__(self, "block_size", max(up, down))
 
+    def hops(self, spec: TensorSpec) -> tuple[StatefulCodec, ...]:
+        """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""
+        return (self.uplink,) if spec.sharded else (self.uplink, self.downlink)
+
     @property
     def label(self) -> str:
         return self.uplink.label
@@ -51,24 +56,21 @@ class CodecPair(Method):
     def residual_gain(self) -> float | None:
         return self.uplink.residual_gain
 
-    def conserves(self, *, scatter: bool) -> bool:
-        hops = (self.uplink,) if scatter else (self.uplink, self.downlink)
-        return all(hop.residual_gain is not None for hop in hops)
+    def conserves(self, spec: TensorSpec) -> bool:
+        return all(hop.residual_gain is not None for hop in self.hops(spec))
 
-    def keeps_zeros(self, *, scatter: bool) -> bool:
-        return self.uplink.keeps_zeros and (scatter or self.downlink.keeps_zeros)
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
+        return all(hop.keeps_zeros for hop in self.hops(spec))
 
-    def description(self, *, scatter: bool) -> str:
-        differs = not scatter and self.downlink.label != self.uplink.label
-        return f"{self.label}; downlink {self.downlink.label}" if differs else self.label
+    def description(self, spec: TensorSpec) -> str:
+        return "; downlink ".join(dict.fromkeys(hop.label for hop in self.hops(spec)))
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        row_numel = spec.cut(world_size, self.block_size, scatter=scatter).row_numel
-        hops = (self.uplink,) if scatter else (self.uplink, self.downlink)
-        return sum(hop.wire_nbytes(row_numel) for hop in hops) * (world_size - 1)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        row_numel = spec.cut(world_size, self.block_size).row_numel
+        return sum(hop.wire_nbytes(row_numel) for hop in self.hops(spec)) * (world_size - 1)
 
-    def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> CodecStore:
-        return CodecStore(self, specs, placement)
+    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> CodecStore:
+        return CodecStore(self, specs, comm, device)
 
     def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> CodecPair:
         return CodecPair(codec(self.uplink), codec(self.downlink))
@@ -95,28 +97,30 @@ class CodecStore(MethodStore):
 
     hop = "uplink."
 
-    def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], placement: Placement) -> None:
+    def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
         self.pair = pair
-        self.placement = placement
-        self.cuts: dict[str, Cut] = {name: placement.cut(spec, pair.block_size) for name, spec in specs.items()}
+        self._rank, self._device = comm.rank, device
+        self.cuts = {name: spec.cut(comm.world_size, pair.block_size) for name, spec in specs.items()}
         lengths = [round_up(cut.row_numel, pair.block_size) for cut in self.cuts.values()]
         self._chunks = dict(zip(self.cuts, pairwise(accumulate(lengths, initial=0)), strict=True))
         self._arenas: dict[str, _Arena] = {}
         self._parked = False
-        for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if placement.scatter else 2]:
+        self._is_sharded = any(spec.sharded for spec in specs.values())
+        for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
             for key, arena in codec.arenas().items():
-                num_chunks = placement.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
+                num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
                 unit = arena.unit(codec.block_size)
-                values = torch.zeros(sum(lengths) * num_chunks // unit, dtype=arena.dtype, device=placement.device)
+                values = torch.zeros(sum(lengths) * num_chunks // unit, dtype=arena.dtype, device=device)
                 self._arenas[f"{hop}.{key}"] = _Arena(values, num_chunks, unit)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
         """What an `Exchange` needs to carry these parameters."""
         return CodedGroup(
             self.pair.uplink,
-            self.pair.downlink,
             self._state("uplink."),
+            None if self._is_sharded else self.pair.downlink,
             self._state("downlink."),
+            self.pair.block_size,
             tuple(replace(param, state_offset=self._chunks[param.name][0]) for param in params),
         )
 
@@ -127,7 +131,7 @@ class CodecStore(MethodStore):
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
         start, end = self._chunks[name]
         tensors = {key: x[start * num // unit : end * num // unit] for key, (x, num, unit) in self._arenas.items()}
-        return {key: x.to(self.placement.device) for key, x in tensors.items()} if self._parked else tensors
+        return {key: x.to(self._device) for key, x in tensors.items()} if self._parked else tensors
 
     def park(self) -> None:
         self._parked = True
@@ -142,7 +146,7 @@ class CodecStore(MethodStore):
             "numel": cut.numel,
             "row_numel": cut.row_numel,
             "world_size": cut.world_size,
-            "rank": self.placement.rank,
+            "rank": self._rank,
             "residual_gain": finite_gain(self.pair.uplink.residual_gain),
             "downlink_residual_gain": finite_gain(self.pair.downlink.residual_gain),
         }

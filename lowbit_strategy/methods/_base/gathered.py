@@ -37,7 +37,7 @@ class GatheredReducer(Reducer):
     def label(self) -> str:
         return f"{self.codec.label}, gathered"
 
-    def keeps_zeros(self, *, scatter: bool) -> bool:
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
         return self.codec.keeps_zeros
 
     def nearest(self) -> GatheredReducer:
@@ -62,8 +62,8 @@ class GatheredReducer(Reducer):
     def _decode(self, wire_WB: Tensor, numel: int) -> Tensor:
         return self.codec.decode_sum(wire_WB.contiguous(), numel)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 1
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return (world_size - 1) * self.codec.wire_nbytes(spec.numel)

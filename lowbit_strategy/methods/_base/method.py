@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit_strategy.collectives.layout import Cut
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -55,18 +55,6 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "") -> None:
     codes, scale_K = blocks.quantize_residual(values_KB)
     residual.copy_(codes.view(-1))
     scale.copy_(scale_K)
-
-
-class Placement(NamedTuple):
-    """Where a store's state lives: which rank of how many, on which device, and whether gradients are scattered."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    scatter: bool
-
-    def cut(self, spec: TensorSpec, block_size: int) -> Cut:
-        return spec.cut(self.world_size, block_size, scatter=self.scatter)
 
 
 class MethodStore(ABC):
@@ -153,7 +141,7 @@ class Method(ABC):
         return None
 
     @abstractmethod
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         """Bytes this rank sends to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
 
     def serves(self, spec: TensorSpec) -> bool:
@@ -161,23 +149,23 @@ class Method(ABC):
         return True
 
     @abstractmethod
-    def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> MethodStore:
-        """Fresh state for the parameters `specs`."""
+    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> MethodStore:
+        """Fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
 
     @abstractmethod
     def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Method:
         """The same method with what it is made of replaced: for wrappers."""
 
-    def description(self, *, scatter: bool) -> str:
+    def description(self, spec: TensorSpec) -> str:
         """The `label`, with that of the downlink where it differs."""
         return self.label
 
-    def conserves(self, *, scatter: bool) -> bool:
+    def conserves(self, spec: TensorSpec) -> bool:
         """Whether everything that came in has come out or is in a residual; False where something is given up."""
         return self.residual_gain is not None
 
     @abstractmethod
-    def keeps_zeros(self, *, scatter: bool) -> bool:
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
         """Whether a row whose gradient has been zero on all ranks from the first step on comes out as zeros.
 
         Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors, StepContext
-from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
+from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ReducerState = dict[str, StateTensors]  # by parameter name
@@ -22,12 +22,11 @@ class View(NamedTuple):
     """One parameter's gradient in a bucket, as a reducer gets it.
 
     Args:
-        spec: The parameter.
+        spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
         cut: How it is cut over the ranks.
         x: All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r for rank r, padded with zeros.
         out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
             row, ``[row_numel]``, since FSDP2 divides afterwards.
-        scatter: Which of the two.
         compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
         sent: float32 ``[numel]`` to fill with what the others decode of it, or None.
     """
@@ -36,13 +35,12 @@ class View(NamedTuple):
     cut: Cut
     x: Tensor
     out: Tensor
-    scatter: bool
     compensated: Tensor | None = None
     sent: Tensor | None = None
 
     def flat(self) -> Tensor:
         """The whole gradient, flat ``[numel]``, in every layout; a copy under reduce-scatter."""
-        return self.x.reshape(-1)[: self.spec.numel] if self.scatter else self.x
+        return self.x.reshape(-1)[: self.spec.numel] if self.spec.sharded else self.x
 
     def rows(self, values_N: Tensor) -> Tensor:
         """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
@@ -51,7 +49,7 @@ class View(NamedTuple):
 
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
         """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""
-        if not self.scatter:
+        if not self.spec.sharded:
             self.out.copy_(mean_N)
             return
         start, length = rank * self.cut.row_numel, self.cut.row_length(rank)
@@ -77,7 +75,7 @@ class Reducer(Method):
         """Memory for a moment, of each element that is reduced at once, beside state; measured: benchmarks/LOG.md."""
         return 0.0
 
-    def keeps_zeros(self, *, scatter: bool) -> bool:
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
         return True  # what is not chosen is zero, and so are products with a row of zeros
 
     def nearest(self) -> Reducer:
@@ -100,7 +98,7 @@ class Reducer(Method):
         """
 
     @abstractmethod
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         """Collectives that `reduce` issues for these parameters together, each after the one before."""
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
@@ -109,8 +107,8 @@ class Reducer(Method):
             if "residual" in tensors:
                 tensors["residual_scale" if "residual_scale" in tensors else "residual"].mul_(factor)
 
-    def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> ReducerStore:
-        return ReducerStore(self, specs, placement)
+    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> ReducerStore:
+        return ReducerStore(self, specs, device)
 
     def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Reducer:
         return reducer(self)
@@ -137,8 +135,8 @@ class WrappedReducer(Reducer):
     def residual_gain(self) -> float | None:
         return self.inner.residual_gain
 
-    def keeps_zeros(self, *, scatter: bool) -> bool:
-        return self.inner.keeps_zeros(scatter=scatter)
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
+        return self.inner.keeps_zeros(spec)
 
     def serves(self, spec: TensorSpec) -> bool:
         return self.inner.serves(spec)
@@ -146,11 +144,11 @@ class WrappedReducer(Reducer):
     def rescale_(self, state: ReducerState, factor: float) -> None:
         self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return self.inner.num_messages(specs, world_size, scatter=scatter)
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return self.inner.num_messages(specs, world_size)
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return self.inner.wire_nbytes(spec, world_size)
 
 
 class ReducerStore(MethodStore):
@@ -160,11 +158,11 @@ class ReducerStore(MethodStore):
         state: What the reducer has made, as `Reducer.reduce` gets it.
     """
 
-    def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], placement: Placement) -> None:
+    def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
         self.method = method
-        self.state = method.init(list(specs.values()), placement.device)
+        self.state = method.init(list(specs.values()), device)
         self._specs = dict(specs)
-        self._device = placement.device
+        self._device = device
         self._parked = False
 
     def tensors(self, name: str) -> StateTensors:

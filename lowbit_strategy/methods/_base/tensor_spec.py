@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Cut, Part, Share, cut_of
+from lowbit_strategy.collectives.layout import Cut, Part, Share, dim0_cut, flat_cut
 from lowbit_strategy.options.conversion import did_you_mean
 
 Role = Literal["embedding", "head", "other"]
@@ -28,6 +28,8 @@ class TensorSpec:
         memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat
             gradients and residuals have their elements in this order.
         part: Where it lies in the parameter, if `shape` is that of a part only.
+        sharded: FSDP2 shards it over the ranks that reduce it: each gets the sum of its own rows (reduce-scatter).
+            Otherwise all get the mean (all-reduce).
     """
 
     name: str
@@ -35,6 +37,7 @@ class TensorSpec:
     role: Role = "other"
     memory_order: MemoryOrder = None
     part: Part | None = None
+    sharded: bool = False
 
     @property
     def numel(self) -> int:
@@ -61,12 +64,14 @@ class TensorSpec:
         shape, part = share.part(self.shape, self.memory_order[0] if self.memory_order else 0)
         return replace(self, shape=shape, part=part)
 
-    def cut(self, world_size: int, block_size: int, *, scatter: bool) -> Cut:
+    def cut(self, world_size: int, block_size: int) -> Cut:
         """How it is cut over the ranks that reduce it."""
+        if not self.sharded:
+            return flat_cut(self.numel, world_size, block_size)
         row_numel = None if self.part is None else self.part.row_numel
-        if scatter and row_numel is not None and row_numel * world_size >= self.numel:  # not where a rank tries alone
+        if row_numel is not None and row_numel * world_size >= self.numel:  # not where a rank tries alone
             return Cut(self.numel, row_numel, world_size)
-        return cut_of(self.shape, world_size, block_size, scatter=scatter)
+        return dim0_cut(self.shape, world_size)
 
 
 # Stands for a model's parameters where none is known yet. Big enough that headers and padding do not matter, and a

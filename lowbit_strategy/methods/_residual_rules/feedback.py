@@ -130,7 +130,7 @@ class FeedbackReducer(WrappedReducer):
             g = view.flat().float()
             idle = (g == 0).all()  # now: the result may be written over the gradient
             h = torch.where(idle, 0.0, g + state[view.spec.name]["residual"])
-            inner_views.append(view._replace(x=view.rows(h) if view.scatter else h, sent=torch.empty_like(h)))
+            inner_views.append(view._replace(x=view.rows(h) if view.spec.sharded else h, sent=torch.empty_like(h)))
             idles.append(idle)
         yield from self.inner.reduce(inner_views, state, comm, step)
         for view, inner, idle in zip(views, inner_views, idles, strict=True):
@@ -181,7 +181,7 @@ def _contracts_alone(reducer: Reducer) -> bool:
 
     def sent(x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
-        view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), False, sent=result)
+        view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), sent=result)
         state = reducer.init([spec], x.device)
         wait_for_all(reducer.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result

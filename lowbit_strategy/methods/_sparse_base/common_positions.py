@@ -73,8 +73,9 @@ class CommonPositionsReducer(DensityReducer):
     ) -> Iterator[Pending]:
         """Send the values there, take them out of the residuals, write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
-        names, cuts = [view.spec.name for view in views], [view.cut for view in views]
-        exchange = ValueSum(names, chosen, cuts, self.codec, comm, scatter=views[0].scatter, seed=step.seed)
+        names = [view.spec.name for view in views]
+        cuts = [view.cut for view in views] if views[0].spec.sharded else None
+        exchange = ValueSum(names, chosen, cuts, self.codec, comm, seed=step.seed)
         for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
             observe_(view, tensors.get("residual"), condition, part, sent)
@@ -91,13 +92,13 @@ class CommonPositionsReducer(DensityReducer):
             return Chosen(indices, self.values(view, state.get(view.spec.name, {}), indices))
         return Chosen(indices, filler(indices.numel(), condition, indices.device).values)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return self.position_messages + (1 if scatter else 2)
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return self.position_messages + (1 if specs[0].sharded else 2)
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         """What one rank sends to others to agree on the positions of a parameter."""
         return 0
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        values = value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=scatter)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        values = value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
         return self.positions_nbytes(spec, world_size) + values

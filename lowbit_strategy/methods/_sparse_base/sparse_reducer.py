@@ -122,7 +122,7 @@ def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], wor
         world_size: Ranks that the mean is over.
     """
     for v, view in enumerate(views):
-        sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
+        sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
 
 
 def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
@@ -270,7 +270,7 @@ class SparseReducer(DensityReducer):
             self._choose(view, total, state[view.spec.name], condition, step)
             for view, total, condition in zip(views, totals, found, strict=True)
         ]
-        layout = layout_of(views, comm.world_size if views[0].scatter else None)
+        layout = layout_of(views, comm.world_size if views[0].spec.sharded else None)
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
@@ -295,8 +295,8 @@ class SparseReducer(DensityReducer):
         count = self.num_kept(view.spec) if self.same_counts else int(condition is Condition.NONFINITE)
         return condition, filler(count, condition, tensors["residual"].device)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 1 if self.same_counts and not scatter else 2  # counts, entries
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return 1 if self.same_counts and not specs[0].sharded else 2  # counts, entries
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)

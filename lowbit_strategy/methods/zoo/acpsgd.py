@@ -71,10 +71,10 @@ class ACPSGDReducer(LowRankReducer):
             store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 2
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         """The mean of even and odd steps."""
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec)) // 2
 

@@ -47,10 +47,10 @@ class ATOMOReducer(LowRankReducer):
                 observe_(view, view.flat(), product(*pair))
             view.write_mean_((total / comm.world_size).reshape(-1), comm.rank)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 1
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return 4 * (world_size - 1) * self.rank * sum(matrix_shape(spec))
 
 

@@ -36,7 +36,7 @@ class GradiVeQReducer(ResidualReducer):
     def label(self) -> str:
         return f"{self.kept} of {self.slice_size} principal components"
 
-    def keeps_zeros(self, *, scatter: bool) -> bool:
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
         return False  # a slice may span two rows
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -74,10 +74,10 @@ class GradiVeQReducer(ResidualReducer):
         for basis, each in zip(bases, shaped_like(bases, found), strict=True):
             basis.copy_(each)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 2
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         """The basis as a mean over steps and senders."""
         coefficients = -(-spec.numel // self.slice_size) * self.kept
         basis = 4 * (world_size - 1) * self.slice_size * self.kept // (world_size * self.period)

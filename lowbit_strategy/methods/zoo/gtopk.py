@@ -118,10 +118,10 @@ class GTopKReducer(DensityReducer):
             raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
         return layout.unpack(counts_SK[0], sizes_V, wire, self.codec)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return (world_size - 1).bit_length() + 1  # rounds of merges, and the broadcast
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), self.codec)
         return 2 * message * (world_size - 1) // world_size  # mean over ranks; rank 0 sends most
 

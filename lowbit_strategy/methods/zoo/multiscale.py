@@ -41,13 +41,13 @@ class MultiScaleReducer(SharedScaleReducer):
         agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
         return shared.unrows(unpack_bits(agreed)[:, :numel])
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         where_it_fits = 2
-        return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size, scatter=scatter)
+        return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size)
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1, scatter=scatter).row_numel // 8)
-        return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1).row_numel // 8)
+        return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size)
 
 
 @configuration

@@ -99,7 +99,7 @@ class SharedViews:
         self.comm = comm
         self.step = step
         self.block_size = block_size
-        self.scatter = any(view.scatter for view in views)
+        self.sharded = any(view.spec.sharded for view in views)
         self.gradients = [view.flat().float() for view in self.views]
 
     def agree(self, norms: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
@@ -148,14 +148,14 @@ class SharedViews:
     def rows(self, values: Sequence[Tensor]) -> Tensor:
         """[W, n]: every view's flat values, cut over the ranks."""
         world_size = self.comm.world_size
-        if self.scatter:
+        if self.sharded:
             return torch.cat([view.rows(value) for view, value in zip(self.views, values, strict=True)], 1)
         flat = torch.cat(list(values))
         return torch.nn.functional.pad(flat, (0, -flat.numel() % world_size)).view(world_size, -1)
 
     def unrows(self, rows_WN: Tensor) -> list[Tensor]:
         """The inverse of `rows`: flat values of every view."""
-        if self.scatter:
+        if self.sharded:
             parts = rows_WN.split([view.cut.row_numel for view in self.views], 1)
             return [part.reshape(-1)[: view.spec.numel] for part, view in zip(parts, self.views, strict=True)]
         sizes = [view.spec.numel for view in self.views]
@@ -164,7 +164,7 @@ class SharedViews:
     def write_(self, totals: Tensor, scales: Sequence[Tensor]) -> None:
         """Every view's mean from the integer sums of `sum_integers` and their scales."""
         world_size, rank = self.comm.world_size, self.comm.rank
-        if not self.scatter:
+        if not self.sharded:
             for view, total, scale_N in zip(self.views, self.unrows(totals), scales, strict=True):
                 view.out.copy_(total * scale_N / world_size)
             return
@@ -221,7 +221,7 @@ class SharedScaleReducer(Reducer):
         bounds = [None if self.clip_sigmas is None else shared.spread(norm_K, i) for i, norm_K in enumerate(norms)]
         codes = [shared.round(i, scale_N, self.limit, self.rounding, bounds[i]) for i, scale_N in enumerate(scales)]
         shared.observe_(codes, scales)
-        totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
+        totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.sharded)
         shared.write_(totals, scales)
 
     def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
@@ -237,12 +237,12 @@ class SharedScaleReducer(Reducer):
         norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
         return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 2 if scatter else 3  # norms; codes, on one hop or two
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return 2 if specs[0].sharded else 3  # norms; codes, on one hop or two
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        numel = spec.cut(world_size, 1, scatter=scatter).row_numel
-        codes = sum_nbytes(numel, self.limit, world_size, scatter=scatter)
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        numel = spec.cut(world_size, 1).row_numel
+        codes = sum_nbytes(numel, self.limit, world_size, scatter=spec.sharded)
         norms = 2 * (world_size - 1) * -(-spec.numel // self.block_size) * 4 // world_size
         return codes + norms
 

@@ -66,7 +66,7 @@ class ThreeLCReducer(ResidualReducer):
             scales.append(scale)
             trits.append(trits_N)
         head = torch.stack(scales).view(torch.uint8)
-        if views[0].scatter:
+        if views[0].spec.sharded:
             rows = [view.rows(trits_N) for view, trits_N in zip(views, trits, strict=True)]
             wires = [_message(head, [rows_WN[rank] for rows_WN in rows]) for rank in range(comm.world_size)]
             received = yield from scatter_uneven(wires, comm)
@@ -78,7 +78,7 @@ class ThreeLCReducer(ResidualReducer):
             for total, part in zip(totals, _read(wire, sizes), strict=True):
                 total += part
         for view, total in zip(views, totals, strict=True):
-            view.out.copy_(total if view.scatter else total / comm.world_size)
+            view.out.copy_(total if view.spec.sharded else total / comm.world_size)
 
     def _quantized(self, view: View, residual: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """The scale and int32 trits of one parameter; their error becomes the residual."""
@@ -94,12 +94,12 @@ class ThreeLCReducer(ResidualReducer):
         residual.sub_(trits_N * scale)
         return scale if condition is not Condition.NONFINITE else scale + torch.nan, trits_N.int()
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return 2
 
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         whole = -(-packed_nbytes(spec.numel, 1) // _EXPECTED)
-        return (world_size - 1) * (4 + (whole // world_size if scatter else whole))
+        return (world_size - 1) * (4 + (whole // world_size if spec.sharded else whole))
 
 
 def _message(head: Tensor, trits: Sequence[Tensor]) -> Tensor:

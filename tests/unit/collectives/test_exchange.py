@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
-from lowbit_strategy.collectives.layout import ParamView, cut_of
+from lowbit_strategy.collectives.layout import ParamView, dim0_cut, flat_cut
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.kernels.format import uniform
@@ -38,7 +39,12 @@ class Bucket:
 
     def __init__(self, parts: Sequence[Part], world_size: int, *, scatter: bool, prefix: str = "p") -> None:
         self.world, self.scatter = SimulatedWorld(world_size), scatter
-        cuts = [cut_of(part.shape, world_size, part.codec.block_size, scatter=scatter) for part in parts]
+        cuts = [
+            dim0_cut(part.shape, world_size)
+            if scatter
+            else flat_cut(math.prod(part.shape), world_size, part.codec.block_size)
+            for part in parts
+        ]
         self.row_numel, at = sum(cut.row_numel for cut in cuts), 0
         self.slots: dict[ParamView, StatefulCodec] = {}
         for i, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
@@ -48,7 +54,7 @@ class Bucket:
         self.numel = at * world_size if scatter else at
         self.flags = [StepFlags(CPU) for _ in range(world_size)]
         self.exchanges = [
-            Exchange(self._routes(), comm, CPU, scatter=scatter, buffers=WireBuffers(CPU), flags=flags)
+            Exchange(self._routes(), comm, CPU, buffers=WireBuffers(CPU), flags=flags)
             for comm, flags in zip(self.world.comms, self.flags, strict=True)
         ]
 
@@ -56,7 +62,7 @@ class Bucket:
         routes = []
         for codec in dict.fromkeys(self.slots.values()):
             slots = tuple(slot for slot, own in self.slots.items() if own == codec)
-            routes.append(CodedGroup(codec, codec, {}, {}, slots))
+            routes.append(CodedGroup(codec, {}, None if self.scatter else codec, {}, codec.block_size, slots))
         return routes
 
     def chunk(self, slot: ParamView, rank: int) -> slice:
@@ -192,7 +198,7 @@ def test_a_message_of_another_layout_is_an_error_that_names_its_sender() -> None
     bucket = Bucket([Part((64,), COARSE)], 3, scatter=False)
     other = Bucket([Part((64,), COARSE)], 3, scatter=False, prefix="another")
     bucket.exchanges[2] = Exchange(
-        other._routes(), bucket.world.comms[2], CPU, scatter=False, buffers=WireBuffers(CPU), flags=StepFlags(CPU)
+        other._routes(), bucket.world.comms[2], CPU, buffers=WireBuffers(CPU), flags=StepFlags(CPU)
     )
     with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
         bucket.run(bucket.fill())

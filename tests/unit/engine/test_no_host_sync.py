@@ -58,9 +58,9 @@ def test_old_and_new_state_are_never_in_a_gpus_memory_together(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     make_store, seen = CodecPair.make_store, []
 
-    def noting(self: CodecPair, specs: object, placement: object) -> object:
+    def noting(self: CodecPair, specs: object, comm: object, device: object) -> object:
         seen.append([each() for each in old if each() is not None])
-        return make_store(self, specs, placement)  # type: ignore[arg-type]
+        return make_store(self, specs, comm, device)  # type: ignore[arg-type]
 
     with on_cuda():
         sync = GradientSync(changes, SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)

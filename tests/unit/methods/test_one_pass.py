@@ -40,7 +40,7 @@ def _run(compressor: SparseCompressor) -> list[tuple[Tensor, Tensor]]:
     for index, gradient in enumerate(_gradients()):
         if index == 4:
             state["weight"]["residual"][77] = gradient[77] = 3e38
-        view = View(spec, flat_cut(_NUMEL, 1, 1), gradient, gradient, scatter=False)
+        view = View(spec, flat_cut(_NUMEL, 1, 1), gradient, gradient)
         wait_for_all(reducer.reduce([view], state, LocalComm(), StepContext(index, index, index)))
         seen.append((gradient, state["weight"]["residual"].clone()))
     return seen

@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_codes() -> None:
     (plain, _), (without, with_state) = sent
     assert without == plain
     specs = describe_parameters(ranks.models[0])
-    codes = sum(StateCode().assign(spec).method.wire_nbytes(spec, 3, scatter=False) for spec in specs)
+    codes = sum(StateCode().assign(spec).method.wire_nbytes(spec, 3) for spec in specs)
     framing = 2 * 2 * (16 + 16 * len(specs)) + 2 * 2 * 4 * len(specs) // 3
     assert codes <= with_state - plain <= codes + framing
     (unit,) = ranks.outers[0].sync.plan().state

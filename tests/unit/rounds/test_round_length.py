@@ -26,7 +26,7 @@ class Longer(Controller):
 
     levels: tuple[Compressor, ...] = ()
 
-    def init(self, specs: Any, world_size: int, *, scatter: bool = False) -> dict[str, Any]:
+    def init(self, specs: Any, world_size: int) -> dict[str, Any]:
         return {}
 
     def decide(self, telemetry: Telemetry, state: dict[str, Any]) -> Decision:

@@ -49,7 +49,7 @@ class Recorder(Controller):
     def levels(self) -> tuple[LoCo, ...]:
         return (EIGHT, TWO)
 
-    def init(self, specs, world_size, *, scatter=False):
+    def init(self, specs, world_size):
         return {}
 
     def reads_accumulated(self, progress, state):

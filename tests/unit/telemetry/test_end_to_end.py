@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
     found = []
     for seed in seeds:
         out = gradient.flatten().clone()
-        sample = MeanSample([View(spec, cut, out, out, scatter=False)], LocalComm(), seed, out.device)
+        sample = MeanSample([View(spec, cut, out, out)], LocalComm(), seed, out.device)
         for pending in sample.exchange():
             pending.wait()
         out.copy_(result.flatten())
@@ -85,10 +87,10 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
         if scatter:
             padded = torch.nn.functional.pad(x, (0, 3 * cut.row_numel - spec.numel)).view(3, -1)
             out = torch.zeros(cut.row_numel)
-            view = View(spec, cut, padded, out, scatter=True)
+            view = View(replace(spec, sharded=True), cut, padded, out)
         else:
             out = x
-            view = View(spec, cut, x, out, scatter=False)
+            view = View(spec, cut, x, out)
         sample = MeanSample([view], world.comms[rank], 7, torch.device("cpu"))
         for pending in sample.exchange():
             pending.wait()

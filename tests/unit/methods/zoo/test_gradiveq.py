@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lowbit_strategy import GradiVeQ
@@ -32,4 +34,4 @@ def test_slices_that_share_rows_do_not_keep_zeros_and_whole_slices_do() -> None:
     assert not row[:64].any()
     assert row[64:].any()
     spec = TensorSpec("matrix", (96, 96))
-    assert not any(compressor.method(spec).keeps_zeros(scatter=scatter) for scatter in (False, True))
+    assert not any(compressor.method(spec).keeps_zeros(each) for each in (spec, replace(spec, sharded=True)))

@@ -40,7 +40,7 @@ def _values(kind: str, seed: int = 1) -> Tensor:
 
 def _view(spec: TensorSpec) -> View:
     x = torch.zeros(spec.numel)
-    return View(spec, flat_cut(spec.numel, 1, 1), x, x, False)
+    return View(spec, flat_cut(spec.numel, 1, 1), x, x)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "cubed", "uniform"])
