@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated
 
 import typer
@@ -47,4 +48,10 @@ app.command()(lighthouse)
 
 
 def main() -> None:
-    app()
+    """Looking for garbage among all that torch makes takes a second, and this process ends soon."""
+    gc.disable()
+    try:
+        app()
+    finally:
+        gc.freeze()
+        gc.enable()
