@@ -19,11 +19,10 @@ import torch
 
 from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
-from lowbit_strategy.advisor.advice import Workload, plan_for
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
-from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far_link
-from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
+from lowbit_strategy.advisor.workload import Workload, plan_for, uncompressed
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
@@ -37,7 +36,7 @@ _BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the f
 def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str) -> Situation:
     """What was measured in a run, with the range that measured figures have; the optimizer is beside it."""
     cluster = convert(report["cluster"], Cluster, "cluster").coding_as(preset)
-    far = is_far_link(cluster.inter_node.latency_s)
+    far = is_far(cluster.inter_node.latency_s)
     values: dict[What, float] = {
         "link": cluster.inter_node.nbytes_per_s,
         "latency": cluster.inter_node.latency_s,

@@ -32,8 +32,7 @@ from lowbit_strategy import QSGD, Dense, DiLoCo, LoCo, WeightCode
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
-from lowbit_strategy.advisor.models import layers_of, transformer
-from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import layers_of, transformer, uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import Layout, ParamGroup

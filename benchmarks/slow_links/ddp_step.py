@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, OuterRule  # registers the strategies' names
-from lowbit_strategy.advisor.timing.clocks import OptimizerClock
+from lowbit_strategy.advisor.clocks import OptimizerClock
 from recipes.gpt import LanguageModel
 from testing.counting.interface import sent_nbytes
 

@@ -28,11 +28,11 @@ from benchmarks.slow_links.fsdp_step import strategy_of as fsdp_strategy
 from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, PRESETS
 from lowbit_strategy.advisor.bench_file import slowest_codings
+from lowbit_strategy.advisor.clocks import measure_coding, memcpy_nbytes_per_s
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import step_time
-from lowbit_strategy.advisor.timing.coding import measure_coding, memcpy_nbytes_per_s
-from lowbit_strategy.advisor.timing.links import measure_network, slowest_network
-from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.links import measure_network, slowest_network
+from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology

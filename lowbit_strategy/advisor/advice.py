@@ -1,32 +1,29 @@
-"""Which set-up suits a model and its links: every sensible one planned, its step predicted, and compared."""
+"""Which set-up suits a model and its links: every sensible one predicted and compared, and whether one pays.
+
+It is recommended only where it pays for all figures within their ranges.
+"""
 
 from __future__ import annotations
 
-import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
-from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
-from lowbit_strategy.advisor.models import layers_of
-from lowbit_strategy.advisor.uncompressed import uncompressed
-from lowbit_strategy.collectives.layout import Share
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.advisor.units import rounded
+from lowbit_strategy.advisor.workload import Workload, assign, plan_for, shape_for, uncompressed
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
+from lowbit_strategy.methods.weights import default_weights
 from lowbit_strategy.plan import fitting
-from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
+from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.plan.plan import StepPlan
 
-_LATE = 10**6  # a step at which all warm-ups are over
 BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in BITS.items())
 _SQUARES = "*"  # after the name of what has second_moment=True
@@ -35,45 +32,11 @@ _SQUARES_LINES = {
     "fsdp": 'strategy=LowBitFSDPStrategy("{}", second_moment=True)',
     "hsdp": 'strategy=LowBitFSDPStrategy("{}", shard_size="node", second_moment=True)',
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Workload:
-    """What is to be trained, and where.
-
-    Args:
-        specs: Parameters.
-        nodes: Machines.
-        ranks_per_node: Processes on each.
-        itemsize: Bytes of an element of weights and gradients without compression: 2 for bf16, 4 for float32.
-        device_type: Of the ranks.
-        far: Whether messages between machines take so long that all are to travel at once, as they do on CPU.
-    """
-
-    specs: Sequence[TensorSpec]
-    nodes: int
-    ranks_per_node: int
-    itemsize: int = 4
-    device_type: str = "cuda"
-    far: bool = False
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @functools.cached_property
-    def numel(self) -> int:
-        return sum(spec.numel for spec in self.specs)
-
-    @functools.cached_property
-    def modules(self) -> dict[str, ModuleLayout]:
-        """As FSDP2 is given them."""
-        return layers_of(self.specs, self.itemsize)
-
-    @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
-    def parts(self, share: Share | None) -> list[TensorSpec]:
-        """What the first rank reduces of each parameter."""
-        return [spec.shared(share) for spec in self.specs]
+ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
+BENCH_MINUTES = 2
+_ROOM = 0.9  # of a device's memory: activations and the framework need the rest
+_BISECTIONS = 14
+_FURTHEST = 1e4  # times a figure, in which a flip is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,51 +96,6 @@ def _leaving(transfers: Sequence[TransferGroup]) -> float:
     )
 
 
-def plan_for(
-    workload: Workload,
-    layout: Layout,
-    compressor: Compressor,
-    *,
-    coding: WeightCoding | None = None,
-    outer: OuterRule | None = None,
-    assigned: Mapping[str, Assignment] | None = None,
-    squares: bool = False,
-) -> StepPlan:
-    """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
-    assigned = assign(workload, compressor) if assigned is None else assigned
-    shape = shape_for(workload, layout, local=outer is not None)
-    parts, modules = workload.parts(shape.share), workload.modules
-    if layout == "ddp":
-        coding = None
-        cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
-        reduced = ddp_buckets(((spec.name, spec.numel, workload.itemsize) for spec in workload.specs), cap_nbytes)
-    else:
-        coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
-        members = [(name, module.specs) for name, module in reversed(modules.items())]
-        reduced = [ParamGroup(tuple(spec.name for spec in specs), workload.itemsize, name) for name, specs in members]
-    return make_plan(
-        parts,
-        {part.name: assignment_for_part(assigned[part.name], part) for part in parts},
-        shape,
-        layout,
-        reduced=reduced,
-        coding=coding,
-        modules=None if layout == "ddp" else modules,
-        outer=outer,
-        device_type=workload.device_type,
-        squares=squares,
-    )
-
-
-def shape_for(workload: Workload, layout: Layout, *, local: bool = False) -> Shape:
-    """The first rank's place; `local`: steps are."""
-    nodes, per_node = workload.nodes, workload.ranks_per_node
-    two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
-    share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
-    far = workload.far and nodes > 1
-    return Shape(workload.world_size, 0, share, Topology((per_node,) * nodes, workload.world_size), far)
-
-
 def kept(workload: Workload) -> list[fitting.MemoryOption]:
     """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
     compressor = PRESETS["loco"]
@@ -189,13 +107,6 @@ def kept(workload: Workload) -> list[fitting.MemoryOption]:
     )
     coding = default_weights(compressor)
     return list(fitting.memory_options(compressor, coding, setup, may_recode=True))
-
-
-def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignment]:
-    """What each whole parameter gets once all warm-ups are over."""
-    late = compressor.phase(_LATE)
-    late.check(workload.specs)
-    return assign_all(late, workload.specs)
 
 
 def setup_options(workload: Workload, situation: Situation | None = None) -> list[SetupOption]:
@@ -249,3 +160,165 @@ def _timed(
     own = situation.coding_as(preset)
     even = break_even(over_bandwidth(plan, own.cluster, own.compute_s), against, steps_of(name))
     return SetupOption(full + star, line, plan, own.predicted(plan), quality, even, *known)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times as fast as the framework's own in bf16 a set-up reaches the same loss."""
+
+    likely: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.likely:.3g} times as fast as without compression ({self.low:.2g} to {self.high:.2g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer.
+
+    Args:
+        answer: ``use``: it pays for all figures within their ranges. ``measure``: it probably does. ``no``.
+        choice: The fastest set-up that keeps the loss and fits; None: there is none.
+        gain: Of that.
+        sentence: For the user.
+        flips: Where the answer would be another one, each a sentence.
+    """
+
+    answer: Literal["use", "measure", "no"]
+    choice: SetupOption | None
+    gain: Gain | None
+    sentence: str
+    flips: tuple[str, ...] = ()
+
+
+def decide(
+    found: Sequence[SetupOption], workload: Workload, situation: Situation, quality: Quality = "same"
+) -> Verdict:
+    """Compare the fastest set-up of that quality that fits with the framework's own.
+
+    Args:
+        found: All set-ups, timed.
+        workload: Model and ranks.
+        situation: What they were timed with.
+        quality: ``close``: also what has fewer than 4 bits.
+    """
+    if workload.world_size == 1:
+        return Verdict("no", None, None, "Do not use this package here: one rank sends nothing.")
+    allowed = ("same",) if quality == "same" else ("same", "close")
+    ours = [choice for choice in found if choice.line and choice.quality in allowed]
+    fits = [choice for choice in ours if _fits(choice, workload, situation)]
+    own = [choice for choice in found if choice.name.endswith("bf16") and _fits(choice, workload, situation)]
+    if not fits:
+        return Verdict("no", None, None, _too_large(ours, own, workload, situation))
+    best = min(fits, key=lambda choice: choice.seconds)
+    gain, worst = gain_of(best, own, situation)
+    flips = tuple(_flips(best, own, situation, worst, recommended=gain.low > ADVISE_MIN_SPEEDUP))
+    if gain.low > ADVISE_MIN_SPEEDUP:
+        return Verdict("use", best, gain, f"Use: {best.line}: {gain}.", flips)
+    if gain.likely > ADVISE_MIN_SPEEDUP:
+        return Verdict(
+            "measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation, workload)}.", flips
+        )
+    return Verdict("no", best, gain, f"Do not use this package here: {best.name} would be {gain}.", flips)
+
+
+def _fits(choice: SetupOption, workload: Workload, situation: Situation) -> bool:
+    limit = situation.memory_nbytes
+    return limit is None or choice.held_nbytes(workload) <= _ROOM * limit
+
+
+def _too_large(
+    ours: Sequence[SetupOption], own: Sequence[SetupOption], workload: Workload, situation: Situation
+) -> str:
+    assert situation.memory_nbytes is not None
+    least = min(ours, key=lambda choice: choice.held_nbytes(workload))
+    needs = f"{least.name} needs {rounded(least.held_nbytes(workload) / 1e9)} GB before activations"
+    limit = f"{rounded(situation.memory_nbytes / 1e9)} GB of a device ({situation.memory_source})"
+    alone = "the framework's own does" if own else "nor does the framework's own"
+    return f"Do not use this package here: with its defaults no set-up fits into the {limit}, {alone}; {needs}."
+
+
+def _how(situation: Situation, workload: Workload) -> str:
+    slowest = "link" if workload.nodes > 1 else "inside"
+    if any(each.source == "measured" and each.what == slowest for each in situation.figures):
+        return "time a hundred steps of each"
+    machines = " on two machines" if workload.nodes > 1 else ""
+    return f"`lowbit bench`{machines} takes {BENCH_MINUTES} minutes and narrows this"
+
+
+def gain_of(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> tuple[Gain, dict[What, float]]:
+    """The gain over the fastest of the framework's own, and the ends of the figures' ranges at which it is least.
+
+    1. likely: the figures as they are
+    2. low: of all figures at either end of their ranges where compression gains least, while the framework overlaps all
+       that it can and compression nothing
+    3. high: the other way round
+    """
+    names = [each.what for each in situation.figures]
+    ends = itertools.product(*((each.best, each.worst) for each in situation.figures))
+    corners: list[dict[What, float]] = [dict(zip(names, each, strict=True)) for each in ends]
+    gains = [_gain_at(choice, own, situation.at(corner)) for corner in corners]
+    found = _gain_at(choice, own, situation)
+    worst = min(zip(gains, corners, strict=True), key=lambda each: each[0].low)[1]
+    gains.append(found)
+    return Gain(found.likely, min(each.low for each in gains), max(each.high for each in gains)), worst
+
+
+def _gain_at(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> Gain:
+    """Where the figures are certain. `own`: the framework's own that fit; none: the gain is infinite."""
+    more_steps = 1.0 if choice.steps is None else choice.steps.times
+    ours = situation.coding_as(choice.preset).step(choice.plan)
+    theirs = [situation.step(each.plan) for each in own] or [StepTime(math.inf, math.inf, math.inf)]
+    return Gain(
+        min(each.seconds for each in theirs) / (more_steps * ours.seconds),
+        min(each.low for each in theirs) / (more_steps * ours.high),
+        min(each.high for each in theirs) / (more_steps * ours.low),
+    )
+
+
+def _flips(
+    choice: SetupOption,
+    own: Sequence[SetupOption],
+    situation: Situation,
+    worst: dict[What, float],
+    *,
+    recommended: bool,
+) -> list[str]:
+    """How far bandwidths are from where it would not be recommended any more, or would be."""
+    found = []
+    for figure in situation.figures:
+        if figure.what not in _FLIPS:
+            continue
+
+        def pays(times: float, what: What = figure.what) -> bool:
+            return _gain_at(choice, own, situation.at({**worst, what: times * worst[what]})).low > ADVISE_MIN_SPEEDUP
+
+        times = _first(pays, recommended=recommended)
+        if times is not None:
+            rather = "would not be recommended" if recommended else "would be recommended"
+            found.append(f"{rather} {_FLIPS[figure.what][not recommended].format(_rate(figure, times))}")
+    return found
+
+
+_FLIPS: Mapping[What, tuple[str, str]] = {  # where a recommendation ends, and where one begins
+    "link": ("from {} on", "below {}"),
+    "inside": ("with more than {} inside a node", "with less than {} inside a node"),
+}
+
+
+def _first(pays: Callable[[float], bool], *, recommended: bool) -> float | None:
+    """By which multiple of a bandwidth, up or down, the answer changes; None: it does not within a wide range."""
+    same, other = 1.0, _FURTHEST if recommended else 1 / _FURTHEST
+    if pays(other) is recommended:
+        return None
+    for _ in range(_BISECTIONS):
+        middle = (same * other) ** 0.5
+        same, other = (middle, other) if pays(middle) is recommended else (same, middle)
+    return other
+
+
+def _rate(figure: Figure, times: float) -> str:
+    value = times * figure.value * (8 if figure.what == "link" else 1) / 1e9
+    return f"{rounded(value, 2)} {'Gbit/s' if figure.what == 'link' else 'GB/s'}"

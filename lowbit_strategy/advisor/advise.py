@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.machines import find_machine
 from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
@@ -69,43 +70,40 @@ def advise(
 
     Without a model, in a terminal, it asks.
     """
-    from lowbit_strategy.advisor import advice
-    from lowbit_strategy.advisor.gather import Said, gather, is_far
-    from lowbit_strategy.advisor.verdict import decide
-
     if (params, model, hf_config) == (None, None, None) and _is_terminal():
         params, nodes, ranks_per_node, link, latency, compute = _ask()
     with errors_of("advise"):
         if html is not None and not html.absolute().parent.is_dir():
             raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
-        said = Said(machine, link, latency, intra, window, compute, memory)
         measured = None if bench is None else _measurements(bench, cpu=cpu)
-        known = said.known_machine()
+        known = None if machine is None else find_machine(machine)
         shape, assumed = _shape(nodes, ranks_per_node, measured, known)
         workload = _workload(params, model, hf_config, *shape)
+        from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
+        from lowbit_strategy.advisor.inputs import LATENCY, Said, gather, is_far
+
         if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
-            far = measured.far if measured is not None and latency is None else is_far(latency)
+            said_s = units.duration(latency or LATENCY)
+            far = is_far(said_s) if measured is None or latency is not None else measured.far
             workload = replace(workload, device_type="cpu", far=far)
+        said = Said(link, latency, intra, window, compute, memory)
         situation = gather(said, workload.numel, measured, known, on_cpu=on_cpu)
-        found = advice.setup_options(workload, situation)
+        found = setup_options(workload, situation)
         verdict = decide(found, workload, situation, "close" if close else "same")
-    title = f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
     sources = situation.sources(assumed, bench)
     if as_json:
         print(json.dumps(_everything(found, workload, situation, verdict, sources), indent=1))
     else:
         print(sources)
-        Console().print(_table(found, workload, situation.memory_nbytes, title))
+        Console().print(_table(found, workload, situation.memory_nbytes))
         print(STEPS_MEAN)
-        print(verdict.sentence)
-        for sentence in verdict.flips:
-            print(f"  It {sentence}.")
+        print(verdict.sentence, *(f"  It {sentence}." for sentence in verdict.flips), sep="\n")
     if html is not None:
         from lowbit_strategy.advisor.page import write_advice
 
         answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
         with errors_of("advise"):
-            written = write_advice(html, found, workload, situation, (title, sources, answer))
+            written = write_advice(html, found, workload, situation, (_title(workload), sources, answer))
         print(f"written to {written}", file=sys.stderr if as_json else sys.stdout)
 
 
@@ -156,26 +154,19 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
-    from lowbit_strategy.advisor import advice
-
     with errors_of("estimate"):
         workload = _workload(params, model, hf_config, nodes or 2, ranks_per_node or 8)
-        found = advice.setup_options(workload)
+        from lowbit_strategy.advisor.advice import kept, setup_options
+
+        found = setup_options(workload)
     if as_json:
-        ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in advice.kept(workload)]
+        ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in kept(workload)]
         print(json.dumps({"choices": [_as_dict(each, workload) for each in found], "loco_fsdp_keeps": ways}, indent=1))
         return
-    Console().print(
-        _table(
-            found,
-            workload,
-            None,
-            f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks",
-        )
-    )
+    Console().print(_table(found, workload, None))
     print(STEPS_MEAN)
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
-    for each in advice.kept(workload):
+    for each in kept(workload):
         print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")
 
 
@@ -183,15 +174,14 @@ def _workload(params: str | None, model: str | None, hf_config: Path | None, nod
     """Raises:
     ValueError: Not one of the three is given, or it cannot be built.
     """
-    from lowbit_strategy.advisor.advice import Workload
-    from lowbit_strategy.advisor.models import transformer
-
     if sum(each is not None for each in (params, model, hf_config)) != 1:
         raise ValueError("give one of --params, --model and --hf-config")
+    number = 0.0 if params is None else units.count(params)
+    if number > _TOO_MANY:
+        raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
+    from lowbit_strategy.advisor.workload import Workload, transformer
+
     if params is not None:
-        number = units.count(params)
-        if number > _TOO_MANY:
-            raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
         return Workload(transformer(number), nodes, ranks_per_node, itemsize=2)
     from lowbit_strategy.model.parameters import describe_parameters
 
@@ -287,9 +277,13 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
     }
 
 
-def _table(found: Sequence[Any], workload: Any, limit: float | None, title: str) -> Table:
+def _title(workload: Any) -> str:
+    return f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
+
+
+def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
     timed = found[0].time is not None
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
+    table = Table(title=_title(workload), box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
     columns = ["step, s", "x bf16", "pays to\nGbit/s"] if timed else []
     for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured", "steps\n%"]:

@@ -68,7 +68,7 @@ def _device(*, cpu: bool) -> Any:
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
     from lowbit_strategy.advisor.advice import BITS
     from lowbit_strategy.advisor.bench_file import Bench, slowest_codings
-    from lowbit_strategy.advisor.timing.coding import measure_coding, memcpy_nbytes_per_s
+    from lowbit_strategy.advisor.clocks import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.methods.registry import PRESETS
     from lowbit_strategy.version import __version__
 
@@ -101,8 +101,8 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     """What a `Bench` has of several ranks: all at once, by level, and pairs."""
     import torch.distributed as dist
 
-    from lowbit_strategy.advisor.timing.links import measure_network, slowest_network
-    from lowbit_strategy.advisor.timing.pairs import measure_pairs, pairs_to_measure
+    from lowbit_strategy.advisor.links import measure_network, slowest_network
+    from lowbit_strategy.advisor.pairs import measure_pairs, pairs_to_measure
     from lowbit_strategy.collectives.comm import gathered
     from lowbit_strategy.ranks.ranks import make_ranks
     from lowbit_strategy.ranks.topology import find_topology

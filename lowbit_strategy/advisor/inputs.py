@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.bench_file import Bench
+from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime, step_time
-from lowbit_strategy.advisor.units import rounded
+from lowbit_strategy.advisor.machines import Machine
 from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.ranks.topology import FAR_S
 
 Source = Literal["measured", "given", "nominal", "assumed"]
 What = Literal["link", "latency", "inside", "window", "coding", "compute"]
 
 _WORSE_IF_MORE = ("latency", "compute")
-_FAR_S = 2.5e-3  # one way: from here on packets that are lost and connections that begin slowly count
 
 # Between which multiples of a figure the truth lies. A bandwidth that somebody gives is nominal as a rule: collectives
 # reached a third of a nominal 100 Gbit/s InfiniBand at 64 ranks, and 1.2 times what iperf had measured of an Ethernet.
@@ -41,6 +43,14 @@ _RANGES: Mapping[tuple[What, Source], tuple[float, float]] = {
 }
 _FAR_LINK = (0.55, 1.8)  # of a measured far link: one message of 3 MB took 1.1 to 1.9 s from one call to the next
 _ADDED_S = 30e-6  # latency of the software, which nobody gives
+LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nobody says
+# Bytes in flight between two nodes, where nobody says: those of a connection per 100 Gbit/s. NCCL keeps a buffer of
+# NCCL_BUFFSIZE, 4 MiB, in flight per channel; a TCP connection half of net.ipv4.tcp_rmem's largest, 3 MiB of 6.
+WINDOW_MB, _PER_CONNECTION = 4, "100gbit"
+_INSIDE_LATENCY_S = 5e-6
+_ENCODED_PER_S, _BUCKET_S = 1e11, 4e-4  # elements per hop, and per bucket; of a GPU: an H100 was measured at 2.3e11
+_ENCODED_PER_S_ON_CPU = 1e9  # a core or two
+_TOKENS, _FLOPS, _FLOPS_ON_CPU = 4096, 2e14, 2e11  # of a step where nobody says how long it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +93,9 @@ class Figure:
         return self.high if self.what in _WORSE_IF_MORE else self.low
 
 
-def is_far_link(latency_s: float) -> bool:
-    """Whether a link of that latency, one way, loses packets and begins slowly."""
-    return latency_s >= _FAR_S
+def is_far(latency_s: float) -> bool:
+    """Whether ranks, so far apart one way, let all messages travel at once; links lose packets and begin slowly."""
+    return 2 * latency_s >= FAR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,7 @@ class Situation:
         for each in self.figures:
             words[each.source].append(f"{_NAMES[each.what]} {each.text}")
         if self.memory_nbytes is not None:
-            words[self.memory_source].append(f"memory {rounded(self.memory_nbytes / 1e9)} GB")
+            words[self.memory_source].append(f"memory {units.rounded(self.memory_nbytes / 1e9)} GB")
         found = [f"{source}: {', '.join(each)}" for source, each in words.items() if each]
         return "; ".join(found) + ("" if measured_in is None else f", in {measured_in}")
 
@@ -162,3 +172,121 @@ _NAMES: Mapping[What, str] = {
     "coding": "coding",
     "compute": "compute",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a user gives, as text; None: nothing.
+
+    Args:
+        link: Bandwidth between nodes.
+        latency: Between nodes, one way.
+        inside: Bandwidth of a GPU inside its node.
+        window: Bytes in flight between two nodes.
+        compute: A step without communication.
+        memory: Of a device.
+    """
+
+    link: str | None = None
+    latency: str | None = None
+    inside: str | None = None
+    window: str | None = None
+    compute: str | None = None
+    memory: str | None = None
+
+
+def gather(
+    said: Said, numel: int, measured: Bench | None = None, machine: Machine | None = None, *, on_cpu: bool = False
+) -> Situation:
+    """What was given goes before what was measured, that before what a machine's maker says, and that before what is
+    assumed.
+
+    Args:
+        said: By the user.
+        numel: Parameters, from which computing is assumed.
+        measured: By `lowbit bench`.
+        machine: Of the table.
+        on_cpu: Ranks compute on CPUs.
+
+    Raises:
+        ValueError: A quantity is none.
+    """
+    flops = _FLOPS_ON_CPU if on_cpu else _FLOPS if machine is None else machine.flops
+    compute_s = 6 * numel * _TOKENS / flops
+    compute = _either("compute", said.compute, None, None if machine is None else compute_s, f"{compute_s:.3g}s")
+    cluster, figures = cluster_of(said, measured, machine, on_cpu=on_cpu)
+    source: Source = "given" if said.memory is not None else "assumed" if machine is None else "nominal"
+    memory = machine.memory_nbytes if machine is not None and source == "nominal" else units.size(said.memory or MEMORY)
+    return Situation(cluster, compute.value, (*figures, compute), memory, source)
+
+
+def cluster_of(
+    said: Said, measured: Bench | None = None, machine: Machine | None = None, *, on_cpu: bool = False
+) -> tuple[Cluster, list[Figure]]:
+    """The links and the speed of coding, and the figures of them."""
+    levels = {} if measured is None else measured.levels
+    far, near = levels.get("inter-node"), levels.get("intra-node")
+    nominal: Sequence[float | None] = (None, None, None)
+    if machine is not None:
+        nominal = machine.link_nbytes_per_s, machine.latency_s, machine.inside_nbytes_per_s
+    link = _either("link", said.link, far, nominal[0], LINK)
+    latency = _either("latency", said.latency, far, nominal[1], LATENCY)
+    inside = _either("inside", said.inside, near, nominal[2], INSIDE)
+    connections = max(1, round(link.value / units.rate(_PER_CONNECTION)))
+    window = _either("window", said.window, None, None, f"{connections * WINDOW_MB}MB")
+    if measured is not None:
+        cluster = measured.cluster()
+    else:
+        nowhere, coded = Link(0.0, 1.0), (_ENCODED_PER_S_ON_CPU, 0.0) if on_cpu else (_ENCODED_PER_S, _BUCKET_S)
+        cluster = Cluster(
+            inter_node=nowhere, intra_node=nowhere, encoded_per_s=coded[0], bucket_s=coded[1], gloo=on_cpu
+        )
+    if latency.source != "measured":  # of gloo's: a sender first hears that the receiver waits
+        cluster = replace(cluster, latency_multiplier=2 if on_cpu else 1)
+    as_measured = link.source == latency.source == "measured"
+    if not as_measured:
+        given = Link(latency.value, link.value, work=cluster.inter_node.work, window_nbytes=window.value)
+        cluster = replace(cluster, inter_node=given, rings=None)
+    if inside.source != "measured":
+        given = Link(_INSIDE_LATENCY_S, inside.value, work=cluster.intra_node.work)
+        cluster = replace(cluster, intra_node=given, rings=None)
+    source: Source = "assumed" if measured is None else "measured"
+    spread = 0.0 if measured is None else measured.codings["loco"].spread
+    coding = Figure.of("coding", coding_of(cluster), cluster.encoded_per_s or 0.0, source, spread=spread)
+    return cluster, [link, latency, inside, *([] if as_measured else [window]), coding]
+
+
+def _either(what: What, said: str | None, measured: Link | None, nominal: float | None, assumed: str) -> Figure:
+    """The figure of the best source available."""
+    parse = _PARSERS[what]
+    if said is not None:
+        return Figure.of(what, said, parse(said), "given")
+    if measured is not None:
+        of_latency = what == "latency"
+        value = measured.latency_s if of_latency else measured.nbytes_per_s
+        spread = measured.latency_spread if of_latency else measured.rate_spread
+        return Figure.of(what, _text(what, value), value, "measured", far=is_far(measured.latency_s), spread=spread)
+    if nominal is not None:
+        return Figure.of(what, _text(what, nominal), nominal, "nominal")
+    return Figure.of(what, assumed, parse(assumed), "assumed")
+
+
+_PARSERS: Mapping[What, Callable[[str], float]] = {
+    "link": units.rate,
+    "latency": units.duration,
+    "inside": units.rate,
+    "window": units.size,
+    "compute": units.duration,
+}
+
+
+def _text(what: What, value: float) -> str:
+    if what in ("latency", "compute"):
+        return f"{1e3 * value:.3g} ms" if what == "latency" else f"{value:.3g}s"
+    return f"{8 * value / 1e9:.4g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"
+
+
+def coding_of(cluster: Cluster) -> str:
+    """How fast devices code, in words."""
+    each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
+    return f"{cluster.encoded_per_s:.2g} elements/s encoded{each}"

@@ -9,11 +9,12 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.advisor.advice import SetupOption, Workload
+from lowbit_strategy.advisor.advice import SetupOption
 from lowbit_strategy.advisor.cluster import Link
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.inputs import Situation
 from lowbit_strategy.advisor.units import rounded
+from lowbit_strategy.advisor.workload import Workload
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
 from lowbit_strategy.report.page import as_text, render
 

@@ -23,12 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.clocks import OptimizerClock, measure_coding
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import step_time
-from lowbit_strategy.advisor.gather import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
-from lowbit_strategy.advisor.timing.clocks import OptimizerClock
-from lowbit_strategy.advisor.timing.coding import measure_coding
-from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.inputs import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.attach.attach import used_compressor, weight_coding
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
@@ -85,7 +84,7 @@ class Linked:
 
     def is_far(self, device: torch.device) -> bool:
         """Whether ranks let all messages between machines travel at once, as they do on CPU."""
-        return self._is_here(device) and is_far(self.latency)
+        return self._is_here(device) and is_far(units.duration(self.latency))
 
     def _is_here(self, device: torch.device) -> bool:
         """Whether devices of the run are like this one, a CPU: where computing is not given, they are taken to be."""

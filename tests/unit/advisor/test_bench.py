@@ -18,13 +18,13 @@ import torch.distributed as dist
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from lowbit_strategy.advisor import clocks, links
 from lowbit_strategy.advisor.advice import BITS
 from lowbit_strategy.advisor.bench import _SLOW, _measure, this_machine
 from lowbit_strategy.advisor.bench_file import Bench, read_bench
 from lowbit_strategy.advisor.cluster import ANY_RATE, Coding, Link, Rings, Work
-from lowbit_strategy.advisor.gather import Said, cluster_of
-from lowbit_strategy.advisor.timing import coding, links
-from lowbit_strategy.advisor.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
+from lowbit_strategy.advisor.inputs import Said, cluster_of
+from lowbit_strategy.advisor.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm
 from lowbit_strategy.methods.loco import LoCo
@@ -35,7 +35,7 @@ from testing.processes.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "_NUMEL", {"cpu": 1 << 14})
+    monkeypatch.setattr(clocks, "_NUMEL", {"cpu": 1 << 14})
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -72,7 +72,7 @@ def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeyp
 def test_where_links_take_long_only_codecs_that_are_compared_are_measured(
     world_size: int, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coding, "measure_coding", lambda *_: Coding(1e9))
+    monkeypatch.setattr(clocks, "measure_coding", lambda *_: Coding(1e9))
     monkeypatch.setattr("lowbit_strategy.advisor.bench._links", lambda *_: {})
     monkeypatch.setattr(dist, "all_gather_object", lambda *_: None)
     measured = _measure(torch.device("cpu"), world_size, Progress(disable=True))
@@ -110,13 +110,19 @@ def test_a_rank_alone_has_no_link() -> None:
     link = links.measure_link(LocalComm(), links.ComputeLoad(LocalComm(), device))
     assert link.nbytes_per_s == ANY_RATE
     assert link.work is None
-    assert coding.measure_coding(LoCo(), device).numel_per_s > 0
+    assert clocks.measure_coding(LoCo(), device).numel_per_s > 0
+
+
+def test_a_time_that_disappears_in_that_of_computing_is_unknown_tenfold() -> None:
+    near = links.ComputeLoad(LocalComm(), torch.device("cpu"))
+    assert near.spread_of([0.8, 0.9, 1.0, 1.1, 1.2]) == pytest.approx(0.1)
+    assert near.spread_of([-2e-3, -1e-3, 0.0, 1e-3, 2e-3]) == pytest.approx(10)
 
 
 def test_a_small_bucket_that_was_disturbed_makes_no_codec_faster() -> None:
-    assert coding.numel_per_s(10, 0.1, 1010, 1.1) == pytest.approx(1000)
-    assert coding.numel_per_s(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
-    assert coding.numel_per_s(10, 2.0, 1010, 1.0) == pytest.approx(1010)
+    assert clocks.numel_per_s(10, 0.1, 1010, 1.1) == pytest.approx(1000)
+    assert clocks.numel_per_s(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
+    assert clocks.numel_per_s(10, 2.0, 1010, 1.0) == pytest.approx(1010)
 
 
 def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:

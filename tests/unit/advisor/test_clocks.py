@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from lowbit_strategy.advisor.timing.clocks import OptimizerClock
+from lowbit_strategy.advisor.clocks import OptimizerClock
 from testing.training.regression import Regression, loader
 
 COMPUTING_S, STEPPING_S, STEPS = 0.03, 0.01, 3

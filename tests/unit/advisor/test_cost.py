@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
-from lowbit_strategy.advisor.advice import Workload, plan_for
 from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
 from lowbit_strategy.advisor.cost import break_even, message_seconds, over_bandwidth, step_time
-from lowbit_strategy.advisor.models import transformer
-from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lowbit_strategy.advisor.advice import Workload, setup_options
+from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Gain, Verdict, decide, gain_of, setup_options
 from lowbit_strategy.advisor.cluster import Cluster, Link
-from lowbit_strategy.advisor.gather import Said, gather
-from lowbit_strategy.advisor.inputs import Situation, What
-from lowbit_strategy.advisor.models import transformer
-from lowbit_strategy.advisor.verdict import ADVISE_MIN_SPEEDUP, Gain, Verdict, decide, gain_of
+from lowbit_strategy.advisor.inputs import Said, Situation, What, gather
+from lowbit_strategy.advisor.machines import find_machine
+from lowbit_strategy.advisor.workload import Workload, transformer
 
 
-def verdict(params: float, nodes: int, ranks_per_node: int, **said: str) -> Verdict:
-    workload, given = Workload(transformer(params), nodes, ranks_per_node, itemsize=2), Said(**said)
-    situation = gather(given, workload.numel, None, given.known_machine())
+def verdict(params: float, nodes: int, ranks_per_node: int, machine: str = "", **said: str) -> Verdict:
+    workload = Workload(transformer(params), nodes, ranks_per_node, itemsize=2)
+    situation = gather(Said(**said), workload.numel, None, find_machine(machine) if machine else None)
     return decide(setup_options(workload, situation), workload, situation)
 
 

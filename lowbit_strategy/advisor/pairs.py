@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.advisor.bench_file import Pair, PairLevel
-from lowbit_strategy.advisor.timing.clocks import finish
+from lowbit_strategy.advisor.clocks import finish
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.ranks.topology import Topology
 

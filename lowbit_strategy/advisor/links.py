@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from lowbit_strategy.advisor.bench_file import slowest
+from lowbit_strategy.advisor.clocks import finish, seconds_of
 from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link, Rings, Work
-from lowbit_strategy.advisor.timing.clocks import finish, seconds_of
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -27,6 +27,7 @@ _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _MOST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
 _SLOW_CALL_S, _SURE = 0.05, 0.05  # slow calls are not repeated once they differ by no more than this part
+_UNKNOWN = 10.0  # times: calls that differ so much tell nothing but the size of a figure
 _STRAIGHT = 0.1  # two sizes whose rates differ by less tell those of the sizes after them
 _BUDGET_S, _RING_BUDGET_S = 22.0, 12.0  # of one link: a longer message is not begun where it would take longer
 _CALLS_OF_LONGER = 6  # of a longer message, at most
@@ -202,12 +203,13 @@ class ComputeLoad:
         return max(self._usual(mean.tolist()), 1e-7), max(0.0, working), self.spread_of(mean.tolist())
 
     def spread_of(self, seconds: Sequence[float]) -> float:
-        """By which part calls differ: half the range of the middle half; the two fastest where the fastest counts."""
-        ordered = sorted(seconds)
-        low, high = (
-            (ordered[0], ordered[1]) if self.far else (ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4])
-        )
-        return (high - low) * (1.0 if self.far else 0.5) / max(self._usual(ordered), 1e-7)
+        """By which part calls differ: half the range of the middle half; the two fastest where the fastest counts.
+
+        At most `_UNKNOWN`: a message of no length may take less than computing differs.
+        """
+        ordered, quarter = sorted(seconds), len(seconds) // 4
+        differ = ordered[1] - ordered[0] if self.far else (ordered[-1 - quarter] - ordered[quarter]) / 2
+        return min(_UNKNOWN, differ / max(self._usual(ordered), 1e-7))
 
     def _warm(self, call: Callable[[], object]) -> float:
         """Seconds of a load and the last call on the slowest rank, so that all ranks repeat it equally often."""

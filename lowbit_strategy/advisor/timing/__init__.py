@@ -1,1 +1,0 @@
-"""How long things take: links, coding, optimizers."""
