@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,22 +12,29 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from lowbit_strategy.advisor import clocks
 from lowbit_strategy.advisor.clocks import OptimizerClock
 from testing.training.regression import Regression, loader
 
-COMPUTING_S, STEPPING_S, STEPS = 0.03, 0.01, 3
+COMPUTING_S, STEPPING_S, STEPS = 4.0, 1.0, 3
+_now_s = 0.0
+
+
+def _spend(seconds: float) -> None:
+    global _now_s
+    _now_s += seconds
 
 
 class Slow(torch.optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = super().step(closure)
-        time.sleep(STEPPING_S)
+        _spend(STEPPING_S)
         return loss
 
 
 class Model(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        time.sleep(COMPUTING_S)
+        _spend(COMPUTING_S)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -49,7 +56,7 @@ def by_hand(call: Callable[[Slow, Callable[[], Tensor]], object]) -> None:
     optimizer = Slow([weight], lr=0.1)
 
     def closure() -> Tensor:
-        time.sleep(COMPUTING_S)
+        _spend(COMPUTING_S)
         loss = weight.square().sum()
         loss.backward()
         return loss
@@ -78,10 +85,11 @@ LOOPS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_neither_forward_nor_backward_counts(loop: str) -> None:
+def test_neither_forward_nor_backward_counts(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: _now_s))
     clock = OptimizerClock(torch.device("cpu"))
     LOOPS[loop]()
-    assert STEPS * STEPPING_S <= clock.take() < STEPS * (COMPUTING_S + STEPPING_S)
+    assert clock.take() == STEPS * STEPPING_S
     assert clock.take() == 0.0
 
 
