@@ -167,6 +167,7 @@ def is_gone(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path: Path) -> None:
     status, checks, output = run_part(tmp_path, "fails", "fine", "cannot")
     assert status == 1
@@ -195,6 +196,7 @@ def test_the_page_has_a_line_for_each_row_and_wraps_what_is_long(tmp_path: Path)
     assert ("no GPU" in page) == (not torch.cuda.is_available())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_is_reported_and_ended(tmp_path: Path) -> None:
     status, checks, _ = run_part(tmp_path, "leaks", "fine")
     assert status == 1

@@ -104,7 +104,8 @@ def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], 
     assert compressed[0]["bits"] != uncompressed[0]["bits"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])  # DDP: the next test
+@pytest.mark.slow  # the next test compares its bits
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_config_file_and_an_unmodified_script(
     kind: str, uncompressed: list[dict[str, Any]], by_lowbit_launch: Callable[[str], tuple[Path, str]]
 ) -> None:
@@ -385,6 +386,7 @@ def test_a_script_s_own_plugin_wins(tmp_path: Path) -> None:
     assert done.stdout.count("callbacks 1") == 2
 
 
+@pytest.mark.slow
 def test_a_notebook_that_sets_the_section_late(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text(
         f"{_STEP}"

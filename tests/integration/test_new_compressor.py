@@ -35,6 +35,7 @@ def load(folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
+@pytest.mark.slow
 def test_the_file_has_forty_lines_and_trains(folder: Path) -> None:
     assert sum(bool(line.strip()) for line in (folder / "float8.py").read_text().splitlines()) <= 40
     done = run_script("train.py", cwd=folder)

@@ -82,7 +82,8 @@ print("sent", fabric.strategy.sessions[0].sync.ranks.peers.sent_nbytes > 0, flus
 """
 
 
-@pytest.mark.parametrize("cli", ["lightning.fabric.cli", pytest.param("lightning_fabric.cli", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cli", ["lightning.fabric.cli", "lightning_fabric.cli"])
 def test_fabric_run_with_the_name_alone(cli: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FABRIC.format(framework=cli.removesuffix(".cli")))
     command = ["-c", f"from {cli} import _main; _main()", "run", "--strategy", "loco_ddp", "--accelerator", "cpu"]

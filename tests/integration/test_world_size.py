@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
 def test_reset_starts_from_zero(folder: Path, before: int, after: int, kind: Kind) -> None:
     _, seconds = _change(folder, before, after)
     for rank in (rank[kind, "reset"] for rank in seconds):
@@ -93,7 +93,7 @@ def test_reset_starts_from_zero(folder: Path, before: int, after: int, kind: Kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
 def test_fold_keeps_what_has_not_been_sent(folder: Path, before: int, after: int, kind: Kind) -> None:
     firsts, seconds = _change(folder, before, after)
     for name in NAMES:

@@ -125,6 +125,7 @@ import accelerate.commands.launch; accelerate.Accelerator()
 """
 
 
+@pytest.mark.slow
 def test_half_removed(broken: Path) -> None:
     for name in ("register.py", "options", "launch", "methods"):
         path = broken / "lowbit_strategy" / name
@@ -162,6 +163,7 @@ def test_the_folder_was_deleted_by_hand() -> None:
     assert show(_GONE, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) == ["imported"]
 
 
+@pytest.mark.slow
 def test_zipped(broken: Path) -> None:
     with zipfile.ZipFile(broken / "all.zip", "w") as archive:
         for path in broken.rglob("*"):
