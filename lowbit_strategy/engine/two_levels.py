@@ -119,7 +119,8 @@ def scatter(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor, *,
     """Row r of `x` is for rank r, `out` is the sum of the own row. Over one level there is nothing inside.
 
     A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
-    modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread.
+    modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread or in
+    another stream.
     """
     intra_node = sync.ranks.intra_node
     if intra_node is None:
@@ -135,10 +136,12 @@ def scatter(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor, *,
         alpha=1.0 / num_inside,
         buffers=None if aside else sync.buffers,
     )
-    return Scatter(inside, _summed(between, out, num_inside))
+    return Scatter(inside, _summed(between, mean_N, out, num_inside))
 
 
-def _summed(stages: Stages, out: Tensor, num_inside: int) -> Stages:
+def _summed(stages: Stages, mean_N: Tensor, out: Tensor, num_inside: int) -> Stages:
     """FSDP2 divides by the number of all ranks."""
+    if mean_N.is_cuda:  # allocated in the stream of what is done inside the node
+        mean_N.record_stream(torch.cuda.current_stream(mean_N.device))
     yield from stages
     out.mul_(num_inside)

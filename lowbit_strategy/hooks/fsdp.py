@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
+    BetweenNodes,
     CompressedReduceScatter,
     ExactReduceScatter,
     OverlappedReducer,
@@ -70,11 +71,16 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
         take_over_replication(module)
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     found = _sharded_modules(module, sync, names)
+    two_levels = sync.scatter and sync.ranks.intra_node is not None and side is None
+    between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
     for child, group in found:
         own = {id(param): names[id(param.sharded_param)] for param in group.fsdp_params}
         layouts = ShardLayouts(group, own, sync)
         if sync.scatter:
-            child.set_custom_reduce_scatter(CompressedReduceScatter(sync, layouts, group, side))
+            reduce_scatter = CompressedReduceScatter(sync, layouts, group, side, between)
+            child.set_custom_reduce_scatter(reduce_scatter)
+            if reduce_scatter.goes_on:
+                child.set_all_reduce_hook(reduce_scatter.between_nodes, stream=between and between.stream)
             continue
         assert sync.ranks.intra_node is not None
         child.set_custom_reduce_scatter(ExactReduceScatter(sync.ranks.intra_node))

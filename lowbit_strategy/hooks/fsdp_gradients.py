@@ -145,8 +145,30 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self.on_reduced: Callable[[], None] = lambda: None
 
 
+class BetweenNodes:
+    """CUDA: the stream in which a module is reduced between the nodes, while the next one is inside its node.
+
+    What a node has reduced is kept of two modules at most: where links between nodes are slow, the next one waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
+
+    def make_room(self) -> None:
+        """In the stream that reduces inside the node, before it does."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
+
+    def reduced(self) -> None:
+        """In `stream`: a module is done."""
+        self._earlier.record(self.stream)
+        self._earlier, self._last = self._last, self._earlier
+
+
 class CompressedReduceScatter(_ReduceScatter):
     """Input ``[W * n]``, output ``[n]``, always a sum.
+
+    With two levels it ends inside the node, and `between_nodes`, as FSDP2's all-reduce hook, does the rest.
 
     Where ranks are far apart messages between them travel while backward goes on: FSDP2 is given what will be the
     gradients, and the end of the backward pass waits for them, unless they are read before.
@@ -156,12 +178,24 @@ class CompressedReduceScatter(_ReduceScatter):
         layouts: Of the parameter group.
         param_group: The module's.
         side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+        between: On CUDA where there are two levels.
+
+    Attributes:
+        goes_on: Whether `between_nodes` must be called.
     """
 
     def __init__(
-        self, sync: GradientSync, layouts: ShardLayouts, param_group: Any, side: OverlappedReducer | None
+        self,
+        sync: GradientSync,
+        layouts: ShardLayouts,
+        param_group: Any,
+        side: OverlappedReducer | None,
+        between: BetweenNodes | None = None,
     ) -> None:
         super().__init__()
+        self.goes_on = side is None and sync.ranks.intra_node is not None and param_group._all_reduce_hook is None
+        self._between = between
+        self._rest: Stages = iter(())
         self._sync = sync
         self._layouts = layouts
         self._param_group = param_group
@@ -181,12 +215,24 @@ class CompressedReduceScatter(_ReduceScatter):
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
         layout, sync = self._layouts.layout_for(output_tensor.numel()), self._sync
-        if self._side is None:
-            with self._clock.waiting():
-                wait_for_all(itertools.chain(*scatter(sync, layout, input_tensor, output_tensor)))
-        else:
+        if self._side is not None:
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
+        else:
+            if self._between is not None:
+                self._between.make_room()
+            with self._clock.waiting():
+                inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=self._between is not None)
+                wait_for_all(inside if self.goes_on else itertools.chain(inside, self._rest))
         self.on_reduced()
+
+    def between_nodes(self, reduced: Tensor) -> None:
+        """`reduced` is the output of the call before, which is still to be filled."""
+        if reduced.is_cuda:  # FSDP2 has allocated it in another stream
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
+        with self._clock.waiting():
+            wait_for_all(self._rest)
+        if self._between is not None:
+            self._between.reduced()
 
     def _reduce_meanwhile(self, side: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
         blocking = is_read_at_once(self._param_group, out) or out.dtype not in _DIVIDED_AFTERWARDS

@@ -121,7 +121,7 @@ def memory_option(
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
-        for name, layout in setup.modules.items()
+        for name, layout in list(setup.modules.items())[::-1]  # as backward comes to them
     ]
     plan = make_plan(
         parts,

@@ -192,7 +192,8 @@ def make_plan(
         memory=Memory(
             residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
-            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, max_in_flight),
+            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, max_in_flight)
+            + (_mean_beside_nbytes(gradients, shape) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
@@ -236,6 +237,14 @@ def _messages_nbytes(
     if layout == "fsdp" and shape.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
         nbytes += unsharded // shape.world_size + (unsharded if shape.share is None else 0)
     return nbytes
+
+
+def _mean_beside_nbytes(gradients: Sequence[TransferGroup], shape: Shape) -> int:
+    """Of FSDP2's modules with two levels, on GPUs: while one is between nodes the next one's mean is formed."""
+    means = [each.nbytes("intra-node") // max(1, shape.num_parts - 1) for each in gradients]
+    buffers = [each.buffer_nbytes for each in gradients]
+    beside = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
+    return max([*buffers, *beside], default=0) - max(buffers, default=0)
 
 
 def _residual_nbytes(reduction: ReductionPlan) -> int:
