@@ -30,7 +30,7 @@ Model = Annotated[str | None, typer.Option(help="package:Class, called without a
 HFConfig = Annotated[Path | None, typer.Option(help="A folder with the config.json of a Hugging Face model.")]
 Nodes = Annotated[int | None, typer.Option(min=1, max=100_000, help="Machines. Default: 2, or as measured.")]
 RanksPerNode = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Processes on each. Default: 8, or as measured.")
+    int | None, typer.Option(min=1, max=128, help="Processes on each. Default: 8, or as measured.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -90,7 +90,7 @@ def advise(
         situation = gather(said, workload.numel, measured, known, on_cpu=on_cpu)
         found = setup_options(workload, situation)
         verdict = decide(found, workload, situation, "close" if close else "same")
-    sources = situation.sources(assumed, bench)
+    sources = situation.sources(assumed, bench, workload.nodes, workload.ranks_per_node)
     if as_json:
         print(json.dumps(_everything(found, workload, situation, verdict, sources), indent=1))
     else:

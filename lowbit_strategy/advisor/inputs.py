@@ -148,16 +148,22 @@ class Situation:
             return likely
         return StepTime(likely.seconds, self.best().step(plan).low, self.worst().step(plan).high)
 
-    def sources(self, more: Sequence[str] = (), measured_in: object = None) -> str:
+    def sources(
+        self, more: Sequence[str] = (), measured_in: object = None, nodes: int = 2, ranks_per_node: int = 2
+    ) -> str:
         """One line: what is assumed, which comes first, what is nominal, given and measured.
 
         Args:
             more: What else is assumed.
             measured_in: The file of measurements.
+            nodes: Where there is one, nobody asks what is assumed of links between them.
+            ranks_per_node: Likewise, of those inside.
         """
+        unused = (*(("link", "latency", "window") if nodes == 1 else ()), *(("inside",) if ranks_per_node == 1 else ()))
         words: dict[Source, list[str]] = {"assumed": list(more), "nominal": [], "given": [], "measured": []}
         for each in self.figures:
-            words[each.source].append(f"{_NAMES[each.what]} {each.text}")
+            if each.source != "assumed" or each.what not in unused:
+                words[each.source].append(f"{_NAMES[each.what]} {each.text}")
         if self.memory_nbytes is not None:
             words[self.memory_source].append(f"memory {units.rounded(self.memory_nbytes / 1e9)} GB")
         found = [f"{source}: {', '.join(each)}" for source, each in words.items() if each]

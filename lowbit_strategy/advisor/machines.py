@@ -47,11 +47,12 @@ def find_machine(name: str) -> Machine:
     Raises:
         ValueError: There is none of that name, or `nvidia-smi` does not tell.
     """
-    table = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))
+    name = name.lower()
     if name == HERE:
         return machine_of(
             _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader"), _nvidia_smi("topo", "-m")
         )
+    table = _table()
     machines = table["machines"]
     if name not in machines:
         hint = did_you_mean(name, machines)
@@ -80,7 +81,7 @@ def machine_of(gpus: str, topology: str) -> Machine:
     Raises:
         ValueError: A GPU that the table does not have.
     """
-    table: Mapping[str, Any] = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))["gpus"]
+    table = _table()["gpus"]
     lines = [line.split(",") for line in gpus.strip().splitlines()]
     name = lines[0][0].strip()
     known = next((each for each in sorted(table, key=len, reverse=True) if _is_named(each, name)), None)
@@ -94,6 +95,11 @@ def machine_of(gpus: str, topology: str) -> Machine:
     memory = float(lines[0][1].split()[0]) * 2**20
     flops = _USED * 1e12 * table[known]["tflops"]
     return Machine(HERE, len(lines), 1e9 * inside, memory, flops, None, None, f"nvidia-smi: {len(lines)} x {name}")
+
+
+def _table() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))
+    return found
 
 
 def _is_named(known: str, name: str) -> bool:

@@ -18,6 +18,7 @@ PCIE = NVLINK.replace("NV18", "PHB")
 def test_every_machine_has_its_figures_and_its_source() -> None:
     for name in TABLE["machines"]:
         machine = find_machine(name)
+        assert machine == find_machine(name.upper())
         assert machine.source
         assert machine.gpus >= 1
         assert 1e9 < machine.inside_nbytes_per_s < 1e12
