@@ -56,7 +56,9 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
         (cluster.intra_node, each - message.internode_fraction * each),
     ]
     if message.what in RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
-        parts = [max(parts, key=lambda part: part[0].traveling_s(part[1]))]
+        slowest_s = max(link.traveling_s(nbytes) for link, nbytes in parts)
+        busy_s = max(link.split_s(nbytes)[1] for link, nbytes in parts)
+        return latency + times * number * (slowest_s - busy_s), times * number * busy_s
     return _split_time([part for part in parts if part[1]], times * number, latency)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -347,29 +348,43 @@ def random_plans() -> st.SearchStrategy[StepPlan]:
     return st.builds(plan_of, layouts, names, *sizes, st.booleans())
 
 
+def random_links() -> st.SearchStrategy[Link]:
+    """As given, with a window, or as measured, at up to four sizes."""
+    points = st.lists(st.tuples(st.floats(1e4, 4e6), st.floats(1e-5, 0.5)), max_size=4)
+    measured = points.map(lambda steps: tuple(itertools.accumulate(steps, lambda a, b: (a[0] + b[0], a[1] + b[1]))))
+    given_ones = st.builds(Link, st.floats(1e-6, 0.2), st.floats(1e6, 1e12), window_nbytes=st.sampled_from([None, 4e6]))
+    return given_ones | st.builds(Link, st.floats(1e-6, 0.2), st.floats(1e6, 1e12), measured)
+
+
 @settings(max_examples=20 * settings.default.max_examples)
 @given(
     random_plans(),
-    st.floats(1e-6, 0.2),
-    st.floats(1e6, 1e12),
-    st.floats(1e9, 1e12),
+    random_links(),
+    random_links(),
     st.floats(1e-3, 10.0),
     st.floats(1.0, 50.0),
-    st.sampled_from([None, 4e6]),
     st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 2.0]),
 )
 def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
     plan: StepPlan,
-    latency_s: float,
-    rate: float,
-    inside: float,
+    between: Link,
+    inside: Link,
     compute_s: float,
     times: float,
-    window: float | None,
     gloo: bool,
+    far: bool,
+    cpu_oversubscription: float | None,
 ) -> None:
-    far = Link(latency_s, rate, window_nbytes=window)
-    at = Cluster(inter_node=far, intra_node=Link(5e-6, inside), encoded_per_s=1e10, gloo=gloo)
+    plan = replace(plan, shape=replace(plan.shape, far=far))
+    at = Cluster(
+        inter_node=between,
+        intra_node=inside,
+        encoded_per_s=1e10,
+        gloo=gloo,
+        cpu_oversubscription=cpu_oversubscription,
+    )
     step = step_time(plan, at, compute_s)
     for better in (at.scaled(link=times), at.scaled(inside=times), at.scaled(latency=1 / times)):
         faster = step_time(plan, better, compute_s)
