@@ -32,8 +32,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.model.parameters import describe_parameters

@@ -7,12 +7,11 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.feedback import FeedbackCodec
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.register import register_compressor
 

@@ -13,8 +13,7 @@ from accelerate.utils import DistributedType
 
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.options.configuration import positional_configuration

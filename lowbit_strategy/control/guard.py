@@ -20,8 +20,7 @@ from lowbit_strategy.control.base import (
     grouped,
     reference_nbytes,
 )
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 

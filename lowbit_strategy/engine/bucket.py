@@ -18,8 +18,7 @@ from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.whole_model import Collector
-from lowbit_strategy.methods._base.codec_pair import CodecStore
-from lowbit_strategy.methods._base.method import Method, MethodStore
+from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ReductionPlan

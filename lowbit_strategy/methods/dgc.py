@@ -16,17 +16,13 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.feedback import MomentumCodec
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, matching
-from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
-from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor, SparseReducer
+from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
-    SparseReducer,
     add_at_once_,
     check_density,
     conditions,
@@ -35,6 +31,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     pending_sums,
     zero_residuals,
 )
+from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, matching
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01

@@ -8,8 +8,7 @@ from typing import ClassVar
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
-from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._residual_rules.feedback import (
+from lowbit_strategy.methods._base.feedback import (
     FeedbackCodec,
     FeedbackReducer,
     ResidualDtype,
@@ -17,6 +16,7 @@ from lowbit_strategy.methods._residual_rules.feedback import (
     contracting,
     contracting_reducer,
 )
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.options.configuration import configuration
 

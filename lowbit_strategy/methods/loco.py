@@ -24,10 +24,8 @@ from lowbit_strategy.kernels.format import (
 )
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import residual_arenas
-from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.compressor import Compressor, check_bits
+from lowbit_strategy.methods._base.method import CodecPair, residual_arenas
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 

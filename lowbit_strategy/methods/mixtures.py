@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, describe, matches, validate_selectors
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo

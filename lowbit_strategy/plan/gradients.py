@@ -11,8 +11,7 @@ from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
-from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, dense_method
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import StateCode

@@ -10,9 +10,8 @@ import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods.weights import CHOICES, Exact, WeightCoding
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan

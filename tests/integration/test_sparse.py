@@ -23,9 +23,8 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.flat_model import FlatModel
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.exdyna import ExDyna, FlatModel
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp

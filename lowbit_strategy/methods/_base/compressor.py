@@ -17,8 +17,8 @@ import torch
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.method import CodecPair, Method, plain_pair
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import (
     REFERENCE,
@@ -217,3 +217,31 @@ class Wrapper(Compressor):
 
     @abstractmethod
     def wrap_reducer(self, reducer: Reducer) -> Reducer: ...
+
+
+def check_bits(field: str, bits: int) -> None:
+    """Raises:
+    ValueError: Not 2 to 8.
+    """
+    if not 2 <= bits <= 8:
+        raise ValueError(f"{field} must be an integer from 2 to 8, got {bits!r}")
+
+
+def check_codes(block_size: int, **bits: int | None) -> None:
+    """The block size, and fields by name that say how many bits a code has, or None.
+
+    Raises:
+        ValueError: Not a power of two in the range of the formats; or not 2 to 8.
+    """
+    uniform(8, block_size)
+    for field, value in bits.items():
+        if value is not None:
+            check_bits(field, value)
+
+
+def check_positive(field: str, value: int) -> None:
+    """Raises:
+    ValueError: Less than 1.
+    """
+    if value < 1:
+        raise ValueError(f"{field} must be a positive integer, got {value!r}")

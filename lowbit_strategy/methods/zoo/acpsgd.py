@@ -11,9 +11,7 @@ import torch
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
-from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._low_rank import (
+from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
     LowRankReducer,
     matrix_shape,
@@ -24,6 +22,8 @@ from lowbit_strategy.methods._low_rank import (
     store_error_,
     store_factor_,
 )
+from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 

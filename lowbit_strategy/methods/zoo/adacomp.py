@@ -15,12 +15,11 @@ from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, View
+from lowbit_strategy.methods._base.sparse import ResidualDtype, SparseReducer, compact
+from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_compressor import ResidualDtype, compact
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, value_codec
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))

@@ -13,9 +13,9 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.methods._base.low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
 from lowbit_strategy.methods.zoo.gspar import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration
 

@@ -14,10 +14,9 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _POSITION_NBYTES = 4

@@ -19,11 +19,10 @@ from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration
 
 _SCALE_NBYTES = 2  # bfloat16

@@ -6,12 +6,10 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.feedback import MarkovCodec, contracting
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._residual_rules.feedback import contracting
-from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCoCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration

@@ -13,12 +13,11 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
+from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_
 from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
-from lowbit_strategy.methods._low_rank import observe_, product, store_error_
-from lowbit_strategy.methods._sparse_base.sparse_reducer import ResidualReducer
 from lowbit_strategy.options.configuration import configuration
 
 

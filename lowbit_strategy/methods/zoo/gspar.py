@@ -15,9 +15,9 @@ from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
+from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 _ROUNDS = 16

@@ -14,16 +14,9 @@ from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, coun
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.sparse import DensityReducer, SparseCompressor
+from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, filler, layout_of, observe_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    DensityReducer,
-    accumulate_,
-    filler,
-    layout_of,
-    observe_,
-)
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -15,10 +15,9 @@ from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, conditions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, accumulate_, conditions
 from lowbit_strategy.options.configuration import configuration
 
 

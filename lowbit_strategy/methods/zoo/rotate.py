@@ -10,9 +10,8 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, MarkovCodec
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
-from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.options.configuration import configuration

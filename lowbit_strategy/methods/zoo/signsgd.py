@@ -19,11 +19,10 @@ from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_codes
+from lowbit_strategy.methods._base.feedback import MomentumCodec, average_
+from lowbit_strategy.methods._base.method import CodecPair, plain_pair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
 
 VoteScale = Literal["mean_abs", "one"]

@@ -15,11 +15,10 @@ from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -14,10 +14,8 @@ from lowbit_strategy.collectives.stateful_codec import PlainCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
-from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.method import CodecPair, Method, plain_pair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sharedscale import SharedScaleReducer, clipped_absmax
 from lowbit_strategy.options.configuration import configuration

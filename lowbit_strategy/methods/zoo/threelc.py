@@ -15,8 +15,9 @@ from lowbit_strategy.collectives.uneven import gather_uneven, scatter_uneven
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.sparse import ResidualReducer
+from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, ResidualReducer, accumulate_
 from lowbit_strategy.options.configuration import configuration
 
 _ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242

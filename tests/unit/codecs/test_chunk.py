@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
+from lowbit_strategy.methods._base.feedback import FeedbackCodec
 
 SIZES = (0, 1, 99, 4096, 4097, 12_289)
 VALUES: dict[str, Codec] = {

@@ -12,8 +12,8 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.select import Sum
+from lowbit_strategy.methods._base.feedback import MomentumCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
 from lowbit_strategy.methods.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition, WarmUp

@@ -13,8 +13,8 @@ from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.reducer import Reducer, View
+from lowbit_strategy.methods._base.sparse import SparseCompressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.topk import TopK

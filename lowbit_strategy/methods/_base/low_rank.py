@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
-from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.methods._sparse_base.flat_model import (
+from lowbit_strategy.methods.exdyna import (
     balanced,
     equal_sizes,
     is_unbalanced,

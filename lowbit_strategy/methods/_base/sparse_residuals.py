@@ -14,11 +14,9 @@ ranks see it, and leaves its residual as it was.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,14 +24,12 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.entries import entries_sum_nbytes, exchange_entries
 from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, sparse_layout
-from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
@@ -201,102 +197,3 @@ def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: 
             view.compensated.add_(view.flat())
     if view.sent is not None:
         view.sent.zero_().index_copy_(0, chosen.indices, sent)
-
-
-class ResidualReducer(Reducer):
-    """Keeps what a rank has not sent. State: ``residual``, float32, flat."""
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DensityReducer(ResidualReducer):
-    """Sends a share of each parameter's elements, their values through a codec."""
-
-    title: ClassVar[str]
-    density: float
-    codec: Codec
-
-    @property
-    def label(self) -> str:
-        return f"{self.title} {self.density:g}"
-
-    def num_kept(self, spec: TensorSpec) -> int:
-        """Entries to send for a parameter."""
-        return num_kept(self.density, spec.numel)
-
-
-class SparseReducer(DensityReducer):
-    """Methods in which each rank chooses its own positions, parameter by parameter."""
-
-    same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
-
-    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
-        """Conditions, and the sums to choose from; an overflow may show only when these are formed."""
-        return pending_sums(views, state)
-
-    @abstractmethod
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
-
-        Raises:
-            OverflowedSum: From forming it.
-        """
-
-    def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
-        """Called once entries have been sent."""
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        if not views:
-            return
-        yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
-
-    def send(
-        self,
-        views: Sequence[View],
-        found: Sequence[Condition],
-        totals: Sequence[Sum],
-        state: ReducerState,
-        comm: Comm,
-        step: StepContext,
-    ) -> Iterator[Pending]:
-        """Choose, exchange, write the means."""
-        entries = [
-            self._choose(view, total, state[view.spec.name], condition, step)
-            for view, total, condition in zip(views, totals, found, strict=True)
-        ]
-        layout = layout_of(views, comm.world_size if views[0].spec.sharded else None)
-        message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
-        for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
-            tensors = state[view.spec.name]
-            if view.sent is not None:
-                observe_(view, tensors["residual"], condition, part, sent.values)
-            if condition is Condition.LIVE:
-                take_out_(tensors["residual"], part, sent.values)
-                self.taken_out_(tensors, part)
-        parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
-        write_sums_(views, parts_SV, comm.world_size)
-
-    def _choose(
-        self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
-    ) -> tuple[Condition, Chosen]:
-        """Entries to send, and the condition, which an overflow may change."""
-        if condition is Condition.LIVE:
-            try:
-                return condition, self.choose(view, total, tensors, step)
-            except OverflowedSum:
-                undo_(tensors["residual"], view.flat())
-                condition = Condition.NONFINITE
-        count = self.num_kept(view.spec) if self.same_counts else int(condition is Condition.NONFINITE)
-        return condition, filler(count, condition, tensors["residual"].device)
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
-        return 1 if self.same_counts and not specs[0].sharded else 2  # counts, entries
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)

@@ -1,0 +1,358 @@
+"""Sparse methods: their configurations, and the two ways of choosing what is sent.
+
+1. `SparseReducer`: each rank chooses its own positions, which travel with the values
+2. `CommonPositionsReducer`: all ranks send the same positions, so that only values travel
+
+A residual may have one or two bytes per parameter. It grows until its element is sent, so a step's increment is far
+smaller than the residual: rounding to the nearest value would lose it. Stochastic rounding keeps it on average.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.sparse.entries import entries_sum_nbytes, exchange_entries
+from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse.values import ValueSum, value_sum_nbytes
+from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
+from lowbit_strategy.kernels.reference import blocks
+from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
+from lowbit_strategy.kernels.select import OverflowedSum, Sum
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.method import Method, read_residual
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
+from lowbit_strategy.methods._base.sparse_residuals import (
+    Condition,
+    Values,
+    accumulate_,
+    check_density,
+    filler,
+    in_order,
+    layout_of,
+    num_kept,
+    observe_,
+    pending_sums,
+    take_out_,
+    undo_,
+    value_codec,
+    write_sums_,
+    zero_residuals,
+)
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
+
+
+class ResidualReducer(Reducer):
+    """Keeps what a rank has not sent. State: ``residual``, float32, flat."""
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return zero_residuals(specs, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensityReducer(ResidualReducer):
+    """Sends a share of each parameter's elements, their values through a codec."""
+
+    title: ClassVar[str]
+    density: float
+    codec: Codec
+
+    @property
+    def label(self) -> str:
+        return f"{self.title} {self.density:g}"
+
+    def num_kept(self, spec: TensorSpec) -> int:
+        """Entries to send for a parameter."""
+        return num_kept(self.density, spec.numel)
+
+
+class SparseReducer(DensityReducer):
+    """Methods in which each rank chooses its own positions, parameter by parameter."""
+
+    same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
+        """Conditions, and the sums to choose from; an overflow may show only when these are formed."""
+        return pending_sums(views, state)
+
+    @abstractmethod
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
+
+        Raises:
+            OverflowedSum: From forming it.
+        """
+
+    def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
+        """Called once entries have been sent."""
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        if not views:
+            return
+        yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
+
+    def send(
+        self,
+        views: Sequence[View],
+        found: Sequence[Condition],
+        totals: Sequence[Sum],
+        state: ReducerState,
+        comm: Comm,
+        step: StepContext,
+    ) -> Iterator[Pending]:
+        """Choose, exchange, write the means."""
+        entries = [
+            self._choose(view, total, state[view.spec.name], condition, step)
+            for view, total, condition in zip(views, totals, found, strict=True)
+        ]
+        layout = layout_of(views, comm.world_size if views[0].spec.sharded else None)
+        message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
+        for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
+            tensors = state[view.spec.name]
+            if view.sent is not None:
+                observe_(view, tensors["residual"], condition, part, sent.values)
+            if condition is Condition.LIVE:
+                take_out_(tensors["residual"], part, sent.values)
+                self.taken_out_(tensors, part)
+        parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
+        write_sums_(views, parts_SV, comm.world_size)
+
+    def _choose(
+        self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
+    ) -> tuple[Condition, Chosen]:
+        """Entries to send, and the condition, which an overflow may change."""
+        if condition is Condition.LIVE:
+            try:
+                return condition, self.choose(view, total, tensors, step)
+            except OverflowedSum:
+                undo_(tensors["residual"], view.flat())
+                condition = Condition.NONFINITE
+        count = self.num_kept(view.spec) if self.same_counts else int(condition is Condition.NONFINITE)
+        return condition, filler(count, condition, tensors["residual"].device)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return 1 if self.same_counts and not specs[0].sharded else 2  # counts, entries
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
+
+
+class CommonPositionsReducer(DensityReducer):
+    """Error feedback around a sum at positions that all ranks know.
+
+    A rank with an idle gradient sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
+    """
+
+    position_messages: ClassVar[int] = 0  # in series, to agree on positions
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
+        return accumulate_(views, state)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        """The positions of each view: ascending, int64, the same on all ranks; may communicate. By default all."""
+        return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
+        yield  # a generator that has nothing to wait for
+
+    def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
+        """What this rank sends at the positions, float32."""
+        return tensors["residual"].index_select(0, indices)
+
+    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+        """Take what was sent out of the residual."""
+        take_out_(tensors["residual"], chosen, sent)
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
+        if not views:
+            return
+        if self.whole_model:
+            views = in_order(views, state)
+        found = self.accumulate_(views, state)
+        indices = yield from self.positions(views, state, comm, step)
+        yield from self.sum_at(indices, views, found, state, comm, step)
+
+    def sum_at(
+        self,
+        indices: Sequence[Tensor],
+        views: Sequence[View],
+        found: Sequence[Condition],
+        state: ReducerState,
+        comm: Comm,
+        step: StepContext,
+    ) -> Iterator[Pending]:
+        """Send the values there, take them out of the residuals, write the means."""
+        chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
+        names = [view.spec.name for view in views]
+        cuts = [view.cut for view in views] if views[0].spec.sharded else None
+        exchange = ValueSum(names, chosen, cuts, self.codec, comm, seed=step.seed)
+        for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
+            tensors = state.get(view.spec.name, {})
+            observe_(view, tensors.get("residual"), condition, part, sent)
+            if condition is Condition.LIVE:
+                self.update_residual_(view, tensors, part, sent)
+        totals, lost = yield from exchange.run()
+        for view, part in zip(views, lost, strict=bool(lost)):
+            if "residual" in (tensors := state.get(view.spec.name, {})):
+                tensors["residual"].index_add_(0, part.indices, part.values, alpha=self.residual_gain or 1.0)
+        write_sums_(views, [totals], comm.world_size)
+
+    def _chosen(self, view: View, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
+        if condition is Condition.LIVE:
+            return Chosen(indices, self.values(view, state.get(view.spec.name, {}), indices))
+        return Chosen(indices, filler(indices.numel(), condition, indices.device).values)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return self.position_messages + (1 if specs[0].sharded else 2)
+
+    def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        """What one rank sends to others to agree on the positions of a parameter."""
+        return 0
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        values = value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
+        return self.positions_nbytes(spec, world_size) + values
+
+
+ResidualDtype = Literal["float32", "bfloat16", "int8"]
+_BLOCK = 128
+
+
+def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
+    """The same method with a residual of that type."""
+    return reducer if residual == "float32" else CompactResidualReducer(inner=reducer, residual=residual)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompactResidualReducer(WrappedReducer):
+    """Any sparse method: its residual is float32 during the reduction, and rounded stochastically afterwards.
+
+    Args:
+        inner: The method.
+        residual: ``bfloat16``, or ``int8`` with one bfloat16 scale per 128 elements.
+    """
+
+    inner: Reducer
+    residual: ResidualDtype
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label}, {self.residual} residual"
+
+    @property
+    def temporary_nbytes(self) -> float:
+        return self.inner.temporary_nbytes + 1.5
+
+    def continues(self, earlier: Method) -> bool:
+        return (
+            isinstance(earlier, CompactResidualReducer)
+            and earlier.residual == self.residual
+            and self.inner.continues(earlier.inner)
+        )
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = self.inner.init(specs, device)
+        for tensors in state.values():
+            if "residual" not in tensors:
+                continue
+            if self.residual == "bfloat16":
+                tensors["residual"] = tensors["residual"].bfloat16()
+            else:
+                num_blocks = -(-tensors["residual"].numel() // _BLOCK)
+                tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
+                tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        opened: ReducerState = dict(state)
+        before: StateTensors = {}
+        for view in views:
+            name = view.spec.name
+            if (values := read_residual(state.get(name, {}))) is not None:
+                before[name] = values[: view.spec.numel]
+                opened[name] = {**state[name], "residual": before[name].clone()}
+        yield from self.inner.reduce(views, opened, comm, step)
+        for name, old in before.items():
+            residual = opened[name]["residual"]
+            if not torch.equal(residual, old):  # an unchanged residual is not rounded again
+                self._store_(state[name], residual, stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM))
+
+    def _store_(self, tensors: StateTensors, values: Tensor, key: int) -> None:
+        for at in range(0, values.numel(), CACHE_ELEMENTS):
+            part = values[at : at + CACHE_ELEMENTS]
+            if self.residual == "bfloat16":
+                tensors["residual"][at : at + part.numel()] = round_to_bfloat16(part, at, key)
+                continue
+            padded_KB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            noise_KB = dither(at, padded_KB.numel(), key, values.device).view_as(padded_KB)
+            codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
+            tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
+            tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
+
+
+def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
+    """Stochastic rounding: 16 random bits are added below those that stay.
+
+    Args:
+        x: float32 [N], finite; saturates.
+        first: Index of its first element in the stream of random numbers.
+        key: Of the stream of random numbers.
+    """
+    noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
+    bits = x.contiguous().view(torch.int32) + noise
+    rounded = (bits & -65536).view(torch.float32)
+    return torch.where(rounded.isfinite(), rounded, x.sign() * torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
+
+
+@configuration
+class SparseCompressor(Compressor):
+    """Configurations of sparse methods.
+
+    Args:
+        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
+            Rounding errors stay in the residual. A position costs 2 more bytes.
+        residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16``: 2; ``int8``: 1, with a scale per 128
+            elements. The smaller ones are rounded stochastically: noise, but no bias.
+    """
+
+    is_sparse: ClassVar[bool] = True
+    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
+
+    density: float = 0.01
+    values: Values | Codec = "float32"
+    residual: ResidualDtype = "float32"
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_density(self.density)
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes the values."""
+        return value_codec(self.values)
+
+    @abstractmethod
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        """The method of a parameter, with its residual in float32."""
+
+    def method(self, spec: TensorSpec) -> Method:
+        return compact(self.reducer(spec), self.residual)
+
+    def conserving(self) -> SparseCompressor:
+        return replace(self, residual="float32")

@@ -1,1 +1,0 @@
-"""What sparse methods are made of."""
