@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.weights import WeightCoding, as_weights

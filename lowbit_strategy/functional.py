@@ -19,9 +19,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.bounded import Bounded
-from lowbit_strategy.collectives.comm import Comm, GroupComm, finished
+from lowbit_strategy.collectives.comm import Comm, GroupComm, finished, scatter_uneven
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.uneven import scatter_uneven
 from lowbit_strategy.kernels.format import uniform
 
 __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]

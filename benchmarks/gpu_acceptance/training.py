@@ -26,7 +26,7 @@ from lowbit_strategy.collectives.comm import GroupComm, LocalComm, wait_for_all
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weights import WeightCode

@@ -21,8 +21,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, WireBuffers, layout_header
-from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up
+from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 

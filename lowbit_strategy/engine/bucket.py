@@ -1,4 +1,7 @@
-"""One bucket of gradients: which exchange or method reduces each of its parameters, and in which order."""
+"""One bucket of gradients: which exchange or method reduces each of its parameters, and in which order.
+
+Methods that look at the whole model wait under DDP for the last bucket, which reduces for all (`Collector`).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,60 @@ from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffe
 from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
-from lowbit_strategy.engine.carryover import CarryOver
-from lowbit_strategy.engine.whole_model import Collector
+from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.ranks.ranks import Shape
+
+
+class Collector:
+    """Views of the buckets of one backward pass.
+
+    Buckets are announced when DDP hands them in, on the autograd thread, and arrive when a worker reduces them. The
+    last one may arrive before earlier ones do, so it waits until as many have arrived as have been announced.
+
+    Args:
+        names: All parameters, in the order in which methods see them whatever the buckets.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._order = {name: at for at, name in enumerate(names)}
+        self._num_announced = 0
+        self._complete = True  # the last bucket of the pass has been announced
+        self._arrived: dict[Method, list[list[View]]] = {}
+
+    def announce(self, *, last: bool) -> None:
+        """A bucket has been handed in; `last`: the pass has no more."""
+        if self._complete:
+            self.begin_pass()
+        self._num_announced += 1
+        self._complete = last
+
+    def begin_pass(self) -> None:
+        """Nothing is in flight: what an earlier pass that failed has left is forgotten."""
+        self._num_announced, self._arrived = 0, {}
+
+    def arrive(self, method: Method, views: list[View]) -> None:
+        self._arrived.setdefault(method, []).append(views)
+
+    def misses(self, method: Method) -> bool:
+        """Whether the last bucket, which calls, must wait for earlier ones."""
+        return len(self._arrived[method]) < self._num_announced
+
+    def views(self, method: Method) -> list[View]:
+        """All views of the pass, in the order of the model's parameters."""
+        views = [view for bucket_views in self._arrived[method] for view in bucket_views]
+        return sorted(views, key=lambda view: self._order[view.spec.name])
+
+    def waits(self, method: Method) -> bool:
+        """Whether the last bucket has not reduced yet."""
+        return method in self._arrived
+
+    def finish(self, method: Method) -> None:
+        """The last bucket has reduced for all."""
+        del self._arrived[method]
 
 
 class Entry(NamedTuple):
@@ -150,6 +200,9 @@ class Bucket:
     def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
         """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
 
+        Gradients are reduced in the types that methods choose, also if backward runs inside an autocast region, which
+        would make a method's matrix products bfloat16.
+
         Args:
             x: The bucket, 1-D contiguous.
             out: DDP: as `x`, may be `x` itself; the mean. FSDP2: the own row, ``[row_numel]``; the sum.
@@ -161,11 +214,13 @@ class Bucket:
             for store, params in self._reducers:
                 views = [self.view(param, x, out) for param in params]
                 parts.append(store.method.reduce(views, store.state, self.context.comm, step))
-            return itertools.chain.from_iterable(parts)
-        stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
-        for observer in observers:
-            stages = observer.observe(self, x, out, stages)
-        return stages
+            stages: Stages = itertools.chain.from_iterable(parts)
+        else:
+            stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
+            for observer in observers:
+                stages = observer.observe(self, x, out, stages)
+        device_type = self.context.device.type
+        return _without_autocast(stages, device_type) if torch.is_autocast_enabled(device_type) else stages
 
     def _stages(self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]) -> Stages:
         if self.context.carryover.waiting:
@@ -260,12 +315,8 @@ class Bucket:
         return active_WN.reshape(-1)[: gradient.numel()]
 
 
-def without_autocast(stages: Stages, device_type: str) -> Stages:
-    """`stages`, each of them run with autocast off; between them it is as the caller has it.
-
-    Gradients are reduced in the types that methods choose, also if backward runs inside an autocast region, which would
-    make a method's matrix products bfloat16.
-    """
+def _without_autocast(stages: Stages, device_type: str) -> Stages:
+    """`stages`, each of them run with autocast off; between them it is as the caller has it."""
     while True:
         off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
         try:

@@ -10,13 +10,19 @@ from torch import Tensor
 from lowbit_strategy.collectives.exchange import WireBuffers
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages, without_autocast
-from lowbit_strategy.engine.interfaces import LocalTraining, RankState, SecondMomentCorrection, Stateful
-from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
+from lowbit_strategy.engine.interfaces import (
+    Listeners,
+    LocalTraining,
+    RankState,
+    SecondMomentCorrection,
+    Stateful,
+    StepListener,
+    StepPhase,
+)
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.transactions import ByteCheck, Transactions
 from lowbit_strategy.engine.weights import WeightSync
-from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore
@@ -157,7 +163,6 @@ class GradientSync:
         self.transactions.forget()
         self._replaced += change()
         state = self.state
-        self._collector = Collector(list(state.specs))
         self._collects = any(method.whole_model for method in state.stores)
         self._context = BucketContext(
             specs=state.specs,
@@ -168,7 +173,7 @@ class GradientSync:
             buffers=self.buffers,
             flags=self._flags,
             carryover=state.carryover,
-            collector=self._collector,
+            collector=Collector(list(state.specs)),
             notes_overflow=self.rollback,
         )
 
@@ -265,19 +270,18 @@ class GradientSync:
             if self._num_passes > 1:
                 self._step = self.step_context()
             if self._collects:
-                self._collector.begin_pass()
+                self._context.collector.begin_pass()
             self.buffers.reclaim()
         self._entered.add(layout)
         if self._collects:
-            self._collector.announce(last=layout.last)
+            self._context.collector.announce(last=layout.last)
         bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         self._buckets[layout], bucket.last_step = bucket, self.step_index
         self.byte_check.expect(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
         if to_keep := self.transactions.prepare(bucket.names):
             stages = self._keeping(to_keep, stages)
-        device_type = self.device.type
-        return without_autocast(stages, device_type) if torch.is_autocast_enabled(device_type) else stages
+        return stages
 
     def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
@@ -372,12 +376,7 @@ class GradientSync:
         self._expected = tuple(reduced)
 
     def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:
-        """What a step sends and what is kept, as numbers.
-
-        Args:
-            assignments: Of methods, if they are to be others than those in use.
-            coding: Of weights, likewise.
-        """
+        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights."""
         weights, outer = self.weights, self.outer
         layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
         known = {name for each in self._expected for name in each.names}

@@ -29,9 +29,9 @@ from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import salt_of
 from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
-from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

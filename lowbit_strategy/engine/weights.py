@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.exchange import WireBuffers
-from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Cut, ParamView, dim0_cut
+from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
 from lowbit_strategy.methods.weights import WeightCoding

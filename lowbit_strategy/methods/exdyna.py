@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
+from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import (
     TINY,

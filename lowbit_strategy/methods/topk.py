@@ -15,7 +15,7 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer

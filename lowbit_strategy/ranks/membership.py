@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm, bytes_from_first_rank
-from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
+from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.quorum import (
     Identity,

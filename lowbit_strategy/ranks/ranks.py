@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
-from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Share
-from lowbit_strategy.collectives.transports.far_comm import FarComm
+from lowbit_strategy.collectives.ordered import Gathering
+from lowbit_strategy.collectives.transports import FarComm
 from lowbit_strategy.ranks.topology import Topology, is_far
 
 _PREFIX = "lowbit_strategy/"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.ranks.membership import Members, Membership

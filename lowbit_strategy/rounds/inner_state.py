@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.transports.member_comm import MemberComm
+from lowbit_strategy.collectives.transports import MemberComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -25,7 +25,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.inform import inform
 from lowbit_strategy.rounds.outer import STATE_KEY

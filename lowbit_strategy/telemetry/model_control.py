@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import check_positive
 from lowbit_strategy.methods.auto import Auto

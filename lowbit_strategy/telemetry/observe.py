@@ -17,7 +17,7 @@ from lowbit_strategy.control.base import GroupBy, State, check_group_by, grouped
 from lowbit_strategy.control.guard import Bounds, Reading
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.telemetry.measure import NUM_ENERGIES, NUM_SUMS, MeanSample, energies, sum_over_ranks, table
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.plan.messages import step_nbytes

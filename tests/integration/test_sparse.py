@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.collectives.sparse.layout import counts_nbytes
+from lowbit_strategy.collectives.sparse_layout import counts_nbytes
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook

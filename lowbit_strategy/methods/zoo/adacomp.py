@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.select import Sum

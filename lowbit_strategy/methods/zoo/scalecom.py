@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, Chosen, counts_nbytes
+from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, Chosen, counts_nbytes
 from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Entry, Stages
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense

@@ -8,7 +8,7 @@ import torch
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna

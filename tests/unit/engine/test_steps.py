@@ -14,8 +14,8 @@ from torch import Tensor
 from lowbit_strategy import Dense, ExDyna, LoCo
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
-from lowbit_strategy.engine.carryover import CarryOver
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.mixtures import WarmUp

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.methods.zoo.gtopk import GTopK, merge
 
 

@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
+from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.kernels.format import uniform
 
 _CPU = torch.device("cpu")

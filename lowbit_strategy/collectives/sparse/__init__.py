@@ -1,1 +1,0 @@
-"""Sparse collectives: what entries look like in messages, and how they are summed."""

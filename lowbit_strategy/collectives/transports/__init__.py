@@ -1,1 +1,0 @@
-"""Other ways than collectives by which messages travel between ranks."""
