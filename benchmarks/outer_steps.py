@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.stacked_models import MODELS, Params, initial
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
@@ -154,7 +154,7 @@ class Local:
             return
         parts = [(name, param.grad) for name, param in self.params.items() if param.grad is not None]
         offsets = itertools.accumulate((grad[0].numel() for _, grad in parts), initial=0)
-        layout = BucketLayout(tuple(Entry(name, at) for (name, _), at in zip(parts, offsets, strict=False)))
+        layout = BucketLayout(tuple((name, at) for (name, _), at in zip(parts, offsets, strict=False)))
         flat = [torch.cat([grad[rank].reshape(-1) for _, grad in parts]) for rank in range(len(self.syncs))]
         self.world.reduce(self.syncs, layout, flat, flat)
         sizes = [grad[0].numel() for _, grad in parts]

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
@@ -88,7 +88,7 @@ class Exchange:
         ]
         at, entries = 0, []
         for spec in self.specs:
-            entries.append(Entry(spec.name, at))
+            entries.append((spec.name, at))
             at += spec.numel if layout == "ddp" else dim0_cut(spec.shape, workers).row_numel
         self.bucket = BucketLayout(tuple(entries), row_numel=None if layout == "ddp" else at)
         self.row_numel = at
@@ -105,9 +105,9 @@ class Exchange:
         self.world.reduce(self.syncs, self.bucket, buffers, outs)
         rows_WN = torch.stack(outs) / len(outs)
         means = []
-        for spec, entry in zip(self.specs, self.bucket.entries, strict=True):
+        for spec, (_, at) in zip(self.specs, self.bucket.entries, strict=True):
             row = dim0_cut(spec.shape, len(outs)).row_numel
-            whole = rows_WN[:, entry.offset : entry.offset + row].reshape(-1)
+            whole = rows_WN[:, at : at + row].reshape(-1)
             means.append(whole[: spec.numel].view(spec.shape))
         return means
 

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from lowbit_strategy import DGC, QSGD, Compressor, Dense, ExDyna, LoCo, RandomK, TopK
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
@@ -104,7 +104,7 @@ class Worker:
         self.sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=1)
         entries, at = [], 0
         for spec in specs:
-            entries.append(Entry(spec.name, at))
+            entries.append((spec.name, at))
             at += spec.numel
         self.layout = BucketLayout(tuple(entries))
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))

@@ -24,7 +24,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm, wait_for_all
 from lowbit_strategy.custom_loop import LoopClock, adapt
-from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.hooks.ddp import DDPHook
@@ -269,7 +269,7 @@ def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
     gradients = [parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None]
     entries, at = [], 0
     for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
-        entries.append(Entry(name, at))
+        entries.append((name, at))
         at += gradient.numel()
     x = torch.cat(gradients)
     sync.begin_step()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.slow_links.measuring import Measurement, measure_in_turn, parse_options
 from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
@@ -41,7 +41,7 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
     sync = GradientSync(
         preset(name), [spec], Ranks.flat(GroupComm(dist.group.WORLD)), torch.device("cpu"), scatter=scatter
     )
-    layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
+    layout = BucketLayout(((spec.name, 0),), row_numel=row_numel if scatter else None)
 
     def run() -> None:
         sync.begin_step()

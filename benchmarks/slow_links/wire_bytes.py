@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
@@ -38,7 +38,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     sync = GradientSync(preset(name), [spec], Ranks.flat(comm), torch.device("cpu"), scatter=scatter)
     sync.step_index = LATE
     sync.follow_phase()
-    layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
+    layout = BucketLayout(((spec.name, 0),), row_numel=row_numel if scatter else None)
     generator = torch.Generator().manual_seed(dist.get_rank())
     out = torch.empty(row_numel if scatter else row_numel * world_size)
     for step in range(WARMUP_STEPS + steps):

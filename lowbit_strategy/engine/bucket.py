@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,26 +75,19 @@ class Collector:
         del self._arrived[method]
 
 
-class Entry(NamedTuple):
-    """One parameter in a bucket: its name and the place of its first element (FSDP2: in every row)."""
-
-    name: str
-    offset: int
-
-
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
     """What a bucket holds.
 
     Args:
-        entries: Parameters and their places.
+        entries: Each parameter's name, and the place of its first element (FSDP2: in every row).
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
         alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
         key: Tells buckets apart of which this rank has no parts.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[tuple[str, int], ...]
     row_numel: int | None = None
     last: bool = True
     alone: bool = False
@@ -161,8 +154,8 @@ class Bucket:
         self.context = context
         self.layout = layout
         self.last_step = 0  # in which it came, of those so far
-        self.names = tuple(entry.name for entry in layout.entries)
-        self.params = [self._param(entry) for entry in layout.entries]
+        self.names = tuple(name for name, _ in layout.entries)
+        self.params = [self._param(*entry) for entry in layout.entries]
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:
             by_method.setdefault(context.methods[param.name], []).append(param)
@@ -191,11 +184,11 @@ class Bucket:
         self.fixed = all(message.fixed for message in messages)  # whatever the values are
         self.padding_nbytes = planned.padding_nbytes(self.names)
 
-    def _param(self, entry: Entry) -> ParamView:
-        spec, block_size = self.context.specs[entry.name], self.context.methods[entry.name].block_size
+    def _param(self, name: str, offset: int) -> ParamView:
+        spec, block_size = self.context.specs[name], self.context.methods[name].block_size
         cut = spec.cut(self.context.comm.world_size, block_size)
         stride = cut.row_numel if self.layout.row_numel is None else self.layout.row_numel
-        return ParamView(entry.name, entry.offset, stride, cut)
+        return ParamView(name, offset, stride, cut)
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
         """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).

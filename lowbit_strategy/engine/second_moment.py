@@ -220,7 +220,7 @@ class SecondMoment:
 
     def _exchange(self, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
         """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
-        entries = tuple(each for each in bucket.layout.entries if each.name in self._specs)
+        entries = tuple(each for each in bucket.layout.entries if each[0] in self._specs)
         layout = replace(bucket.layout, entries=entries)
         if layout not in self._buckets:
             self._buckets[layout] = Bucket(self._inner, layout)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -34,17 +34,17 @@ class _Partition:
 
     def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], share: Share) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket and in its part, elements
-        entries: list[Entry] = []
+        entries: list[tuple[str, int]] = []
         self.numel = 0
-        for entry in layout.entries:
-            spec = full_specs[entry.name]
+        for name, offset in layout.entries:
+            spec = full_specs[name]
             in_memory = spec.shape if spec.memory_order is None else tuple(spec.shape[dim] for dim in spec.memory_order)
             cut = dim0_cut(in_memory, share.count)
             for r in range(share.count):
                 if length := cut.row_length(r):
-                    self._parts.append((r, entry.offset + r * cut.row_numel, self.numel, length))
+                    self._parts.append((r, offset + r * cut.row_numel, self.numel, length))
             if cut.row_length(share.index):
-                entries.append(Entry(entry.name, self.numel))
+                entries.append((name, self.numel))
             self.numel += cut.row_length(0)
         self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
 

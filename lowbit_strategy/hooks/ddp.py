@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.bucket_schedule import BucketSchedule
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
@@ -123,7 +123,7 @@ class DDPHook:
         """
         buffer = bucket.buffer()
         base, itemsize = buffer.data_ptr(), buffer.element_size()
-        found: list[list[Entry]] = [[]]
+        found: list[list[tuple[str, int]]] = [[]]
         ends = [0]  # of the pieces, in elements
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             at = (grad.data_ptr() - base) // itemsize
@@ -132,7 +132,7 @@ class DDPHook:
             if (at - ends[-1]) * itemsize >= self._cap_nbytes:
                 found.append([])
                 ends.append(at)
-            found[-1].append(Entry(self._names[id(param)], at - ends[-1]))
+            found[-1].append((self._names[id(param)], at - ends[-1]))
         last = [False] * (len(found) - 1) + [bucket.is_last()]
         return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 

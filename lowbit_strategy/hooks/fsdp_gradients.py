@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
 from lowbit_strategy.hooks.ddp import BucketWorker
@@ -127,7 +127,7 @@ class ShardLayouts:
         entries, at = [], 0
         for name, shape in zip(names, shapes, strict=True):
             if scatter or self._sync.specs[name].numel:
-                entries.append(Entry(name, at))
+                entries.append((name, at))
             at += dim0_cut(shape, num_ranks).row_numel
         if scatter:
             return BucketLayout(tuple(entries), row_numel=at), at

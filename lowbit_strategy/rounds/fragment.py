@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
@@ -85,7 +85,7 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
         entries, start = [], at
         for spec in bucket:
             if spec.numel:  # under HSDP this rank may have an empty shard
-                entries.append(Entry(spec.name, at - start))
+                entries.append((spec.name, at - start))
             at += spec.numel
         found.append((BucketLayout(tuple(entries), last=bucket is buckets[-1]), slice(start, at)))
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.transports import MemberComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState, StateCode
@@ -110,7 +110,7 @@ class InnerState:
     def _reduce(self, part: Sequence[_Kept]) -> None:
         entries, at = [], 0
         for each in part:
-            entries.append(Entry(_joined(each.key, each.spec.name), at))
+            entries.append((_joined(each.key, each.spec.name), at))
             at += each.spec.numel
         x_N = torch.cat([each.sent(self._sync.device) for each in part])
         wait_for_all(self._exchange.reduce(BucketLayout(tuple(entries), last=True), x_N, x_N))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import Sample, spread_sample, squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32
@@ -49,7 +49,7 @@ class SingleRankBucket:
         self.sync = GradientSync(compressor, specs, ranks, device, scatter=scatter, seed=seed)
         widths = [self.sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
         *offsets, self.numel = itertools.accumulate(widths, initial=0)
-        entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))
+        entries = tuple((spec.name, at) for spec, at in zip(specs, offsets, strict=True))
         self._layout = BucketLayout(entries, self.numel if scatter else None)
 
     def reduce(self, x: Tensor, out: Tensor) -> None:

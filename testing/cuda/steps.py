@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -24,7 +24,7 @@ SPECS += [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
 def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
     entries, at = [], 0
     for spec in SPECS:
-        entries.append(Entry(spec.name, at))
+        entries.append((spec.name, at))
         at += dim0_cut(spec.shape, WORLD_SIZE).row_numel if scatter else spec.numel
     return BucketLayout(tuple(entries), at if scatter else None), at
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -186,11 +186,7 @@ class InvariantHarness:
             stages.append(sync.reduce(layout, x, x))
             buffers.append((layout, x))
         _advance(stages)
-        return {
-            entry.name: x[entry.offset : entry.offset + grads[entry.name].numel()]
-            for layout, x in buffers
-            for entry in layout.entries
-        }
+        return {name: x[at : at + grads[name].numel()] for layout, x in buffers for name, at in layout.entries}
 
     def _scatter(self, sync: GradientSync, names: Sequence[str], grads: Grads, dtype: torch.dtype) -> Grads:
         world_size, rank = self.world_size, self.comm.rank
@@ -199,7 +195,7 @@ class InvariantHarness:
         x = torch.zeros(world_size, row_numel, dtype=dtype)
         entries, at = [], 0
         for name, cut in cuts.items():
-            entries.append(Entry(name, at))
+            entries.append((name, at))
             padded = torch.nn.functional.pad(grads[name], (0, cut.row_numel * world_size - cut.numel))
             x[:, at : at + cut.row_numel] = padded.view(world_size, cut.row_numel)
             at += cut.row_numel
@@ -207,7 +203,7 @@ class InvariantHarness:
         sync.begin_step()
         _advance([sync.reduce(BucketLayout(tuple(entries), row_numel), x.view(-1), out)])
         out /= world_size
-        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
+        return {name: out[at : at + cuts[name].row_length(rank)] for name, at in entries}
 
     def join(self, rows: Sequence[Grads]) -> Grads:
         """Whole means from what every rank holds."""
@@ -220,9 +216,9 @@ def _ddp_bucket(names: Sequence[str], grads: Grads, dtype: torch.dtype, *, last:
     entries, at = [], 0
     for name in names:
         if grads[name].numel():  # as the hook does
-            entries.append(Entry(name, at))
+            entries.append((name, at))
             at += grads[name].numel()
-    x = torch.cat([grads[entry.name] for entry in entries]).to(dtype)
+    x = torch.cat([grads[name] for name, _ in entries]).to(dtype)
     return BucketLayout(tuple(entries), last=last), x
 
 

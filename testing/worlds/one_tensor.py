@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -35,7 +35,7 @@ class OneTensor:
     def step(self, gradients: Sequence[Tensor]) -> Tensor:
         """One optimizer step: the mean, which all ranks agree on."""
         buffers = [gradient.reshape(-1).clone() for gradient in gradients]
-        self.world.reduce(self.syncs, BucketLayout((Entry("p", 0),)), buffers, buffers)
+        self.world.reduce(self.syncs, BucketLayout((("p", 0),)), buffers, buffers)
         assert all(torch.equal(buffer.view(torch.uint8), buffers[0].view(torch.uint8)) for buffer in buffers)
         return buffers[0]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -35,11 +35,11 @@ def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = 
     x = torch.cat(list(grads.values()))
     entries, at = [], 0
     for name, values in grads.items():
-        entries.append(Entry(name, at))
+        entries.append((name, at))
         at += values.numel()
     out = torch.empty_like(x) if sync.scatter else x
     sync.begin_step()
     wait_for_all(sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out))
     if end:
         sync.end_step()
-    return {e.name: out[e.offset : e.offset + grads[e.name].numel()].clone() for e in entries}
+    return {name: out[at : at + grads[name].numel()].clone() for name, at in entries}

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -136,7 +136,7 @@ class NodesWorld:
         x = torch.cat(parts)
         self.syncs[rank].begin_step()
         _run(self._buckets[rank].reduce(BucketLayout(entries), x))
-        means = {entry.name: x[entry.offset : entry.offset + grads[entry.name].numel()] for entry in entries}
+        means = {name: x[at : at + grads[name].numel()] for name, at in entries}
         return {spec.name: means.get(spec.name, torch.empty(0)) for spec in self.specs}
 
     def _fsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ class NodesWorld:
         self.syncs[rank].begin_step()
         _run(itertools.chain(*scatter(self.syncs[rank], layout, x_WN.view(-1), out)))
         out /= self.size
-        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
+        return {name: out[at : at + cuts[name].row_length(rank)] for name, at in entries}
 
     def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
         x_WN, entries, cuts = self._rows(grads, self.per_node)
@@ -154,12 +154,12 @@ class NodesWorld:
         rows = x_WN.view(self.per_node, 1, -1)
         _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
         sync, index = self.syncs[rank], rank % self.per_node
-        own = tuple(entry for entry in entries if sync.specs[entry.name].numel)
+        own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
         sync.begin_step()
         _run(sync.reduce(BucketLayout(own, alone=True, key=entries), out, out))
-        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(index)] for e in entries}
+        return {name: out[at : at + cuts[name].row_length(index)] for name, at in entries}
 
-    def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[Entry, ...], dict[str, Any]]:
+    def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[tuple[str, int], ...], dict[str, Any]]:
         cuts = {spec.name: dim0_cut(spec.shape, num_rows) for spec in self.specs}
         rows = {
             name: torch.nn.functional.pad(grads[name], (0, cut.row_numel * num_rows - cut.numel)).view(num_rows, -1)
@@ -167,15 +167,15 @@ class NodesWorld:
         }
         entries, at = [], 0
         for name, cut in cuts.items():
-            entries.append(Entry(name, at))
+            entries.append((name, at))
             at += cut.row_numel
         return torch.cat(list(rows.values()), 1), tuple(entries), cuts
 
 
-def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[Entry, ...], list[Tensor]]:
+def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[tuple[str, int], ...], list[Tensor]]:
     entries, parts, at = [], [], 0
     for name, values in named:
-        entries.append(Entry(name, at))
+        entries.append((name, at))
         parts.append(values)
         at += values.numel()
     return tuple(entries), parts

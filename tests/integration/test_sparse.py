@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.collectives.sparse_layout import counts_nbytes
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
@@ -158,7 +158,7 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> Reduced:
         grads = {name: _gradient(name, comm.rank, step) for name in SHAPES}
         entries, at = [], 0
         for name, grad in grads.items():
-            entries.append(Entry(name, at))
+            entries.append((name, at))
             at += grad.numel()
         x = torch.cat(list(grads.values()))
         sync.begin_step()
@@ -166,7 +166,7 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> Reduced:
             assert pending is not None
             pending.wait()
         sync.end_step()
-        means.append({e.name: x[e.offset : e.offset + grads[e.name].numel()].numpy() for e in entries})
+        means.append({name: x[at : at + grads[name].numel()].numpy() for name, at in entries})
     return Reduced(means, comm.sent_nbytes - before)
 
 
@@ -346,7 +346,7 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
     sizes = torch.cat([torch.full((s.numel,), 1.0 + i / 4) for i, s in enumerate(specs)])
     entries, at = [], 0
     for spec in specs:
-        entries.append(Entry(spec.name, at))
+        entries.append((spec.name, at))
         at += spec.numel
     layout = BucketLayout(tuple(entries))
     results = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy import QSGD, Dense, ErrorFeedback, LoCo, PowerSGD, TopK
 from lowbit_strategy.checkpoint.capture import Saved, capture, restore
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -18,7 +18,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 
 SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
-LAYOUT = BucketLayout((Entry("first", 0), Entry("second", 960)))
+LAYOUT = BucketLayout((("first", 0), ("second", 960)))
 BOTH_HOPS = LoCo(bits=2, block_size=64, beta=0.5, return_beta=0.5, residual="float32", exempt=())
 COMPRESSORS: dict[str, Compressor] = {
     "loco": BOTH_HOPS,
@@ -47,7 +47,7 @@ def train(world: SimulatedWorld, syncs: Sequence[GradientSync], steps: int) -> d
         lack += torch.stack(buffers).mean(0)
         world.reduce(syncs, LAYOUT, buffers, buffers)
         lack -= buffers[0]
-    return {entry.name: lack[entry.offset :][: spec.numel] for entry, spec in zip(LAYOUT.entries, SPECS, strict=True)}
+    return {name: lack[at:][: spec.numel] for (name, at), spec in zip(LAYOUT.entries, SPECS, strict=True)}
 
 
 def missing(syncs: Sequence[GradientSync]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Entry, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -161,7 +161,7 @@ def test_a_parameter_may_be_reduced_in_any_bucket(compressor: Compressor) -> Non
         for i, name in enumerate(reversed(grads)):
             x = grads[name].clone()
             apart.begin_step()
-            wait_for_all(apart.reduce(BucketLayout((Entry(name, 0),), last=i == len(grads) - 1), x, x))
+            wait_for_all(apart.reduce(BucketLayout(((name, 0),), last=i == len(grads) - 1), x, x))
             assert torch.equal(x, wanted[name]), (step, name)
         apart.end_step()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -41,7 +41,7 @@ class Log:
 def one(sync: GradientSync, name: str, x: torch.Tensor, *, last: bool = True) -> torch.Tensor:
     """One bucket with one parameter; the mean."""
     sync.begin_step()
-    wait_for_all(sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x))
+    wait_for_all(sync.reduce(BucketLayout(((name, 0),), last=last), x, x))
     return x
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -36,7 +36,7 @@ def operations_of_a_reduce(
     sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, rollback=rollback)
     entries, at = [], 0
     for spec in specs:
-        entries.append(Entry(spec.name, at))
+        entries.append((spec.name, at))
         at += dim0_cut(spec.shape, world_size).row_numel if scatter else spec.numel
     layout = BucketLayout(tuple(entries), at if scatter else None)
     x = torch.randn(at * world_size if scatter else at, generator=torch.Generator().manual_seed(0))

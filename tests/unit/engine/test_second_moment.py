@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import QSGD, preset
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment, is_due
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -14,7 +14,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.one_tensor import gaussian
 from testing.worlds.simulated import SimulatedWorld
 
-LAYOUT = BucketLayout((Entry("weight", 0),))
+LAYOUT = BucketLayout((("weight", 0),))
 
 
 def test_a_leftover_does_not_go_with_squares() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit_strategy import Dense, ExDyna, LoCo
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import MethodStore
@@ -138,7 +138,7 @@ def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
 def test_a_pass_that_failed_leaves_nothing_behind() -> None:
     sync = engine(ExDyna(density=0.1, exempt=("@vector",)))
     specs = SPECS[:2]
-    layout = BucketLayout((Entry(specs[0].name, 0),), last=False)
+    layout = BucketLayout(((specs[0].name, 0),), last=False)
     x = torch.randn(specs[0].numel)
     sync.begin_step()
     next(sync.reduce(layout, x, x))  # arrives, and waits for a last bucket that never comes
@@ -159,7 +159,7 @@ def test_buffers_of_a_bucket_that_failed_come_back() -> None:
         grads = gradients(step)
         x = torch.cat(list(grads.values()))
         offsets = (0, grads[WEIGHTS[0]].numel(), 2 * grads[WEIGHTS[0]].numel())
-        entries = tuple(Entry(name, at) for name, at in zip(grads, offsets, strict=True))
+        entries = tuple((name, at) for name, at in zip(grads, offsets, strict=True))
         sync.begin_step()
         next(sync.reduce(BucketLayout(entries), x, x))  # abandoned while its bytes travel
         sync.end_step()
@@ -169,7 +169,7 @@ def test_buffers_of_a_bucket_that_failed_come_back() -> None:
 def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
     """DDP rebuilds its buckets after the first step, and what the first ones needed must not be kept for ever."""
     sync = engine(LoCo(bits=4))
-    first = BucketLayout((Entry(WEIGHTS[0], 0),))
+    first = BucketLayout(((WEIGHTS[0], 0),))
     x = torch.randn(SPECS[0].numel)
     sync.begin_step()
     wait_for_all(sync.reduce(first, x, x))

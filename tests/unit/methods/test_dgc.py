@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import LocalComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.select import Sum
@@ -92,7 +92,7 @@ def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> l
     sync = GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=False)
     entries, at = [], 0
     for spec in specs:
-        entries.append(Entry(spec.name, at))
+        entries.append((spec.name, at))
         at += spec.numel
     means = []
     for _ in range(steps):
@@ -101,7 +101,7 @@ def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> l
         for _pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
             pass
         sync.end_step()
-        means.append({e.name: x[e.offset : e.offset + gradients[e.name].numel()].clone() for e in entries})
+        means.append({name: x[at : at + gradients[name].numel()].clone() for name, at in entries})
     return means
 
 

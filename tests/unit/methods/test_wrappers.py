@@ -11,7 +11,7 @@ import torch
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, MarkovCodec
 from lowbit_strategy.methods._base.method import CodecPair
@@ -211,7 +211,7 @@ def test_ef21_momentum_passes_nan_on_and_recovers() -> None:
     g = gaussian((32, 64), 0)
     ranks.step([g, g])
     bad = [torch.full((2048,), torch.nan), g.reshape(-1).clone()]
-    ranks.world.reduce(ranks.syncs, BucketLayout((Entry("p", 0),)), bad, bad)
+    ranks.world.reduce(ranks.syncs, BucketLayout((("p", 0),)), bad, bad)
     assert bad[0].isnan().all()
     assert bad[1].isnan().all()
     for _ in range(60):

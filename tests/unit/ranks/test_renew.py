@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import QSGD, Dense, LoCo, PowerSGD, TopK
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -17,7 +17,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 
 SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
-LAYOUT = BucketLayout((Entry("first", 0), Entry("second", 960)))
+LAYOUT = BucketLayout((("first", 0), ("second", 960)))
 NUMEL = 960 + 1500
 COMPRESSORS: dict[str, Compressor] = {
     "loco": LoCo(bits=2, block_size=64, beta=0.5, return_beta=0.5, residual="float32", exempt=()),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
 from lowbit_strategy.methods.zoo.signsgd import SignSGD
@@ -55,7 +55,7 @@ def test_signsgd_passes_on_what_is_not_finite(scale: str, value: float) -> None:
     g = gradients(0, 3)
     g[1][0, 3] = value
     results = [x.reshape(-1).clone() for x in g]
-    ranks.world.reduce(ranks.syncs, BucketLayout((Entry("p", 0),)), results, results)
+    ranks.world.reduce(ranks.syncs, BucketLayout((("p", 0),)), results, results)
     for result in results:
         assert not result[:BLOCK].isfinite().any()
         assert result[BLOCK:].isfinite().all()
