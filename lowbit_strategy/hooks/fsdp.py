@@ -13,9 +13,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
     BetweenNodes,
     CompressedReduceScatter,
-    ExactReduceScatter,
+    HybridReduction,
     OverlappedReducer,
-    ReplicaAllReduce,
     ShardLayouts,
 )
 from lowbit_strategy.hooks.weights import install_weights
@@ -82,12 +81,12 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
             if reduce_scatter.goes_on:
                 child.set_all_reduce_hook(reduce_scatter.between_nodes, stream=between and between.stream)
             continue
-        assert sync.ranks.intra_node is not None
-        child.set_custom_reduce_scatter(ExactReduceScatter(sync.ranks.intra_node))
+        reduction = HybridReduction(sync, layouts, group, side)
+        child.set_custom_reduce_scatter(reduction)
         child.set_gradient_divide_factor(1.0)
         if not sync.ranks.alone:
             assert side is not None
-            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, layouts, side), stream=side.stream)
+            child.set_all_reduce_hook(reduction.all_reduce, stream=side.stream)
     sync.expect(_reduced([group for _, group in found], names))
     install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 

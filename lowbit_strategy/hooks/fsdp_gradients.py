@@ -19,7 +19,7 @@ import torch.distributed.fsdp
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-from lowbit_strategy.collectives.comm import Comm, wait_for_all
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
@@ -255,15 +255,30 @@ class CompressedReduceScatter(_ReduceScatter):
 _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
 
 
-class ExactReduceScatter(_ReduceScatter):
-    """The mean over the ranks that shard a model, added in float32 and in rank order.
+class HybridReduction(_ReduceScatter):
+    """HSDP: an exact mean over the ranks that shard a model, added in float32 and in rank order; then the mean of the
+    own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
     FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
+    After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
+    are added to those of the next one that is reduced.
+
+    Args:
+        sync: The engine.
+        layouts: Of the parameter group.
+        param_group: The module's.
+        side: Where shards are reduced meanwhile; None: there is one replica.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(
+        self, sync: GradientSync, layouts: ShardLayouts, param_group: Any, side: OverlappedReducer | None
+    ) -> None:
         super().__init__()
-        self._comm = comm
+        self._sync = sync
+        self._layouts = layouts
+        self._param_group = param_group
+        self._side = side
+        self._kept: Tensor | None = None  # of micro-batches that were not reduced
 
     def __call__(
         self,
@@ -273,26 +288,13 @@ class ExactReduceScatter(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        x_WGN = input_tensor.view(self._comm.world_size, 1, -1)
-        wait_for_all(sum_rows(x_WGN, output_tensor.view(1, -1), self._comm, alpha=1.0 / self._comm.world_size))
+        inside = self._sync.ranks.intra_node
+        assert inside is not None
+        x_WGN = input_tensor.view(inside.world_size, 1, -1)
+        wait_for_all(sum_rows(x_WGN, output_tensor.view(1, -1), inside, alpha=1.0 / inside.world_size))
         self.on_reduced()
 
-
-class ReplicaAllReduce:
-    """The all-reduce hook of one FSDP2 parameter group: the mean of the own shards over the replicas, in place.
-
-    After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
-    are added to those of the next one that is reduced.
-    """
-
-    def __init__(self, sync: GradientSync, param_group: Any, layouts: ShardLayouts, side: OverlappedReducer) -> None:
-        self._sync = sync
-        self._param_group = param_group
-        self._layouts = layouts
-        self._side = side
-        self._kept: Tensor | None = None  # of micro-batches that were not reduced
-
-    def __call__(self, reduced: Tensor) -> None:
+    def all_reduce(self, reduced: Tensor) -> None:
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         if self._sync.outer is not None:  # replicas train by themselves
@@ -304,6 +306,7 @@ class ReplicaAllReduce:
             self._kept = reduced.clone()
             reduced.zero_()
             return
+        assert self._side is not None
         layout = self._layouts.layout_for(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()

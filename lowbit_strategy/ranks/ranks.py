@@ -162,8 +162,8 @@ class Ranks:
     """The ranks that train a model, as one of them sees it.
 
     Made once, before training. When members change, another one goes to `GradientSync.renew` between two steps, so
-    others read ``sync.ranks`` whenever they need a group. Three have a communicator of their own, which is then made
-    again: `ParameterDigest`, the `Gathering` of weights, and HSDP's `ExactReduceScatter`.
+    others read ``sync.ranks`` whenever they need a group. Two have a communicator of their own, which is then made
+    again: `ParameterDigest` and the `Gathering` of weights.
 
     Args:
         world: All ranks that train the model, for agreements between steps; nothing else may use its group while
