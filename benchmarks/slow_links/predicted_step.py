@@ -49,7 +49,7 @@ def measured_cluster() -> Cluster:
     """The same on all ranks."""
     device, topology = torch.device("cpu"), find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
-    ranks = make_ranks(None, topology, size, device, scatter=False)
+    ranks = make_ranks(None, topology, size, device)
     codings = {name: measure_coding(PRESETS[name], device) for name in _PRESETS}
     mine = measure_network(ranks, device), codings, memcpy_nbytes_per_s(device)
     everyone: list[Any] = [None] * dist.get_world_size()

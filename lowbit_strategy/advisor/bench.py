@@ -109,7 +109,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
 
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
-    ranks = make_ranks(None, topology, size, device, scatter=False)
+    ranks = make_ranks(None, topology, size, device)
     network = slowest_network(gathered(measure_network(ranks, device)))
     far = ranks.peers.is_far
     ranks.destroy()

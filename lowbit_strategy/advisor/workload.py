@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_strategy.advisor.cost import ranks_per_node
-from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
@@ -103,9 +102,9 @@ class Workload:
         return layers_of(self.specs, self.itemsize)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
-    def parts(self, share: Share | None) -> list[TensorSpec]:
+    def parts(self, shape: Shape, layout: Layout) -> list[TensorSpec]:
         """What the first rank reduces of each parameter."""
-        return [spec.shared(share) for spec in self.specs]
+        return [shape.own_part(spec, sharded=layout == "fsdp") for spec in self.specs]
 
 
 def plan_for(
@@ -121,7 +120,7 @@ def plan_for(
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(workload, compressor) if assigned is None else assigned
     shape = shape_for(workload, layout, local=outer is not None)
-    parts, modules = workload.parts(shape.share), workload.modules
+    parts, modules = workload.parts(shape, layout), workload.modules
     if layout == "ddp":
         coding = None
         cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
@@ -148,9 +147,10 @@ def shape_for(workload: Workload, layout: Layout, *, local: bool = False) -> Sha
     """The first rank's place; `local`: steps are."""
     nodes, per_node = workload.nodes, workload.ranks_per_node
     two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
-    share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
     far = workload.far and nodes > 1
-    return Shape(workload.world_size, 0, share, Topology((per_node,) * nodes, workload.world_size), far)
+    return Shape(
+        workload.world_size, 0, per_node if two_level else None, Topology((per_node,) * nodes, workload.world_size), far
+    )
 
 
 def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignment]:

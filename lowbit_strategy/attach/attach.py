@@ -98,7 +98,7 @@ def attach_ddp(
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
     size, far = prepared.node_size, options.far_links
-    ranks = make_ranks(group, prepared.topology, size, device, scatter=False, own_world=own_world, far=far)
+    ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far)
     prepared = fit_to_memory(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
@@ -199,7 +199,7 @@ def attach_fsdp(
     handshake(_circumstances(device, has_scaler), group)
     topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
     far = prepared.options.far_links
-    ranks = make_ranks(group, topology, size or prepared.node_size, device, scatter=not is_hsdp, far=far)
+    ranks = make_ranks(group, topology, size or prepared.node_size, device, far=far)
     membership = None
     if is_hsdp:
         ranks, membership = _as_replica(module, prepared, ranks, device, group)

@@ -67,8 +67,8 @@ def _topology(sync: GradientSync) -> list[int]:
     """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]``; replicas that come and go each
     have their own.
     """
-    share, ranks = sync.ranks.share, sync.ranks
-    parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
+    ranks = sync.ranks
+    parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.scatter)]
     return [ranks.world.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts]
 
 

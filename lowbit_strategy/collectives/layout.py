@@ -5,7 +5,7 @@ A parameter of n elements is cut into W chunks of ``row_numel`` elements; rank r
 so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
 
 Where ranks have two levels, a rank reduces a part of every parameter with the ranks of other nodes that have the same
-part: a `Part` is where it lies in the parameter, a `Share` the rule for all parameters.
+part: a `Part` is where it lies in the parameter.
 """
 
 from __future__ import annotations
@@ -86,38 +86,29 @@ def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor
         at += length
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of every parameter a rank reduces: one of `count`, whole rows of the outermost dim in memory.
+@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
+def part_of(
+    shape: tuple[int, ...], row_dim: int, index: int, count: int, num_nodes: int | None
+) -> tuple[tuple[int, ...], Part]:
+    """The shape of the part of a parameter that number `index` of `count` ranks reduces, and where it lies.
 
     Args:
-        index: Which of those that together have the whole parameter this rank is: its rank inside the node, or inside
-            the group that shards the model.
-        count: How many those are.
+        shape: Of the parameter.
+        row_dim: Dim that is outermost in memory: parts are whole rows of it.
+        index: Rank inside the node, or inside the group that shards the model.
+        count: Ranks there, which together have the whole parameter.
         num_nodes: Parameters are sharded over all ranks of this number of nodes, and this rank reduces the shards of
             all ranks that have its rank inside their node. None: one run of rows.
     """
-
-    index: int
-    count: int
-    num_nodes: int | None = None
-
-    def part(self, shape: tuple[int, ...], row_dim: int = 0) -> tuple[tuple[int, ...], Part]:
-        """The shape of the part of a parameter of `shape`, and where it lies. `row_dim` is outermost in memory."""
-        return _part_of(self, shape, row_dim)
-
-
-@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
-def _part_of(share: Share, shape: tuple[int, ...], row_dim: int) -> tuple[tuple[int, ...], Part]:
     dims = shape or (1,)
     per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
-    num_chunks = share.count * (share.num_nodes or 1)
+    num_chunks = count * (num_nodes or 1)
     rows = -(-dims[row_dim] // num_chunks)
-    starts = [min(dims[row_dim], rows * chunk) for chunk in range(share.index, num_chunks, share.count)]
+    starts = [min(dims[row_dim], rows * chunk) for chunk in range(index, num_chunks, count)]
     lengths = [min(dims[row_dim] - start, rows) for start in starts]
     ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
     own = (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :])
-    return own, Part(shape, ranges, None if share.num_nodes is None else rows * per_row)
+    return own, Part(shape, ranges, None if num_nodes is None else rows * per_row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class GradientSync:
         All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is made anew, and
         what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
-        assert ranks.share == self.ranks.share
+        assert ranks.shape.node_size == self.ranks.shape.node_size
         self._bind_ranks(ranks)
         self._regroup(lambda: self.state.move(ranks, afresh=afresh))
 

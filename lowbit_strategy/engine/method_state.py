@@ -6,7 +6,7 @@ What a replaced method had not sent yet is left over for the next one, or is add
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -143,12 +143,12 @@ class MethodState:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
-        self._share, self._comm, self._device = ranks.share, ranks.peers, device
+        self._shape, self._comm, self._device = ranks.shape, ranks.peers, device
         self._sharded = sharded
         self.specs = self._own_parts(specs)
 
     def _own_parts(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-        return {spec.name: replace(spec.shared(self._share), sharded=self._sharded) for spec in specs}
+        return {spec.name: self._shape.own_part(spec, sharded=self._sharded) for spec in specs}
 
     @property
     def full_specs(self) -> dict[str, TensorSpec]:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Share, dim0_cut
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -32,18 +33,18 @@ class _Partition:
         numel: Elements of a part.
     """
 
-    def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], share: Share) -> None:
+    def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], intra_node: Comm) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket and in its part, elements
         entries: list[tuple[str, int]] = []
         self.numel = 0
         for name, offset in layout.entries:
             spec = full_specs[name]
             in_memory = spec.shape if spec.memory_order is None else tuple(spec.shape[dim] for dim in spec.memory_order)
-            cut = dim0_cut(in_memory, share.count)
-            for r in range(share.count):
+            cut = dim0_cut(in_memory, intra_node.world_size)
+            for r in range(intra_node.world_size):
                 if length := cut.row_length(r):
                     self._parts.append((r, offset + r * cut.row_numel, self.numel, length))
-            if cut.row_length(share.index):
+            if cut.row_length(intra_node.rank):
                 entries.append((name, self.numel))
             self.numel += cut.row_length(0)
         self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
@@ -63,9 +64,9 @@ class TwoLevelBuckets:
     """
 
     def __init__(self, sync: GradientSync) -> None:
-        assert sync.ranks.share is not None
+        assert sync.ranks.intra_node is not None
         self._sync = sync
-        self._share = sync.ranks.share
+        self._intra_node = sync.ranks.intra_node
         self._partitions: dict[BucketLayout, _Partition] = {}
 
     def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
@@ -73,7 +74,7 @@ class TwoLevelBuckets:
         if layout not in self._partitions:
             if len(self._partitions) >= _KEPT:
                 self._partitions.clear()
-            self._partitions[layout] = _Partition(layout, self._sync.state.full_specs, self._share)
+            self._partitions[layout] = _Partition(layout, self._sync.state.full_specs, self._intra_node)
         partition = self._partitions[layout]
         part_N = torch.empty(partition.numel, dtype=x.dtype, device=x.device)
         between = self._sync.reduce(partition.layout, part_N, part_N)  # now: the engine counts buckets as they come
@@ -83,23 +84,21 @@ class TwoLevelBuckets:
         if x.is_cuda:
             part_N.record_stream(torch.cuda.current_stream(x.device))
         buffers, row_nbytes = self._sync.buffers, partition.numel * x.element_size()
-        intra_node = self._sync.ranks.intra_node
-        assert intra_node is not None
-        num_inside = intra_node.world_size
+        num_inside = self._intra_node.world_size
         sent = buffers.borrow(num_inside, row_nbytes)
         whole, pieces = partition.views(x, sent.view(x.dtype))
         torch._foreach_copy_(pieces, whole)
         yield from sum_rows(
             sent.view(x.dtype).view(num_inside, 1, -1),
             part_N.view(1, -1),
-            intra_node,
+            self._intra_node,
             alpha=1.0 / num_inside,
             buffers=buffers,
         )
         buffers.give_back(sent)
         yield from between
         gathered = buffers.borrow(num_inside, row_nbytes)
-        yield intra_node.all_gather(gathered.view(x.dtype), part_N)
+        yield self._intra_node.all_gather(gathered.view(x.dtype), part_N)
         whole, pieces = partition.views(x, gathered.view(x.dtype))
         torch._foreach_copy_(whole, pieces)
         buffers.give_back(gathered)

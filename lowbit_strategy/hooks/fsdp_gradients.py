@@ -122,8 +122,7 @@ class ShardLayouts:
 
     def _row(self, names: tuple[str, ...], shapes: list[tuple[int, ...]]) -> tuple[BucketLayout, int]:
         scatter, ranks = self._sync.scatter, self._sync.ranks
-        assert scatter or ranks.share is not None
-        num_ranks = ranks.world_size if ranks.share is None or scatter else ranks.share.count
+        num_ranks = ranks.world_size if scatter else ranks.shape.num_parts
         entries, at = [], 0
         for name, shape in zip(names, shapes, strict=True):
             if scatter or self._sync.specs[name].numel:

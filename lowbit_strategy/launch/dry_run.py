@@ -38,7 +38,7 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape, share_of
+from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.startup_report import Report, report_of
 
@@ -205,7 +205,7 @@ def plan(
     shape = _shape(prepared, far=far)
     chosen = used_compressor(prepared, shape)
     chosen.check(prepared.specs)
-    parts = [spec.shared(shape.share) for spec in prepared.specs]
+    parts = [shape.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]
     itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
     if prepared.scatter:
         reduced = _as_one(prepared, itemsizes)
@@ -226,9 +226,7 @@ def plan(
 
 def _shape(prepared: PreparedModel, *, far: bool) -> Shape:
     topology, size = prepared.topology, prepared.shard_size or prepared.node_size
-    scatter = prepared.scatter and prepared.shard_size is None
-    share = None if size is None else share_of(0, size, topology.world_size, scatter=scatter)
-    return Shape(topology.world_size, 0, share, topology, far and topology.num_nodes > 1)
+    return Shape(topology.world_size, 0, size, topology, far and topology.num_nodes > 1)
 
 
 def _as_one(prepared: PreparedModel, itemsizes: Mapping[str, int]) -> list[ParamGroup]:

@@ -116,8 +116,8 @@ def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
 def memory_option(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
 ) -> MemoryOption:
-    share = None if setup.shape.share is None else replace(setup.shape.share, index=0)
-    parts = [spec.shared(share) for spec in setup.specs]
+    shape = replace(setup.shape, rank=0)
+    parts = [shape.own_part(spec, sharded=setup.layout == "fsdp") for spec in setup.specs]
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
@@ -126,7 +126,7 @@ def memory_option(
     plan = make_plan(
         parts,
         assign_all(compressor.phase(0), parts),
-        replace(setup.shape, rank=0, share=share),
+        shape,
         setup.layout,
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,

@@ -188,7 +188,7 @@ def summed(what: str, numel: int, shape: Shape) -> Message:
 
 def peer_level(shape: Shape) -> Level:
     """Of messages between the ranks that reduce one part."""
-    return "flat" if shape.share is None else "inter-node"
+    return "flat" if shape.node_size is None else "inter-node"
 
 
 def peer_transfer(
@@ -205,8 +205,7 @@ def peer_transfer(
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:
     """Elements of the largest part of a parameter, padding included: what is sent to each rank of a node."""
-    assert shape.share is not None
-    part = spec.whole.shared(replace(shape.share, index=0)).part
+    part = replace(shape, rank=0).own_part(spec.whole, sharded=spec.sharded).part
     assert part is not None
     return part.ranges[0][1] if part.row_numel is None else shape.num_peers * part.row_numel
 
@@ -259,7 +258,7 @@ def _gradient_transfer(
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
     memory = brief = copied = 0
-    if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
+    if shape.num_parts > 1 and not (local and layout == "ddp"):
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
         pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))

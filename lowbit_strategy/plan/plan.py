@@ -235,7 +235,7 @@ def _messages_nbytes(
     if shape.far:
         nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *state))
     if layout == "fsdp" and shape.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
-        nbytes += unsharded // shape.world_size + (unsharded if shape.share is None else 0)
+        nbytes += unsharded // shape.world_size + (unsharded if shape.node_size is None else 0)
     return nbytes
 
 

@@ -112,7 +112,7 @@ def weight_transfers(
     num_ranks = sharing_ranks(shape, layout)
     if num_ranks == 1:
         return ()
-    two_level = layout == "fsdp" and shape.share is not None
+    two_level = layout == "fsdp" and shape.node_size is not None
     flat: Level = "intra-node" if layout == "hsdp" else "flat"
     transfers = []
     for name, module in layouts.items():

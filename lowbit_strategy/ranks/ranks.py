@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
-from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.transports import FarComm
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.topology import Topology, is_far
 
 _PREFIX = "lowbit_strategy/"
@@ -104,26 +104,34 @@ class Shape:
     Args:
         world_size: All ranks that train the model.
         rank: This one.
-        share: Which part of every parameter it reduces; None: all of it, with all others.
+        node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
+            them with all others.
         topology: Which ranks share a node, if known.
         far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
     """
 
     world_size: int
     rank: int = 0
-    share: Share | None = None
+    node_size: int | None = None
     topology: Topology | None = None
     far: bool = False
 
     @property
     def num_parts(self) -> int:
-        """Consecutive ranks that together reduce whole parameters."""
-        return 1 if self.share is None else self.share.count
+        """Ranks that together reduce whole parameters."""
+        return self.node_size or 1
 
     @property
     def num_peers(self) -> int:
         """Ranks that reduce the same part, including this one."""
         return self.world_size // self.num_parts
+
+    def own_part(self, spec: TensorSpec, *, sharded: bool) -> TensorSpec:
+        """What this rank reduces of a parameter; `sharded`: FSDP2 shards it over all ranks."""
+        spec = replace(spec, sharded=sharded)
+        if self.node_size is None:
+            return spec
+        return spec.part_for(self.rank % self.node_size, self.node_size, self.num_peers)
 
     @property
     def has_nodes(self) -> bool:
@@ -170,8 +178,8 @@ class Ranks:
             buckets are in flight on CPU. With replicas that come and go: the ranks of this one's replica.
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
-        intra_node: The ranks of one node that together reduce all parts, with exact sums. None: there is one level.
-        share: Which part of every parameter this rank reduces; None: all of it.
+        intra_node: The ranks of one node that together reduce whole parameters, each a part, with exact sums. None:
+            there is one level.
         topology: Which ranks share a node, if known.
         own: Groups that were made for this value, which `destroy` ends.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
@@ -180,7 +188,6 @@ class Ranks:
     world: Comm
     peers: Comm
     intra_node: Comm | None = None
-    share: Share | None = None
     topology: Topology | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
@@ -208,7 +215,8 @@ class Ranks:
     @property
     def shape(self) -> Shape:
         """As numbers."""
-        return Shape(self.world_size, self.rank, self.share, self.topology, self.peers.is_far)
+        node_size = None if self.intra_node is None else self.intra_node.world_size
+        return Shape(self.world_size, self.rank, node_size, self.topology, self.peers.is_far)
 
     @property
     def alone(self) -> bool:
@@ -242,7 +250,6 @@ def make_ranks(
     size: int | None,
     device: torch.device,
     *,
-    scatter: bool,
     own_world: bool = False,
     far: bool | None = None,
 ) -> Ranks:
@@ -253,7 +260,6 @@ def make_ranks(
         topology: Their nodes.
         size: Ranks that together reduce whole parameters; None: each reduces whole parameters with all others.
         device: Of gradients.
-        scatter: Parameters are sharded over all ranks: this rank reduces the shards of all with its index.
         own_world: Make a group of all ranks, too, because another thread uses `group`.
         far: Whether peers are far apart, on CPU; None: measure it.
     """
@@ -280,15 +286,9 @@ def make_ranks(
         world=world,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
-        share=share_of(index, size, len(members), scatter=scatter),
         topology=topology,
         own=(*own, intra_node, peers),
     )
-
-
-def share_of(index: int, size: int, world_size: int, *, scatter: bool) -> Share:
-    """What number `index` of `size` ranks of a node reduces; `scatter` as in `make_ranks`."""
-    return Share(index, size, world_size // size if scatter else None)
 
 
 def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:

@@ -112,7 +112,7 @@ def warn_of(left_out: Sequence[int], sync: GradientSync, *, all_of_them: bool) -
     """Log, on one rank, that these ranks' weights were not finite."""
     if sync.ranks.rank:
         return
-    which = "rank" if sync.ranks.share is None else "replica"
+    which = "rank" if sync.ranks.intra_node is None else "replica"
     names = ", ".join(f"{which} {rank}" for rank in left_out)
     then = "the anchors stay as they are" if all_of_them else "the others go on without them"
     _log.warning(

@@ -63,7 +63,7 @@ class InnerState:
         specs = [
             replace(spec, name=_joined(key, name)) for key in sorted(self._every) for name, spec in sync.specs.items()
         ]
-        self._ranks = replace(sync.ranks, share=None, intra_node=None)  # specs are of parts already
+        self._ranks = replace(sync.ranks, intra_node=None)  # specs are of parts already
         self._exchange = GradientSync(StateCode(), specs, self._ranks, sync.device, scatter=False, seed=sync.seed)
 
     def average(self, names: Iterable[str], round_index: int, *, last: bool = False) -> None:

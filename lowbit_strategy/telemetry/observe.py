@@ -277,8 +277,8 @@ class Observer:
 
     def _hops(self) -> float:
         """How often an element of an uncompressed ring leaves a rank, on average."""
-        world_size, share = self.sync.ranks.peers.world_size, self.sync.ranks.share
-        return (1 if self.sync.scatter else 2) * (world_size - 1) / world_size / (1 if share is None else share.count)
+        ranks = self.sync.ranks.shape
+        return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
         sync = self.sync

@@ -143,7 +143,7 @@ class Report:
             ]
         if plan.shape.num_peers == 1 or not few_bits(plan.assignments):
             return []
-        why = "local steps" if plan.outer else "two levels" if plan.shape.share and not plan.scatter else ""
+        why = "local steps" if plan.outer else "two levels" if plan.shape.node_size and not plan.scatter else ""
         if not why:
             return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
         return [f"  second moment: left as it is, because of {why} (second_moment)"]
@@ -156,7 +156,7 @@ class Report:
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
         inside = f" and {size(exact)}/step of exact gradients" if exact else ""
         obstacle = None if shape.topology is None else shape.topology.obstacle
-        why = f"; one level, because {obstacle or 'two_level=False'}" if shape.share is None else ""
+        why = f"; one level, because {obstacle or 'two_level=False'}" if shape.node_size is None else ""
         return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self) -> list[str]:
@@ -217,7 +217,7 @@ def _has_kernels(method: Method) -> bool:
 
 def describe_ranks(shape: Shape) -> str:
     """Which ranks reduce what together."""
-    if shape.share is None:
+    if shape.node_size is None:
         return f"{shape.num_peers} ranks"
     return f"{shape.num_peers} groups of {shape.num_parts} ranks, exact inside a group"
 

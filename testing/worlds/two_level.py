@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
-from lowbit_strategy.collectives.layout import Share, dim0_cut
+from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
@@ -64,7 +64,6 @@ class NodesWorld:
                     world=world.comms[r],
                     peers=peers[r % per_node].comms[r // per_node],
                     intra_node=self.intra_node[r],
-                    share=Share(r % per_node, per_node, num_nodes if kind == "fsdp" else None),
                 ),
                 torch.device("cpu"),
                 scatter=kind == "fsdp",

@@ -138,7 +138,7 @@ def on_two_nodes(folder: Path) -> Facts:
         exact = second_moments(*fitted("fsdp", EXACT, 40)[:2])
         plain = second_moments(*fitted("fsdp", ONE_BIT, 40, second_moment=False)[:2])
         made, model, _ = fitted("fsdp", ONE_BIT, 40, second_moment=True)
-        assert made.strategy.sync.ranks.share is not None
+        assert made.strategy.sync.ranks.intra_node is not None
         with pytest.raises(ValueError, match="does not go with two levels"):
             fitted("ddp", ONE_BIT, 2, second_moment=True)
         return {"error": errors(second_moments(made, model), exact), "plain": errors(plain, exact)}

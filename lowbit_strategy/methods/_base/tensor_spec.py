@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Cut, Part, Share, dim0_cut, flat_cut
+from lowbit_strategy.collectives.layout import Cut, Part, dim0_cut, flat_cut, part_of
 from lowbit_strategy.options.conversion import did_you_mean
 
 Role = Literal["embedding", "head", "other"]
@@ -57,11 +57,10 @@ class TensorSpec:
         """The parameter that this is a part of, or itself."""
         return self if self.part is None else replace(self, shape=self.part.shape, part=None)
 
-    def shared(self, share: Share | None) -> TensorSpec:
-        """The part of this parameter that `share` says; None: all of it."""
-        if share is None:
-            return self
-        shape, part = share.part(self.shape, self.memory_order[0] if self.memory_order else 0)
+    def part_for(self, index: int, count: int, num_peers: int) -> TensorSpec:
+        """The part that number `index` of the `count` ranks of a node reduces with its `num_peers`, itself included."""
+        row_dim = self.memory_order[0] if self.memory_order else 0
+        shape, part = part_of(self.shape, row_dim, index, count, num_peers if self.sharded else None)
         return replace(self, shape=shape, part=part)
 
     def cut(self, world_size: int, block_size: int) -> Cut:

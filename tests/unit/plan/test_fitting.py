@@ -15,7 +15,7 @@ from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_o
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape, share_of
+from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 GPU = 80 * 10**9
@@ -44,14 +44,13 @@ LLAMA_13B = llama(5120, 13824, 40, 5120, 32000)
 def setup(specs: list[TensorSpec], nodes: int, per_node: int) -> Setup:
     """FSDP2 over all ranks; two levels where there are several nodes."""
     world_size = nodes * per_node
-    share = share_of(0, per_node, world_size, scatter=True) if nodes > 1 else None
     modules: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         modules.setdefault(".".join(spec.name.split(".")[:2]) if "layers" in spec.name else "", []).append(spec)
     layouts = {
         name: ModuleLayout(specs=tuple(own), dtype=torch.bfloat16, num_gathers=2) for name, own in modules.items()
     }
-    shape = Shape(world_size, 0, share, Topology((per_node,) * nodes, world_size))
+    shape = Shape(world_size, 0, per_node if nodes > 1 else None, Topology((per_node,) * nodes, world_size))
     return Setup(specs=specs, shape=shape, layout="fsdp", modules=layouts)
 
 
@@ -175,7 +174,7 @@ def test_every_choice_says_what_it_costs() -> None:
 def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
     """Llama-70B's embedding and head, 8 nodes of 8: 8.4 GB of float32 inside the node, 256 MiB at a time."""
     where = setup(LLAMA_70B, 8, 8)
-    parts = [spec.shared(where.shape.share) for spec in LLAMA_70B]
+    parts = [where.shape.own_part(spec, sharded=True) for spec in LLAMA_70B]
     root = ParamGroup(tuple(spec.name for spec in where.modules[""].specs), name="root")
     plan = make_plan(
         parts,

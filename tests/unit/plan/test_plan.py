@@ -19,7 +19,7 @@ from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Ranks, Shape, share_of
+from lowbit_strategy.ranks.ranks import Ranks, Shape
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.rounds.outer import OuterSync
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
@@ -60,9 +60,8 @@ def modules(specs: list[TensorSpec]) -> dict[str, ModuleLayout]:
 
 def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> StepPlan:
     specs, topology = llama(), Topology((8,) * 125, 1000)
-    share = None if size is None else share_of(0, size, 1000, scatter=layout == "fsdp")
-    shape = Shape(1000, 0, share, topology)
-    parts = [spec.shared(share) for spec in specs]
+    shape = Shape(1000, 0, size, topology)
+    parts = [shape.own_part(spec, sharded=layout == "fsdp") for spec in specs]
     reduced = [ParamGroup(tuple(s.name for s in m.specs), 2, name) for name, m in modules(specs).items()]
     return make_plan(
         parts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lowbit_strategy.ranks.ranks import Ranks, share_of
+from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 
 
@@ -13,8 +13,7 @@ def test_ranks_of_a_replica_follow_each_other_and_reduce_with_those_of_equal_ind
     found = []
     for replica in replicas.comms:
         for rank in inside.comms:
-            share = share_of(rank.rank, 2, 2, scatter=False)
-            alone = Ranks(rank, rank, intra_node=rank, share=share).coming_and_going()
+            alone = Ranks(rank, rank, intra_node=rank).coming_and_going()
             assert (alone.rank, alone.world_size, alone.alone) == (rank.rank, 2, False)
             met = replace(alone, peers=replica)
             assert (met.world_size, met.shape.num_peers, met.shape.num_parts) == (6, 3, 2)
