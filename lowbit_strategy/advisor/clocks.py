@@ -1,5 +1,5 @@
 """How long a device takes for what it is asked to do, how fast it codes and copies, and how long optimizers take: the
-part of a step that begins when nothing travels any more.
+part of a step that begins when all communication has ended.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class OptimizerClock:
 
 
 def _before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Begin, and once more when a closure has returned; `args` begin with the optimizer."""
+    """Begin, and again when a closure has returned; `args` begin with the optimizer."""
     if torch.compiler.is_compiling():
         return None
     running = list(_clocks)

@@ -132,7 +132,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: f
         plan: What is sent.
         cluster: On what.
         compute_s: A step without communication: forward, backward, optimizer.
-        optimizer_s: Of these, the optimizer's, which begins when nothing travels any more.
+        optimizer_s: Of these, the optimizer's, which begins when all communication has ended.
     """
     if plan.shape.far:
         cluster = replace(cluster, latency_multiplier=1)  # receives are posted ahead

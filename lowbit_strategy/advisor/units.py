@@ -36,7 +36,7 @@ def count(text: str) -> float:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Rounded to so many digits, never with a power of ten where it is large: 0.12, 9.9, 1,180."""
+    """Rounded to `digits` significant digits, never with a power of ten where it is large: 0.12, 9.9, 1,180."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 

@@ -278,7 +278,7 @@ class AutoChoice:
         using = "no compression: the hook is removed" if self.active is None else self.active.name
         self._inform(
             f"{using}, because {self.reason}. Choosing took {self.trial_steps} steps, and"
-            f" {max(0.0, self.trial_s):.2g} s more than as many of the framework's own"
+            f" {max(0.0, self.trial_s):.2g} s more than the same number of the framework's own"
         )
         self._begin(self._patience, min(self._patience, LOOKED_AT))
 

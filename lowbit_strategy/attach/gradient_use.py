@@ -58,7 +58,7 @@ class Frozen:
 
         Raises:
             RuntimeError: One is trained and nothing synchronizes it.
-            ValueError: FSDP2 shards one that the model does not have any more.
+            ValueError: FSDP2 shards one that the model no longer has.
         """
         if self._identities() == self._ids:
             return None
@@ -86,7 +86,7 @@ class Frozen:
         return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
 
     def newly_trainable(self) -> list[str]:
-        """Parameters that were frozen at set-up and are not any more."""
+        """Parameters that were frozen at set-up and no longer are."""
         return [name for name, param in self._frozen.items() if param.requires_grad]
 
     def newly_frozen(self) -> list[str]:

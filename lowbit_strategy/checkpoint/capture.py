@@ -161,7 +161,7 @@ def restore(
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
-    """Remove from `saved` parameters that the model does not have any more in the same shape, with a warning.
+    """Remove from `saved` parameters that the model no longer has in the same shape, with a warning.
 
     Returns:
         Whether the model has the same parameters as before.

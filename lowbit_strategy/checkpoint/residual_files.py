@@ -141,7 +141,7 @@ def _move(fs: Any, source: str, target: str) -> None:
 
 
 def files_of(checkpoint_path: Any, rank: int, world_size: int) -> list[str]:
-    """Full paths of all files that `rank` manages, including those of ranks that do not exist any more."""
+    """Full paths of all files that `rank` manages, including those of ranks that no longer exist."""
     folder = sidecar_folder(checkpoint_path)
     fs, local = fsspec.core.url_to_fs(folder)
     fs.invalidate_cache()

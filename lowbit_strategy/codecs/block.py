@@ -43,7 +43,7 @@ class BlockCodec(BucketCodec):
         return self.fmt.block_size
 
     def nearest(self) -> BlockCodec:
-        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # whatever the block, signs fit best at its mean
+        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # in every block signs fit best at its mean
             return BlockCodec(replace(self.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
         return replace(self, rounding="nearest")
 

@@ -97,7 +97,7 @@ class Packed:
         return (busy_S == 0)[piece_K].repeat_interleave(self.block_size, output_size=self.numel)
 
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
-        """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, whatever the bucket.
+        """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, in any bucket.
 
         By runs of blocks: a hash takes several int64 of memory per element.
         """

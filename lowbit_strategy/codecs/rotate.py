@@ -29,7 +29,7 @@ class RotatedCodec(BucketCodec):
     Args:
         codec: Encodes the rotated blocks.
         size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
-        transform: ``cosine`` is the discrete cosine transform in the place of ``H D``: smooth rows become few large
+        transform: ``cosine`` is the discrete cosine transform instead of ``H D``: smooth rows become few large
             coefficients, which is what selection wants and the opposite of what a grid does.
 
     Raises:

@@ -102,7 +102,7 @@ def sum_rows(
         yield comm.all_to_all(received_WM, rows_WM)
         if stop - start == out_GN.shape[1]:
             add_rows_(received_WM, out_GN.view(-1), alpha=alpha)
-        else:  # nobody needs any more what was sent
+        else:  # what was sent is no longer needed
             total_M = torch.empty_like(received_WM[0]) if as_it_is else rows_WM[0]
             add_rows_(received_WM, total_M, alpha=alpha)
             out_GN[:, start:stop].copy_(total_M.view(num_rows, -1))
@@ -179,7 +179,7 @@ class Gathering:
         return sum(comm.ahead_nbytes for comm in self._comms)
 
     def end(self) -> None:
-        """Nothing is sent by it any more; on all ranks, with nothing in flight."""
+        """It no longer sends anything; on all ranks, with nothing in flight."""
         for comm in self._comms:
             comm.end()
 

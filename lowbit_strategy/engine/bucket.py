@@ -31,10 +31,10 @@ class Collector:
     """Views of the buckets of one backward pass.
 
     Buckets are announced when DDP hands them in, on the autograd thread, and arrive when a worker reduces them. The
-    last one may arrive before earlier ones do, so it waits until as many have arrived as have been announced.
+    last one may arrive before earlier ones do, so it waits until all announced buckets have arrived.
 
     Args:
-        names: All parameters, in the order in which methods see them whatever the buckets.
+        names: All parameters, in the order in which methods see them, regardless of buckets.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class BucketLayout:
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
         alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
-        key: Tells buckets apart of which this rank has no parts.
+        key: Distinguishes buckets of which this rank has no part.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -181,7 +181,7 @@ class Bucket:
         planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size))
         messages = planned.messages(self.names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
-        self.fixed = all(message.fixed for message in messages)  # whatever the values are
+        self.fixed = all(message.fixed for message in messages)  # regardless of the values
         self.padding_nbytes = planned.padding_nbytes(self.names)
 
     def _param(self, name: str, offset: int) -> ParamView:

@@ -157,7 +157,7 @@ class GradientSync:
     def _regroup(self, change: Callable[[], Sequence[MethodStore]]) -> None:
         """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies.
 
-        `change` returns stores that are not used any more.
+        `change` returns stores that are no longer used.
         """
         self._buckets: dict[BucketLayout, Bucket] = {}
         self.transactions.forget()

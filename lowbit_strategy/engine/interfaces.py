@@ -62,7 +62,7 @@ class LocalTraining(Protocol):
     """What reports have to know of local steps, and what controllers change.
 
     Attributes:
-        every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
+        every: Optimizer steps of each coming round, instead of the rule's; None: the rule's.
         rule: When replicas synchronize, and how.
     """
 

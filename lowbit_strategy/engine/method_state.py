@@ -209,7 +209,7 @@ class MethodState:
            to the next gradient
 
         Returns:
-            Stores that are not used any more; a stream may still read them.
+            Stores that are no longer used; a stream may still read them.
         """
         earlier, old_stores = self.assignments, self.stores
         before, after = _by_method(earlier), _by_method(assignments)

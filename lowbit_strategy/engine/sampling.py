@@ -26,11 +26,11 @@ def spread_sample(numel: int, num_samples: int, seed: int, device: torch.device)
     """One element of each of `num_samples` consecutive parts of about equal length, at a hashed place in its part.
 
     A stride would do, were it not that tensors have rows: one that divides a row's length picks columns. Here every
-    element is picked with the reciprocal of its weight as its probability, whatever the shape.
+    element is picked with the reciprocal of its weight as its probability, regardless of the shape.
 
     Args:
         numel: Elements of the tensor.
-        num_samples: At most so many are picked; all of them where the tensor has no more.
+        num_samples: How many are picked at most; all elements if the tensor has no more.
         seed: The same on all ranks.
         device: Of the result.
     """

@@ -35,7 +35,7 @@ def float_bits(x: float) -> int:
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
-    """Widths that divide a byte, with so many bits together; the widest first."""
+    """Widths that divide a byte and add up to this many bits; the widest first."""
     rest = [width for width in (4, 2, 1) if bits % 8 & width]
     return (*[8] * (bits // 8), *rest)
 

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
         state_offset: First element in the residual arena, a multiple of the block size; its block index there is
             ``state_offset / block_size``. The arena holds whole blocks.
         wire_offset: First byte in one source's wire buffer, a multiple of 16.
-        salt: 32 bits that make this piece's random numbers its own, whatever bucket it is in.
+        salt: 32 bits that make this piece's random numbers its own, in any bucket.
     """
 
     x_offset: int

@@ -187,7 +187,7 @@ def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
     """A magnitude that few more than k elements reach, and hardly ever fewer; None where looking for it does not pay.
 
     For small tensors the k-th largest of the maxima of groups: k groups have an element that large. Else from a sample,
-    with half as many again to spare.
+    with 50 % to spare.
     """
     numel = x.numel()
     groups = numel // _GROUP

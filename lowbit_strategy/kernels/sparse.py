@@ -1,4 +1,4 @@
-"""The parts of a sparse step besides choosing: how large gradients are, positions as bytes and back, what is left in
+"""The parts of a sparse step except selection: how large gradients are, positions as bytes and back, what is left in
 the residual. The public ops; results do not depend on the backend.
 """
 

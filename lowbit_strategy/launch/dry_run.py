@@ -152,7 +152,7 @@ class Planned:
         if self.world_size % self.num_nodes:
             raise ValueError(
                 f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
-                " together, and every machine has to have as many"
+                " together, and every machine has to have the same number"
             )
 
     def __str__(self) -> str:

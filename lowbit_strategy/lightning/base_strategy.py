@@ -33,7 +33,7 @@ else:
 
 _log = logging.getLogger("lowbit_strategy")
 
-# Where they differ, ranks gather weights or reduce gradients at different times, and wait for each other in vain.
+# Where they differ, ranks gather weights or reduce gradients at different times, and wait for each other forever.
 _SAME_ON_ALL_RANKS = (
     "accumulate_grad_batches",
     "val_check_interval",

@@ -257,15 +257,15 @@ def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def check_held(module: nn.Module) -> None:
     """Raises:
-    ValueError: FSDP2 shards a parameter that the model does not have any more.
+    ValueError: FSDP2 shards a parameter that the model no longer has.
     """
     held = set(map(id, module.parameters()))
     for each, param in [(group, param) for group in sharded_groups(module) for param in group.param_group.fsdp_params]:
         if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
             raise ValueError(
-                f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it does not"
-                " have any more: a layer was replaced or removed after fully_shard, and what took its place is not"
-                " sharded. Change the model before it is sharded, or make it anew"
+                f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it no"
+                " longer has: a layer was replaced or removed after fully_shard, and what took its place is not"
+                " sharded. Change the model before it is sharded, or build it again"
             )
 
 

@@ -308,7 +308,7 @@ class Membership:
         def why_not() -> str:
             self._check_end()
             ended = next(filter(has_ended, others), None)
-            return "" if ended is None else f"nobody listens at {ended} any more"
+            return "" if ended is None else f"nobody listens at {ended} now"
 
         watched(connect, why_not, every=_LOOK_S)
         self._group = group

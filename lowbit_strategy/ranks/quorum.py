@@ -253,12 +253,12 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
 
     Args:
         call: May take long.
-        why_not: Why the call cannot be answered any more; empty: it can. May raise.
+        why_not: Why the call can no longer be answered; empty: it can. May raise.
         every: Seconds between two calls of it.
         num_looks: How many in a row must give a reason.
 
     Raises:
-        RuntimeError: The call cannot be answered any more.
+        RuntimeError: The call can no longer be answered.
     """
     outcome: Future[T] = Future()
 

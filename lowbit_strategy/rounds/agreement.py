@@ -119,7 +119,7 @@ def history_after(history: int, clock: int) -> int:
 
 
 def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
-    """Each member's weight in the mean, 1 on average; exactly 1 if all have trained equally many samples, or none."""
+    """Each member's weight, 1 on average; exactly 1 if all have trained equally many samples, or none."""
     total = sum(trained)
     return tuple(each * len(trained) / total if total else 1.0 for each in trained)
 

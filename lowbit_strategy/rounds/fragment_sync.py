@@ -70,7 +70,7 @@ class FragmentSyncHeader:
 
     @property
     def all_done(self) -> bool:
-        """Whether no rank trains any more."""
+        """Whether all ranks have stopped training."""
         return int(self.flat[0]) == self.world_size
 
     @property
@@ -135,7 +135,7 @@ class InFlight:
         arrivals: Of the header and of the buckets.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
-        weights: Each rank's weight in the mean, 1 on average; empty: all 1.
+        weights: Each rank's weight, 1 on average; empty: all 1.
     """
 
     fragment: int
@@ -184,7 +184,7 @@ class PendingCommit:
         in_flight: The fragment.
         history: What the history becomes if it is committed.
         before: Next fragment, steps since the last one and length of the round, to roll back to.
-        ends: No member trains any more.
+        ends: All members have stopped training.
         done: This replica trains no more.
     """
 

@@ -63,7 +63,7 @@ class OuterSync:
         asked: Whether a rank has asked in a completed one; the same on all ranks.
         finished: Whether `finish` has been called since the last step: the model is the user's.
         on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
-        weights: Each rank's weight in the mean, 1 on average; empty: all 1.
+        weights: Each rank's weight, 1 on average; empty: all 1.
     """
 
     revocable: ClassVar[bool] = False

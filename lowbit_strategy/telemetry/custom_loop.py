@@ -1,4 +1,4 @@
-"""Controllers and observation in a training loop of one's own; public as `lowbit_strategy.custom_loop`."""
+"""Controllers and observation in your own training loop; public as `lowbit_strategy.custom_loop`."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Report:
             fp32, bf16 = plan.uncompressed_nbytes(4), plan.uncompressed_nbytes(2)
             if outer is not None:
                 lines.append(f"  {outer.label}: a rank sends {size(sent)} per round of {plan.every} steps")
-                mean = " in the mean"
+                mean = " on average"
             lines.append(
                 f"  sent by a rank {size(per_step)}/step{mean}; fp32 {size(fp32)} ({fp32 / per_step:.1f}x),"
                 f" bf16 {size(bf16)} ({bf16 / per_step:.1f}x)"

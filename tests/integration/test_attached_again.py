@@ -196,8 +196,8 @@ def test_under_fsdp() -> None:
         assert found["assigned"]
         assert found["closed"]
         assert found["attached again"]
-        assert "was sharded with parameters that it does not have any more" in found["replaced"]
-        assert "was sharded with parameters that it does not have any more" in found["replaced before"]
+        assert "was sharded with parameters that it no longer has" in found["replaced"]
+        assert "was sharded with parameters that it no longer has" in found["replaced before"]
         assert "0.weight: fully_shard left it out (ignored_params)" in found["ignored"]
         assert "is replicated by torch.distributed's replicate" in found["replicate"]
 

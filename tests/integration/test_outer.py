@@ -154,7 +154,7 @@ def test_by_name(facts: list[Facts]) -> None:
     text = "\n".join(facts[0]["logged"])
     assert "compressed pseudo-gradient all-reduce over 2 ranks" in text
     assert "per round of 30 steps" in text
-    assert "/step in the mean" in text
+    assert "/step on average" in text
 
 
 def synchronous_first(folder: Path) -> Facts:

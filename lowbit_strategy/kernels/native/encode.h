@@ -158,7 +158,7 @@ static int scale_batch(
 }
 
 /* Codes of a batch to `out`, each block `stride` bytes behind the last, and the updated residual. `num_values`: 0 is
- * the uniform grid, -1 as many as the format has, FLOATS those of E2M1. */
+ * the uniform grid, -1 the format's own number, FLOATS those of E2M1. */
 enum { FLOATS = -2 };
 
 ALWAYS_INLINE void quantize_batch(
@@ -227,7 +227,7 @@ ALWAYS_INLINE void quantize(
 #undef RUN
 }
 
-/* Nothing is sent for the padding of the last block, whatever its codes are. */
+/* Nothing is sent for the padding of the last block, regardless of its codes. */
 static void update_padding(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch
 ) {

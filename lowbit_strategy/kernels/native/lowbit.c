@@ -1,4 +1,4 @@
-/* Entry points: find an instruction set's kernels, run them with IEEE arithmetic whatever the thread's modes are. */
+/* Entry points: find an instruction set's kernels, run them with IEEE arithmetic, regardless of the thread's modes. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -1,4 +1,4 @@
-/* What a sparse step consists of besides choosing: how large a gradient is, positions as bytes and back, and what is
+/* What a sparse step consists of except selection: how large a gradient is, positions as bytes and back, and what is
  * left of the residual. The definitions are in kernels/reference/sparse.py. */
 #include <math.h>
 #include <stdint.h>

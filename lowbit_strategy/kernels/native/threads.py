@@ -27,7 +27,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
     """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside.
 
-    After an error or an interrupt no other thread works on the call any more: its tensors are the caller's again.
+    After an error or an interrupt no other thread works on the call: its tensors are the caller's again.
     """
     parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // GRAIN))
     if parts == 1:

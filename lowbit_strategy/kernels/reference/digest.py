@@ -11,7 +11,7 @@ FACTOR = 0x5851F42D4C957F2D  # odd; of one part's sum against the next
 
 
 def digest(x: Tensor) -> Tensor:
-    """int64 scalar. In parts of as many words as there are weights:
+    """int64 scalar. In parts of one word per weight:
 
     1. the sum of the 64-bit words, each times the odd pseudo-random weight of its place, the last filled with zeros
     2. added to the sum so far times an odd factor; all modulo 2^64

@@ -20,7 +20,7 @@ class BlockGrid(NamedTuple):
         first_block_V: int64, the first block of each parameter.
         start_K: int64, where each block starts in its parameter (row).
         length_K: int64, positions of each block.
-        num_destinations: 1, or as many as there are rows: each gets a message about its own.
+        num_destinations: 1, or one per row: each gets a message about its own.
     """
 
     span_V: Tensor

@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.triton.layout import Launch, Program, program_of, t
 from lowbit_strategy.kernels.triton.quantize import INFINITY, NAN_BITS
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
-VECTOR = tl.constexpr(4)  # neighboring elements of a thread, whatever the dtypes: no layout is converted
+VECTOR = tl.constexpr(4)  # neighboring elements of a thread, for all dtypes: no layout is converted
 MINUS_ZERO_BITS = tl.constexpr(-(2**31))
 
 

@@ -286,5 +286,5 @@ def decode_launch(fmt: DeviceFormat) -> Launch:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU, whatever the tensors are on."""
+    """Triton launches on the current GPU, regardless of the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -163,7 +163,7 @@ class Wrapper(Compressor):
 
     Args:
         compressor: The wrapped one.
-        exempt: Parameters that are exempt besides.
+        exempt: More parameters that are exempt.
         high_precision: Not used: the wrapped compressor decides what gets high precision.
 
     Raises:

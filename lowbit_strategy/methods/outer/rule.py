@@ -159,7 +159,7 @@ class OuterRule(ABC):
         if self.delay:
             parts.append(f"{self.delay} steps later")
         if self.average_state is True:
-            parts.append("the optimizer's state besides")
+            parts.append("and the optimizer's state")
         elif self.average_state:
             parts += [f"{key} averaged every {every} rounds" for key, every in dict(self.average_state).items()]
         return ", ".join(parts)

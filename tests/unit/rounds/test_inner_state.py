@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_codes() -> None:
     assert codes <= with_state - plain <= codes + framing
     (unit,) = ranks.outers[0].sync.plan().state
     assert sum(message.total_nbytes for message in unit.messages) == with_state - plain
-    assert step_nbytes([unit]) == codes // 2  # of a round in the mean
+    assert step_nbytes([unit]) == codes // 2  # of a round on average
 
 
 @pytest.mark.parametrize("average", [{"exp_avg": 1}, {"exp_avg": 1, "exp_avg_sq": 2}, True])
