@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.triton import blocks, dense, encode, rotation
@@ -200,7 +203,9 @@ def _compile(kernel: Any, types: dict[str, Any], constants: dict[str, Any], laun
     }
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    with patch.object(driver, "_active", SimpleNamespace(get_current_target=lambda: target)):  # which kernels ask
+        compiled = triton.compile(source, target=target, options=options)
     usage, sass = _inspect(compiled.asm["cubin"])
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     return Resources(

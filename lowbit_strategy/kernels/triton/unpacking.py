@@ -11,6 +11,7 @@ import struct
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from lowbit_strategy.kernels.format import E2M1
 from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, add_product, offsets
@@ -47,6 +48,21 @@ E2M1_PTX = tl.constexpr(
     + _LOOK_UP.format(0, 1, 2, 3, word="$8", negative=_TABLES[1], positive=_TABLES[3])
     + "shr.u32 mirrored, mirrored, 16;"
     + _LOOK_UP.format(4, 5, 6, 7, word="word", negative=_TABLES[1], positive=_TABLES[3])
+    + "}"
+)
+# The same where there are conversions from E2M1, whose values are half of ours: first 7 plus or minus the magnitude
+# becomes a sign and the magnitude, for all eight at once. -0 for 0 changes no sum, which begins at +0.
+BLACKWELL_PTX = tl.constexpr(
+    "{ .reg .b32 signs, ones, word, first, second, third, fourth; .reg .b8 a, b, c, d; .reg .b16 low, high;"
+    "not.b32 signs, $8; and.b32 signs, signs, 0x88888888; shr.u32 ones, signs, 3;"
+    "sub.u32 word, signs, ones; xor.b32 word, word, $8; xor.b32 word, word, 0x88888888;"
+    "sub.u32 word, word, ones; add.u32 word, word, 0x11111111; mov.b32 {a, b, c, d}, word;"
+    "cvt.rn.f16x2.e2m1x2 first, a; cvt.rn.f16x2.e2m1x2 second, b;"
+    "cvt.rn.f16x2.e2m1x2 third, c; cvt.rn.f16x2.e2m1x2 fourth, d;"
+    + "".join(
+        f"mov.b32 {{low, high}}, {pair}; cvt.f32.f16 ${2 * i}, low; cvt.f32.f16 ${2 * i + 1}, high;"
+        for i, pair in enumerate(("first", "second", "third", "fourth"))
+    )
     + "}"
 )
 
@@ -114,7 +130,13 @@ def add_words(totals, word, scale, zero, fmt: tl.constexpr):
     """
     sums = ()
     if fmt.e2m1:
-        values = e2m1_values(word, zero, fmt)
+        if HAS_PTX and cuda_capability_geq(10):
+            values = tl.inline_asm_elementwise(
+                BLACKWELL_PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [word], (tl.float32,) * 8, True, 1
+            )
+            scale = scale * 2
+        else:
+            values = e2m1_values(word, zero, fmt)
         for i in tl.static_range(8):
             sums = sums + (add_product(totals[i], values[2 * (i % 4) + i // 4], scale),)
     else:

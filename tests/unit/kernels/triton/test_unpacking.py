@@ -27,6 +27,13 @@ def prmt(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return result
 
 
+def e2m1_as_float16(nibble: np.ndarray) -> np.ndarray:
+    """Bits of its value: one bit of sign, two of the exponent, whose bias is 1, one of the significand."""
+    exponent, significand = (nibble >> 1 & 3).astype(np.int32), (nibble & 1).astype(np.float32)
+    magnitude = np.where(exponent > 0, np.ldexp(1 + significand / 2, exponent - 1), significand / 2)
+    return np.where(nibble & 8, -magnitude, magnitude).astype(np.float16).view(np.uint16).astype(np.uint32)
+
+
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is in every register and operand at the end."""
     held, size = dict(operands), next(iter(operands.values())).size
@@ -41,6 +48,14 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 pass
             case "xor.b32", [out, a, b]:
                 held[out] = read(a) ^ read(b)
+            case "and.b32", [out, a, b]:
+                held[out] = read(a) & read(b)
+            case "not.b32", [out, a]:
+                held[out] = ~read(a)
+            case "add.u32", [out, a, b]:
+                held[out] = read(a) + read(b)
+            case "sub.u32", [out, a, b]:
+                held[out] = read(a) - read(b)
             case "shr.u32", [out, a, b]:
                 held[out] = read(a) >> read(b)
             case "mad.lo.u32", [out, a, b, c]:
@@ -53,6 +68,11 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 held[out] = prmt(read(a), read(b), read(selector))
             case "mov.b32", [low, high, a]:
                 held[low], held[high] = (part.astype(np.uint16) for part in (read(a) & 0xFFFF, read(a) >> 16))
+            case "mov.b32", [*bytes_, a]:
+                held |= {name: read(a) >> np.uint32(8 * i) & np.uint32(255) for i, name in enumerate(bytes_)}
+            case "cvt.rn.f16x2.e2m1x2", [out, a]:
+                low, high = (e2m1_as_float16(held[a] >> np.uint32(at)) for at in (0, 4))
+                held[out] = low | high << np.uint32(16)
             case "cvt.f32.f16", [out, a]:
                 held[out] = held[a].view(np.float16).astype(np.float32)
             case _:
@@ -60,14 +80,22 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return held
 
 
+CODES = np.array([(*four, *reversed(four)) for four in itertools.product(range(15), repeat=4)], dtype=np.uint32)
+WORDS = (CODES << np.arange(0, 32, 4, dtype=np.uint32)).sum(1, dtype=np.uint32)
+
+
 def test_every_code_in_every_place_is_its_value() -> None:
-    codes = np.array([(*four, *reversed(four)) for four in itertools.product(range(15), repeat=4)], dtype=np.uint32)
-    word = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(1, dtype=np.uint32)
     tables = {"$9": unpacking.FIRST_NEGATIVE, "$10": unpacking.FIRST_POSITIVE}
-    operands = {name: np.full(len(word), table.value, dtype=np.uint32) for name, table in tables.items()}
-    found = run(unpacking.E2M1_PTX.value, {"$8": word, **operands})
+    operands = {name: np.full(len(WORDS), table.value, dtype=np.uint32) for name, table in tables.items()}
+    found = run(unpacking.E2M1_PTX.value, {"$8": WORDS, **operands})
     values = np.stack([found[f"${i}"] for i in range(8)], 1)
-    assert np.array_equal(values.view(np.int32), VALUES[codes].view(np.int32))
+    assert np.array_equal(values.view(np.int32), VALUES[CODES].view(np.int32))
+
+
+def test_conversions_of_blackwell_give_half_of_every_value() -> None:
+    found = run(unpacking.BLACKWELL_PTX.value, {"$8": WORDS})
+    values = np.stack([found[f"${i}"] for i in range(8)], 1)
+    assert np.array_equal(2 * values, VALUES[CODES])
 
 
 def test_every_byte_in_every_place_is_its_number() -> None:
