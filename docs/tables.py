@@ -351,6 +351,19 @@ def compiled_kernels() -> str:
     return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", note))
 
 
+def module_operations() -> str:
+    """Torch's operations of an FSDP2 module in a step, fewest first."""
+    found = json.loads((ROOT / "benchmarks/results/gpu_operations.json").read_text())
+    operations = dict(found["operations"])
+    stock, model = operations["stock"], operations.pop("alone")
+    rows = [
+        f"| {name} | {each:g} | {each / stock:.2f} | {(each - model) / (stock - model):.1f} |"
+        for name, each in sorted(operations.items(), key=lambda item: item[1])
+    ]
+    head = "| | operations | times stock's | without the model's own |"
+    return "\n".join((head, "|---|---|---|---|", *rows, "", f"torch {found['torch']}."))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -359,6 +372,7 @@ TABLES: dict[str, Callable[[], str]] = {
         compressor_options,
         controller_options,
         messages_in_series,
+        module_operations,
         monitor_options,
         names,
         outer_options,

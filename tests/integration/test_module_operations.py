@@ -1,0 +1,54 @@
+"""What an FSDP2 module costs the host in a step: operations with each preset, as they are on a GPU, beside stock's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit_strategy import PRESETS
+from testing.counting.operations import ALONE, CORRECTED, ENVIRONMENT, STOCK, of_a_module
+from testing.processes.ranks import run_ranks
+
+RECORDED: dict[str, Any] = json.loads(
+    (Path(__file__).resolve().parents[2] / "benchmarks/results/gpu_operations.json").read_text()
+)
+MOST = 3.0  # times stock's
+FEW = ("loco", "onebitsgd", "rotate")
+# plain PyTorch, parameter by parameter: for studies, not for large models on GPUs
+SLOW = {
+    *("acpsgd", "adacomp", "atomo", "dgc", "exdyna", "gradiveq", "gspar", "gtopk", "micro", "multiscale", "powersgd"),
+    *("sharedscale", "sketchedsgd", "terngrad", "threelc"),
+}
+
+
+def test_every_preset_is_written_down() -> None:
+    assert set(RECORDED["operations"]) == {ALONE, STOCK, *PRESETS}
+
+
+def test_presets_take_at_most_three_times_what_stock_takes() -> None:
+    operations = RECORDED["operations"]
+    assert {name for name in PRESETS if operations[name] > MOST * operations[STOCK]} == SLOW
+    beside = {name: operations[name] - operations[ALONE] for name in operations}  # all but the model itself
+    assert {name for name in ("loco", "loco_uniform", "loco3", "loco4") if beside[name] > MOST * beside[STOCK]} == set()
+
+
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(tuple(set(PRESETS) - set(FEW) - set(CORRECTED)), marks=pytest.mark.slow)]
+)
+def test_no_preset_takes_more_than_is_written_down(names: tuple[str, ...]) -> None:
+    """Nor fewer: ``python -m benchmarks.gpu_operations --json`` writes that file."""
+    if torch.__version__ != RECORDED["torch"]:
+        pytest.skip(f"what torch {RECORDED['torch']} does was written down")
+    found = run_ranks(of_a_module, 2, [ALONE, STOCK, *names], timeout=600, env=ENVIRONMENT)[0]
+    wanted = {name: RECORDED["operations"][name] for name in found}
+    assert found == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.slow
+def test_correcting_the_second_moment_stays_below_three_times_as_well() -> None:
+    found = run_ranks(of_a_module, 2, [STOCK, *CORRECTED], timeout=1200, env=ENVIRONMENT)[0]
+    assert {name for name in CORRECTED if found[name] > MOST * found[STOCK]} == set()
