@@ -324,7 +324,7 @@ def _count(number: float) -> str:
 def _pays_to(choice: Any) -> str:
     from lowbit_strategy.advisor.cluster import ANY_RATE
 
-    if not choice.line:
+    if not choice.line or not choice.between_nbytes:
         return ""
     if choice.break_even is None:
         return "never"
