@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_version() -> None:
     assert run("--version") == (0, f"lowbit-strategy {__version__}\n")
+
+
+def test_the_command_begins_without_what_only_some_of_its_commands_need() -> None:
+    """A wrong number is told at once, and `lowbit` works where the packages of the report are not installed."""
+    code = (
+        "import sys, lowbit_strategy.cli; print({'torch', 'matplotlib', 'jinja2', 'accelerate'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
 
 
 def test_help_names_every_command() -> None:
