@@ -3,10 +3,9 @@
 See the pages "Write a compressor" and "Architecture".
 """
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
@@ -23,7 +22,6 @@ __all__ = [
     "FeedbackCodec",
     "Method",
     "Pending",
-    "PlainCodec",
     "Reducer",
     "StatefulCodec",
     "StepContext",

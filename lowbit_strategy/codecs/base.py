@@ -1,15 +1,56 @@
-"""A codec turns floats into a fixed number of bytes and back; it knows no ranks and keeps no state."""
+"""A codec turns floats into a fixed number of bytes and back; it knows no ranks.
+
+It serves one hop of a method: the uplink, to the owner of a chunk, or the downlink, from the owner. A `Codec` keeps
+nothing, so what it does not send is lost; a `StatefulCodec` is a codec with what it keeps between steps.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.contraction import contracts, keeps_zeros
+from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.kernels.segments import Segment, Segments
+
+StateTensors = dict[str, Tensor]  # of a method: tensors by name
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The step that a bucket is reduced in.
+
+    Args:
+        index: Optimizer steps completed.
+        seed: 32 bits, private to this rank, new in every step.
+        shared_seed: 32 bits, the same on all ranks, new in every step.
+    """
+
+    index: int
+    seed: int
+    shared_seed: int
+
+
+class Arena(NamedTuple):
+    """One state tensor of a codec, for all its parameters together.
+
+    Args:
+        dtype: What its elements are.
+        extent: ``sender``: one entry per encoded element; ``receiver``: per decoded element.
+        per_block: One entry per block instead of one per element.
+    """
+
+    dtype: torch.dtype
+    extent: Literal["sender", "receiver"] = "sender"
+    per_block: bool = False
+
+    def unit(self, block_size: int) -> int:
+        """Elements per entry."""
+        return block_size if self.per_block else 1
 
 
 class Codec(ABC):
@@ -78,6 +119,54 @@ class Codec(ABC):
             total = self.decode_sum(rows.contiguous(), row.numel)
             out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
 
+    def stateless(self) -> Codec:
+        """This codec, without what a `StatefulCodec` keeps."""
+        return self
+
+    # -- one hop of a method --------------------------------------------------------------------------------------
+
+    def chunks(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
+        """What is encoded or decoded at a time."""
+        return (segments,) if self.in_one_pass else parts_of(segments, device)
+
+    @property
+    def residual_gain(self) -> float | None:
+        """The conservation law: everything sent plus ``residual / residual_gain`` is everything that came in.
+
+        1 for plain error feedback, ``1 - beta`` for LoCo, infinity where nothing is ever left over. None: no such law,
+        what is not sent is lost.
+        """
+        return None
+
+    def arenas(self) -> dict[str, Arena]:
+        """State by name. ``residual`` is carried over when the codec changes: floats, or int8
+        with a ``residual_scale``.
+        """
+        return {}
+
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
+        """Write the codes of `x` plus the residual into `wire`, and keep what was not sent in `state`.
+
+        Args:
+            x: The bucket, 1-D.
+            wire: uint8, 1-D: the messages.
+            segments: Which elements of `x` go where in `wire`, and where their state begins.
+            state: Arenas.
+            step: Counter and seeds.
+            flag: int32 [1], set to 1 where `x` is not finite.
+        """
+        self.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
+        """``out = alpha * sum`` of what the W rows decode to, added in float32 in row order."""
+        self.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
+        """What the others decode of this rank's last message, `state` being the sender's. For observers."""
+        self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
+
 
 class BucketCodec(Codec):
     """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
@@ -95,3 +184,55 @@ class BucketCodec(Codec):
         out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
         self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
         return out
+
+
+class StatefulCodec(Codec):
+    """A codec with a rule for what it keeps between steps, such as a residual.
+
+    A frozen dataclass whose field `codec` makes the bytes; a subclass says what it encodes (`encode_`) and what it
+    keeps (`arenas`). State is arenas that are passed in and changed in place: one long tensor for all parameters, so
+    that one kernel call serves a bucket. Segments' ``state_offset`` point into the arenas in elements; arenas with one
+    entry per block are indexed by ``state_offset / block_size``. Without state it codes one tensor as `codec` does.
+    """
+
+    codec: Codec
+
+    @property
+    def block_size(self) -> int:
+        return self.codec.block_size
+
+    @property
+    def label(self) -> str:
+        return self.codec.label
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.codec.keeps_zeros
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.codec.wire_nbytes(numel)
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        return self.codec.encode(x_N, seed=seed)
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        return self.codec.decode_sum(wire_WB, numel)
+
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+        self.codec.encode_segments_(x, wire, segments, seed=seed, flag=flag)
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+
+    @abstractmethod
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None: ...
+
+    def stateless(self) -> Codec:
+        """The codec alone, without its residual: for wrappers, which have a rule of their own.
+
+        Raises:
+            ValueError: It has no codec that could serve alone.
+        """
+        raise ValueError(f"{self.label!r} has no codec of its own: wrap a quantizer such as QSGD, LoCo or OneBitSGD")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -31,6 +32,10 @@ class DenseCodec(Codec):
     @property
     def label(self) -> str:
         return self.dtype
+
+    @property
+    def residual_gain(self) -> float | None:
+        return math.inf if self.dtype == "float32" else None
 
     @property
     def torch_dtype(self) -> torch.dtype:

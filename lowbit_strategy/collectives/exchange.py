@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, ParamView, round_up, salt_of
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -117,9 +117,9 @@ class CodedGroup(NamedTuple):
         params: Where the parameters lie.
     """
 
-    uplink: StatefulCodec
+    uplink: Codec
     uplink_state: StateTensors
-    downlink: StatefulCodec | None
+    downlink: Codec | None
     downlink_state: StateTensors
     block_size: int
     params: tuple[ParamView, ...]
@@ -128,7 +128,7 @@ class CodedGroup(NamedTuple):
 class _Hop(NamedTuple):
     """A codec with its state, and the tables that it encodes and decodes, one after the other."""
 
-    codec: StatefulCodec
+    codec: Codec
     state: StateTensors
     encoded: tuple[Segments, ...]
     decoded: tuple[Segments, ...]
@@ -256,7 +256,7 @@ class Exchange:
                 self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
 
 
-def _section_nbytes(codec: StatefulCodec, param: ParamView) -> int:
+def _section_nbytes(codec: Codec, param: ParamView) -> int:
     return round_up(codec.wire_nbytes(param.cut.row_numel), ALIGNMENT)
 
 

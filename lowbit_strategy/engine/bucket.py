@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.exchange import WireBuffers
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
 from lowbit_strategy.engine.interfaces import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, unsent_part
 from lowbit_strategy.methods._base.reducer import View

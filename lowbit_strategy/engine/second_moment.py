@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import salt_of
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.feedback import MomentumCodec
@@ -298,4 +298,4 @@ class DGC(SparseCompressor):
         if self.momentum == 0.0:
             return assignment
         uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
-        return assignment._replace(method=CodecPair(uplink, PlainCodec(DenseCodec("float32"))))
+        return assignment._replace(method=CodecPair(uplink, DenseCodec("float32")))

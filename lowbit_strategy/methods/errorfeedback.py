@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import ClassVar
 
+from lowbit_strategy.codecs.base import Codec, StatefulCodec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.feedback import (
     FeedbackCodec,
@@ -61,14 +61,12 @@ class ErrorFeedback(Wrapper):
     def conserving(self) -> ErrorFeedback:
         return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")
 
-    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
-        if not isinstance(stateful, PlainCodec):
-            raise ValueError(
-                f"{stateful.label!r} cannot be given error feedback: it has its own, or none that would help"
-            )
-        if isinstance(stateful.codec, DenseCodec):
-            return stateful
-        return FeedbackCodec(codec=contracting(stateful.codec), decay=self.decay, residual=self.residual)
+    def wrap_codec(self, codec: Codec) -> Codec:
+        if isinstance(codec, StatefulCodec):
+            raise ValueError(f"{codec.label!r} cannot be given error feedback: it has its own, or none that would help")
+        if isinstance(codec, DenseCodec):
+            return codec
+        return FeedbackCodec(codec=contracting(codec), decay=self.decay, residual=self.residual)
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         if reducer.residual_gain is not None:

@@ -8,10 +8,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.collectives.stateful_codec import Arena, PlainCodec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import (
     BlockFormat,
@@ -253,6 +252,6 @@ class LoCo(Compressor):
         return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))
 
 
-def _unbiased(codes: BlockFormat) -> PlainCodec:
+def _unbiased(codes: BlockFormat) -> RotatedCodec:
     """A hop without a residual."""
-    return PlainCodec(RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED))
+    return RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED)

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,

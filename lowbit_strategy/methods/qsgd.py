@@ -7,7 +7,6 @@ from typing import ClassVar
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec, Norm
-from lowbit_strategy.collectives.stateful_codec import PlainCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
 from lowbit_strategy.methods._base.method import CodecPair, plain_pair
@@ -61,7 +60,7 @@ class QSGD(Compressor):
         return BlockCodec(uniform(bits, self.block_size), "stochastic")
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return CodecPair(PlainCodec(self.codec(self.bits)), PlainCodec(self.codec(self.return_bits or self.bits)))
+        return CodecPair(self.codec(self.bits), self.codec(self.return_bits or self.bits))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return plain_pair(self.codec(max(self.bits, self.high_precision_bits)))

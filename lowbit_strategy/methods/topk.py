@@ -10,13 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._base.method import CodecPair, Method

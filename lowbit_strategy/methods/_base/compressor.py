@@ -1,6 +1,6 @@
 """A *compressor* is what users write: a configuration that gives each parameter its method.
 
-Two kinds of method. A `CodecPair` has one stateful codec per hop; all pairs of a bucket share the same two exchanges.
+Two kinds of method. A `CodecPair` has one codec per hop; all pairs of a bucket share the same two exchanges.
 A `Reducer` does its own communication: sparse, low-rank and whole-model methods.
 """
 
@@ -15,8 +15,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method, plain_pair
 from lowbit_strategy.methods._base.reducer import Reducer
@@ -213,7 +213,7 @@ class Wrapper(Compressor):
         return method.transform(self.wrap_codec, self.wrap_reducer)
 
     @abstractmethod
-    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec: ...
+    def wrap_codec(self, codec: Codec) -> Codec: ...
 
     @abstractmethod
     def wrap_reducer(self, reducer: Reducer) -> Reducer: ...

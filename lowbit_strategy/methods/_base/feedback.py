@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments

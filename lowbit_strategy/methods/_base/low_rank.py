@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View

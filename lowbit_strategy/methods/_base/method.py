@@ -4,7 +4,7 @@ A method turns every rank's gradient into their mean. Parameters with equal meth
 state on this rank. Whatever the method, what it has not yet sent can be taken out of a store, or put into one, in units
 of the gradient: live switches, checkpoints of another configuration and changes of the world size need nothing else.
 
-A `CodecPair` has one stateful codec per hop; all pairs of a bucket share its messages. A `Reducer` (`reducer.py`) has
+A `CodecPair` has one codec per hop; all pairs of a bucket share its messages. A `Reducer` (`reducer.py`) has
 communication of its own.
 """
 
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Arena, Codec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
 from lowbit_strategy.collectives.layout import ParamView, round_up
-from lowbit_strategy.collectives.stateful_codec import Arena, PlainCodec, StatefulCodec, StateTensors
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -145,7 +144,7 @@ class Method(ABC):
 
     @property
     def residual_gain(self) -> float | None:
-        """The same as `StatefulCodec.residual_gain`."""
+        """The same as `Codec.residual_gain`."""
         return None
 
     @abstractmethod
@@ -161,7 +160,7 @@ class Method(ABC):
         """Fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
 
     @abstractmethod
-    def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Method:
+    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> Method:
         """The same method with what it is made of replaced: for wrappers."""
 
     def description(self, spec: TensorSpec) -> str:
@@ -230,8 +229,8 @@ class CodecPair(Method):
         block_size: What chunks and their state are cut to: whole blocks of both codecs.
     """
 
-    uplink: StatefulCodec
-    downlink: StatefulCodec
+    uplink: Codec
+    downlink: Codec
     block_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +242,7 @@ class CodecPair(Method):
             )
         object.__setattr__(self, "block_size", max(up, down))
 
-    def hops(self, spec: TensorSpec) -> tuple[StatefulCodec, ...]:
+    def hops(self, spec: TensorSpec) -> tuple[Codec, ...]:
         """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""
         return (self.uplink,) if spec.sharded else (self.uplink, self.downlink)
 
@@ -275,13 +274,13 @@ class CodecPair(Method):
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> CodecStore:
         return CodecStore(self, specs, comm, device)
 
-    def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> CodecPair:
+    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> CodecPair:
         return CodecPair(codec(self.uplink), codec(self.downlink))
 
 
 def plain_pair(codec: Codec) -> CodecPair:
     """One codec on both hops, without memory."""
-    return CodecPair(PlainCodec(codec), PlainCodec(codec))
+    return CodecPair(codec, codec)
 
 
 class _Arena(NamedTuple):

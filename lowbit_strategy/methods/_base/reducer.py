@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import Cut
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -110,7 +110,7 @@ class Reducer(Method):
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> ReducerStore:
         return ReducerStore(self, specs, device)
 
-    def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Reducer:
+    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> Reducer:
         return reducer(self)
 
 

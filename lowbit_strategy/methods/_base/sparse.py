@@ -18,11 +18,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.sparse_sums import ValueSum, entries_sum_nbytes, exchange_entries, value_sum_nbytes
-from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS

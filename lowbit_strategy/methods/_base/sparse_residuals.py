@@ -21,11 +21,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StateTensors
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
-from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum

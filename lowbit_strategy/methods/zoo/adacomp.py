@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import StateTensors, StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
 from lowbit_strategy.methods._base.reducer import ReducerState, View

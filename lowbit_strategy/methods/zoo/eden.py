@@ -13,7 +13,6 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.kernels.format import gaussian_codebook, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
@@ -155,13 +154,13 @@ class EDEN(Compressor):
     def conserving(self) -> EDEN:
         return replace(self, residual="float32")
 
-    def _stateful(self, bits: int) -> StatefulCodec:
+    def _stateful(self, bits: int) -> Codec:
         codec = EdenCodec(bits, self.block_size)
         return self._with_residual(codec.nearest() if self.beta == 0.0 else codec)
 
-    def _with_residual(self, codec: Codec) -> StatefulCodec:
+    def _with_residual(self, codec: Codec) -> Codec:
         if self.beta is None:
-            return PlainCodec(codec)
+            return codec
         return FeedbackCodec(codec=codec, beta=self.beta, residual=self.residual)
 
     def method(self, spec: TensorSpec) -> CodecPair:

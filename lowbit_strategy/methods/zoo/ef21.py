@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.feedback import MarkovCodec, contracting
 from lowbit_strategy.methods._base.method import CodecPair, Method
@@ -63,8 +63,8 @@ class EF21(Wrapper):
             return replace(wrapped, uplink=replace(wrapped.uplink, momentum=self.momentum))
         return wrapped
 
-    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
-        return MarkovCodec(contracting(stateful.stateless()))
+    def wrap_codec(self, codec: Codec) -> Codec:
+        return MarkovCodec(contracting(codec.stateless()))
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         raise ValueError(f"EF21 needs a quantizer (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
 from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_

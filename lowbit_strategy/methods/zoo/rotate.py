@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StatefulCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, MarkovCodec
 from lowbit_strategy.methods._base.reducer import Reducer
@@ -48,14 +47,14 @@ class Rotate(Wrapper):
     compressor: Compressor = field(default_factory=QSGD)
     size: int | None = None
 
-    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
-        if isinstance(stateful, LoCoCodec):
-            return FeedbackCodec(
-                codec=self._rotated(stateful.stateless()), beta=stateful.beta, residual=stateful.residual
-            )
-        if isinstance(stateful, (PlainCodec, FeedbackCodec, MarkovCodec)):
-            return replace(stateful, codec=self._rotated(stateful.codec))
-        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantizer such as QSGD or LoCo")
+    def wrap_codec(self, codec: Codec) -> Codec:
+        if isinstance(codec, LoCoCodec):
+            return FeedbackCodec(codec=self._rotated(codec.stateless()), beta=codec.beta, residual=codec.residual)
+        if isinstance(codec, (FeedbackCodec, MarkovCodec)):
+            return replace(codec, codec=self._rotated(codec.codec))
+        if not isinstance(codec, StatefulCodec):
+            return self._rotated(codec)
+        raise ValueError(f"{codec.label!r} cannot be rotated: wrap a quantizer such as QSGD or LoCo")
 
     def _rotated(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, DenseCodec) else RotatedCodec(codec, self.size)

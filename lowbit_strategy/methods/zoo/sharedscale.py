@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import to_blocks, tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key

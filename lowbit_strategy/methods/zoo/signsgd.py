@@ -8,12 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, PlainCodec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
@@ -138,7 +137,7 @@ class SignSGD(Compressor):
 
     def method(self, spec: TensorSpec) -> CodecPair:
         vote = VoteCodec(SignCodec(self.block_size), self.scale, self.momentum)
-        return CodecPair(vote, PlainCodec(BlockCodec(ternary(self.block_size))))
+        return CodecPair(vote, BlockCodec(ternary(self.block_size)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return self._averaged(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
@@ -146,4 +145,4 @@ class SignSGD(Compressor):
     def _averaged(self, codec: Codec) -> CodecPair:
         if not self.momentum:
             return plain_pair(codec)
-        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))
+        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), codec)

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.compressor import check_positive

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
-from lowbit_strategy.collectives.stateful_codec import PlainCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
@@ -113,7 +112,7 @@ class TernGrad(Compressor):
                 limit=1, block_size=self.block_size, clip_sigmas=self.clip_sigmas, title="shared trits"
             )
         downlink = BlockCodec(uniform(self.return_bits, self.block_size), "stochastic")
-        return CodecPair(PlainCodec(TernaryCodec(self.block_size, self.clip_sigmas)), PlainCodec(downlink))
+        return CodecPair(TernaryCodec(self.block_size, self.clip_sigmas), downlink)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return plain_pair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import ReducerState, View

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -13,25 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, dim0_cut, flat_cut
-from lowbit_strategy.collectives.stateful_codec import PlainCodec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.kernels.format import uniform
 from testing.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
-EXACT = PlainCodec(DenseCodec("float32"))
-COARSE = PlainCodec(BlockCodec(uniform(4, 32)))
+EXACT = DenseCodec("float32")
+COARSE = BlockCodec(uniform(4, 32))
 
 
 class Part(NamedTuple):
     """One parameter of a bucket."""
 
     shape: tuple[int, ...]
-    codec: StatefulCodec
+    codec: Codec
 
 
 class Bucket:
@@ -46,7 +46,7 @@ class Bucket:
             for part in parts
         ]
         self.row_numel, at = sum(cut.row_numel for cut in cuts), 0
-        self.slots: dict[ParamView, StatefulCodec] = {}
+        self.slots: dict[ParamView, Codec] = {}
         for i, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
             slot = ParamView(f"{prefix}{i}", at, self.row_numel if scatter else cut.row_numel, cut)
             self.slots[slot] = part.codec

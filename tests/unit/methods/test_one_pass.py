@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.sparse import SparseCompressor

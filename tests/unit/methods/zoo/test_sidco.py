@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.stateful_codec import StepContext
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
