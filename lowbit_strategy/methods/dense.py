@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -26,4 +26,4 @@ class Dense(Compressor):
     high_precision: tuple[Selector, ...] = ()
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(DenseCodec(self.dtype))
+        return CodecPair(DenseCodec(self.dtype))

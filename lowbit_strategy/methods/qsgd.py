@@ -9,7 +9,7 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec, Norm
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
-from lowbit_strategy.methods._base.method import CodecPair, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -63,4 +63,4 @@ class QSGD(Compressor):
         return CodecPair(self.codec(self.bits), self.codec(self.return_bits or self.bits))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(self.codec(max(self.bits, self.high_precision_bits)))
+        return CodecPair(self.codec(max(self.bits, self.high_precision_bits)))

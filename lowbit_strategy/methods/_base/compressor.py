@@ -18,7 +18,7 @@ import torch
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.method import CodecPair, Method, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import (
     REFERENCE,
@@ -142,7 +142,7 @@ class Compressor(ABC):
 @functools.cache
 def dense_method() -> CodecPair:
     """Exempt tensors: float32 through the shared messages."""
-    return plain_pair(DenseCodec("float32"))
+    return CodecPair(DenseCodec("float32"))
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:

@@ -225,15 +225,21 @@ def _without_padding(values: Tensor, numbers: Mapping[str, Any]) -> Tensor:
 class CodecPair(Method):
     """The codec on the uplink, to the owner of a chunk, and the one on the downlink, from the owner (DDP only).
 
+    Args:
+        uplink: Of every rank's gradient.
+        downlink: Of the mean; None: the same codec.
+
     Attributes:
         block_size: What chunks and their state are cut to: whole blocks of both codecs.
     """
 
     uplink: Codec
-    downlink: Codec
+    downlink: Codec = field(default=None)  # type: ignore[assignment]
     block_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.downlink is None:
+            object.__setattr__(self, "downlink", self.uplink)
         up, down = self.uplink.block_size, self.downlink.block_size
         if max(up, down) % min(up, down):
             raise ValueError(
@@ -276,11 +282,6 @@ class CodecPair(Method):
 
     def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> CodecPair:
         return CodecPair(codec(self.uplink), codec(self.downlink))
-
-
-def plain_pair(codec: Codec) -> CodecPair:
-    """One codec on both hops, without memory."""
-    return CodecPair(codec, codec)
 
 
 class _Arena(NamedTuple):

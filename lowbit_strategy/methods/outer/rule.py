@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
-from lowbit_strategy.methods._base.method import CodecPair, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
@@ -265,7 +265,7 @@ class StateCode(Compressor):
     high_precision_bits: int = 8
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(BlockCodec(uniform(self.bits, self.block_size)))
+        return CodecPair(BlockCodec(uniform(self.bits, self.block_size)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(BlockCodec(uniform(max(self.bits, self.high_precision_bits), self.block_size)))
+        return CodecPair(BlockCodec(uniform(max(self.bits, self.high_precision_bits), self.block_size)))

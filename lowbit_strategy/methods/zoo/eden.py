@@ -168,4 +168,4 @@ class EDEN(Compressor):
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         stateful = self._with_residual(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
-        return CodecPair(stateful, stateful)
+        return CodecPair(stateful)

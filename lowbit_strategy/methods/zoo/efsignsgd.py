@@ -58,7 +58,7 @@ class EFSignSGD(Compressor):
             rounding="nearest",
             residual_rounding="stochastic",
         )
-        return CodecPair(stateful, stateful)
+        return CodecPair(stateful)
 
     def method(self, spec: TensorSpec) -> CodecPair:
         signs = BlockFormat(bits=1, block_size=self.block_size, scale_rule="mean_abs", codebook=(-1.0, 1.0))

@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
-from lowbit_strategy.methods._base.method import CodecPair, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -128,4 +128,4 @@ class NaturalCompression(Compressor):
         check_codes(self.block_size, bits=self.bits)
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(NaturalCodec(self.bits, self.block_size))
+        return CodecPair(NaturalCodec(self.bits, self.block_size))

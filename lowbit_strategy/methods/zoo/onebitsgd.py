@@ -88,4 +88,4 @@ class OneBitSGD(EFSignSGD):
 
     def _with_feedback(self, codec: Codec) -> CodecPair:
         stateful = FeedbackCodec(codec=codec, residual=self.residual)
-        return CodecPair(stateful, stateful)
+        return CodecPair(stateful)

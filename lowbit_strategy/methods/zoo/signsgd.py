@@ -20,7 +20,7 @@ from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_codes
 from lowbit_strategy.methods._base.feedback import MomentumCodec, average_
-from lowbit_strategy.methods._base.method import CodecPair, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -144,5 +144,5 @@ class SignSGD(Compressor):
 
     def _averaged(self, codec: Codec) -> CodecPair:
         if not self.momentum:
-            return plain_pair(codec)
+            return CodecPair(codec)
         return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), codec)

@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
-from lowbit_strategy.methods._base.method import CodecPair, Method, plain_pair
+from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sharedscale import SharedScaleReducer, clipped_absmax
 from lowbit_strategy.options.configuration import configuration
@@ -115,4 +115,4 @@ class TernGrad(Compressor):
         return CodecPair(TernaryCodec(self.block_size, self.clip_sigmas), downlink)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return plain_pair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+        return CodecPair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
