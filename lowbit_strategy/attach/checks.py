@@ -106,8 +106,8 @@ def unfrozen_under_ddp(name: str) -> str:
     """What is wrong, and what to do."""
     return (
         f"{name} was frozen when the model was set up and is trained now, which DDP does not see: set the model up"
-        " again after unfreezing, by fabric.setup(module, optimizer) or accelerator.prepare(module), with the module"
-        " itself and not with what these returned"
+        " again after unfreezing, by fabric.setup(module, optimizer), accelerator.prepare(module), or in plain PyTorch"
+        " DistributedDataParallel(module) and compress, with the module itself and not with what these returned"
     )
 
 

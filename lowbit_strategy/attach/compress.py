@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -22,6 +23,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.parameters import trainable_parameters
 
 
 def compress(
@@ -35,7 +37,7 @@ def compress(
     """Compress the gradient synchronization of a model in a loop that uses no framework. Call on all ranks.
 
     1. the ranks compare model, options and versions, and compression is attached
-    2. a backward pass from what `model` returns begins a step: what ``begin_step`` of the session does
+    2. a backward pass begins a step: what ``begin_step`` of the session does
     3. a step of `optimizer` ends it: what ``end_step`` of the session does
 
     Args:
@@ -82,8 +84,8 @@ def compress(
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:
-    """Begin a step where a backward pass reaches what a forward pass of `model` returned. Gradients may be cleared up
-    to that moment.
+    """Begin a step where a backward pass reaches what a forward pass of a synchronized module returned or, under DDP,
+    a parameter, before its gradient is added. Gradients may be cleared up to that moment.
     """
     reference = weakref.ref(session)
     last_pass: list[int] = []
@@ -96,9 +98,17 @@ def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> Non
             session.begin_step(scaler)
 
     @torch.compiler.disable
-    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if tensors and module.training:
+        if tensors:
             register_multi_grad_hook(tensors, lambda _: begin(), mode="any")
 
     model.register_forward_hook(after_forward)
+    if isinstance(model, DistributedDataParallel):  # which keeps these nodes
+        for param in trainable_parameters(model.module).values():
+            with torch.enable_grad():
+                view: Any = param.expand_as(param)
+            view.grad_fn.next_functions[0][0].register_prehook(lambda _: begin())
+    else:
+        for sharded in (each for each in model.modules() if isinstance(each, FSDPModule) and each is not model):
+            sharded.register_forward_hook(after_forward)

@@ -228,11 +228,15 @@ class GradientUse:
         _log.warning(
             "%d parameters (%s%s) took part in a reduction that no optimizer step followed: their gradients were"
             " cleared, or no loss reached them. From now on such a reduction is rolled back, for which a second copy of"
-            " their residuals is kept. Freeze them meanwhile, in Lightning by toggle_optimizer, and they send nothing",
+            " their residuals is kept.%s",
             len(new),
             ", ".join(new[:3]),
             ", ..." if len(new) > 3 else "",
+            "" if self.ddp_of() is not None else _FREEZE,  # DDP reduces frozen parameters as well
         )
+
+
+_FREEZE = " Freeze them meanwhile, in Lightning by toggle_optimizer, and they send nothing"
 
 
 class Watcher(Protocol):

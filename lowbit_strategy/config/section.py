@@ -112,6 +112,21 @@ def read_section(source: str | os.PathLike[str]) -> Section:
     return section_of(content, repr(os.fspath(source)))
 
 
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Accelerate's configuration file.
+
+    Raises:
+        ValueError: It cannot be read, or is no mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
+    return content
+
+
 def section_of(config: object, where: str) -> Section:
     """The section of a configuration, which is called `where` in errors.
 

@@ -16,7 +16,7 @@ from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.default import write_basic_config
 
 from lowbit_strategy.accelerate.options import check_served
-from lowbit_strategy.config.section import OTHER_KEYS, SECTION, Section, plugin_from_section
+from lowbit_strategy.config.section import OTHER_KEYS, SECTION, Section, plugin_from_section, read_config
 from lowbit_strategy.methods.registry import PRESETS, preset
 
 
@@ -38,9 +38,8 @@ def configure(path: Path, given: Section | None = None) -> None:
         raise ValueError(f"the configuration is written as YAML: call the file {path.with_suffix('.yaml')}")
     if path.exists():
         typer.echo(f"{path} is there: its Accelerate part stays as it is")
+        read_config(path)
         text = path.read_text(encoding="utf-8")
-        if not isinstance(yaml.safe_load(text), dict):
-            raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
     else:
         text = _ask_accelerate(path) if given is None else _accelerate_defaults()
     _warn_of(yaml.safe_load(text))

@@ -27,7 +27,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
 from lowbit_strategy.autoload import SECTION, VARIABLE, problem
-from lowbit_strategy.config.section import section_of
+from lowbit_strategy.config.section import read_config, section_of
 from lowbit_strategy.launch.accelerate_hooks import hand_on
 from lowbit_strategy.launch.dry_run import Linked, Planned
 
@@ -142,8 +142,10 @@ def launch(argv: Sequence[str]) -> None:
     SystemExit: With the script's status.
     """
     args = launch_parser().parse_args(argv)
-    if args.config_file is not None and not os.path.isfile(args.config_file):
-        raise ValueError(f"there is no configuration file {args.config_file!r}")
+    if args.config_file is not None:
+        if not os.path.isfile(args.config_file):
+            raise ValueError(f"there is no configuration file {args.config_file!r}")
+        read_config(args.config_file)
     complete = accelerate_launch._validate_launch_command
 
     def complete_more(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
