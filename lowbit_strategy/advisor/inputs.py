@@ -156,13 +156,13 @@ class Situation:
         Args:
             more: What else is assumed.
             measured_in: The file of measurements.
-            nodes: Where there is one, nobody asks what is assumed of links between them.
+            nodes: Where there is one, links between them are named only if they were given.
             ranks_per_node: Likewise, of those inside.
         """
         unused = (*(("link", "latency", "window") if nodes == 1 else ()), *(("inside",) if ranks_per_node == 1 else ()))
         words: dict[Source, list[str]] = {"assumed": list(more), "nominal": [], "given": [], "measured": []}
         for each in self.figures:
-            if each.source != "assumed" or each.what not in unused:
+            if each.source == "given" or each.what not in unused:
                 words[each.source].append(f"{_NAMES[each.what]} {each.text}")
         if self.memory_nbytes is not None:
             words[self.memory_source].append(f"memory {units.rounded(self.memory_nbytes / 1e9)} GB")

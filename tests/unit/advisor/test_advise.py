@@ -73,6 +73,7 @@ def test_nothing_is_said_of_links_that_there_are_not() -> None:
     first, *others = invoke(*given)[1].splitlines()
     assert not {"any", "never"} & {word for line in others for word in line.split()}
     assert first.startswith("assumed: 8 ranks on each, inside a node 50GB/s, coding")
+    assert "nominal: inside a node 300 GB/s, compute" in invoke(*given, "--machine", "p4d")[1].splitlines()[0]
     assert "; given: link 1gbit, " in invoke(*given, "--link", "1gbit", "--memory", "9GB")[1].splitlines()[0]
     first = invoke(*given[:-1], "4", "--ranks-per-node", "1")[1].splitlines()[0]
     assert "link 10gbit" in first
