@@ -53,8 +53,9 @@ class View(NamedTuple):
             self.out.copy_(mean_N)
             return
         start, length = rank * self.cut.row_numel, self.cut.row_length(rank)
-        self.out[:length] = mean_N[start : start + length] * self.cut.world_size
-        self.out[length:] = 0
+        torch.mul(mean_N[start : start + length], self.cut.world_size, out=self.out[:length])
+        if length < self.cut.row_numel:
+            self.out[length:] = 0
 
 
 class Reducer(Method):

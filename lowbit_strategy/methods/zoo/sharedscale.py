@@ -170,8 +170,9 @@ class SharedViews:
         own = totals.split([view.cut.row_numel for view in self.views])
         for view, total, scale_N in zip(self.views, own, scales, strict=True):
             start, length = rank * view.cut.row_numel, view.cut.row_length(rank)
-            view.out[:length] = total[:length] * scale_N[start : start + length]
-            view.out[length:] = 0
+            torch.mul(total[:length], scale_N[start : start + length], out=view.out[:length])
+            if length < view.cut.row_numel:
+                view.out[length:] = 0
 
     def observe_(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         """For feedback and monitors: the gradient, and what the other ranks decode."""
@@ -231,6 +232,8 @@ class SharedScaleReducer(Reducer):
     def _norm(self, gradient_N: Tensor) -> Tensor:
         """float32 [K]: largest magnitude of each block after clipping; not finite if the block is not."""
         h_KB = to_blocks(gradient_N, self.block_size)
+        if self.clip_sigmas is None:
+            return h_KB.abs().amax(-1)
         counts_K = torch.full((h_KB.shape[0],), float(self.block_size), dtype=torch.float32, device=h_KB.device)
         counts_K[-1] -= h_KB.numel() - gradient_N.numel()
         norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
