@@ -21,7 +21,7 @@ FEW = ("loco", "onebitsgd", "rotate")
 # plain PyTorch, parameter by parameter: for studies, not for large models on GPUs
 SLOW = {
     *("acpsgd", "adacomp", "atomo", "dgc", "exdyna", "gradiveq", "gspar", "gtopk", "micro", "multiscale", "powersgd"),
-    *("sharedscale", "sketchedsgd", "terngrad", "threelc"),
+    *("sketchedsgd", "terngrad", "threelc"),
 }
 
 
