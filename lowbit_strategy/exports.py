@@ -45,7 +45,7 @@ from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
 from lowbit_strategy.model.handshake import DivergenceError
 from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.rounds.agreement import ElasticSampler
+from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
 from lowbit_strategy.version import __version__
 
 __all__ = [

@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
-from lowbit_strategy.accelerate.checkpoint_folder import ReplicaBinding, make_own_group
 from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
+from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.gradient_use import watch_optimizers

@@ -15,20 +15,13 @@ import posixpath
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import fsspec
 import torch
-import torch.distributed.checkpoint.state_dict as torch_state_dict
 from fsspec.implementations.local import LocalFileSystem
-from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from lowbit_strategy.checkpoint.capture import Saved
-from lowbit_strategy.model.parameters import canonical_name
 
 SUFFIX = ".lowbit"
 ADVICE = (
@@ -232,89 +225,3 @@ def _tensors(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             yield from _tensors(f"{key}[{index}]", inner)
-
-
-Shapes = dict[str, tuple[int, ...]]
-_LOAD = "_load_checkpoint"
-_REKEY = "_rekey_optimizer_state_if_needed"
-
-
-@contextlib.contextmanager
-def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """`path` is loaded inside; `modules` by the name under which the checkpoint has their state.
-
-    Raises:
-        ValueError: Loading failed, and the checkpoint has other parameters than a module.
-    """
-    try:
-        yield
-    except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
-        for key, module in modules.items():
-            if difference := _difference(_shapes(Path(path), key), module):
-                raise ValueError(f"the checkpoint {path} is of another model: {difference}") from error
-        raise
-
-
-def _shapes(path: Path, key: str) -> Shapes | None:
-    """In a full file or in a folder of shards, under `key`; None if there are none, or the checkpoint cannot be read
-    safely. Then the framework's own error must do.
-
-    A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
-    """
-    with contextlib.suppress(Exception):  # damaged or hostile bytes fail in any of the ways of pickle
-        if not path.is_dir():
-            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[key]
-            return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
-        sizes = {name.removeprefix(f"{key}."): entry for name, entry in entries.items() if name.startswith(f"{key}.")}
-        return {name: tuple(entry.size) for name, entry in sizes.items() if hasattr(entry, "size")} or None
-    return None
-
-
-def _difference(saved: Shapes | None, module: nn.Module) -> str:
-    if saved is None:
-        return ""
-    held = {canonical_name(name): shape for name, shape in saved.items()}
-    here = {canonical_name(name): tuple(value.shape) for name, value in module.state_dict().items()}
-    parts = []
-    for what, names in (
-        ("it lacks", here.keys() - held.keys()),
-        ("the model lacks", held.keys() - here.keys()),
-    ):
-        if names:
-            parts.append(f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}")
-    for name in [name for name, shape in here.items() if name in held and held[name] != shape][:3]:
-        parts.append(f"{name} is {list(held[name])} in the checkpoint and {list(here[name])} in the model")
-    return "; ".join(parts)
-
-
-@contextlib.contextmanager
-def optimizers_without_state(strategy: object) -> Iterator[None]:
-    """Let `strategy` load an optimizer that has no state, such as SGD without momentum.
-
-    Lightning 2.6.6 looks at the first entry of the saved state to see whether its keys are numbers, and torch 2.13
-    takes its device from an entry: both fail if there is none. Such an optimizer only needs the options of its groups.
-    """
-    methods = [cls.__dict__["load_checkpoint"] for cls in type(strategy).__mro__ if "load_checkpoint" in cls.__dict__]
-    stock = next((m.__globals__[_LOAD] for m in methods if _LOAD in m.__globals__), None)
-    names = {} if stock is None else stock.__globals__
-    if _REKEY not in names:  # another version, which does it in another way
-        yield
-        return
-    rekey, set_state = names[_REKEY], torch_state_dict.set_optimizer_state_dict
-
-    def rekey_if_any(saved: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-        return rekey(saved, module) if saved["state"] else saved
-
-    def set_state_if_any(model: nn.Module, optimizer: Optimizer, *, optim_state_dict: Any, **options: Any) -> None:
-        if optim_state_dict.get("state", True):
-            set_state(model, optimizer, optim_state_dict=optim_state_dict, **options)
-            return
-        for group, saved in zip(optimizer.param_groups, optim_state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-
-    names[_REKEY], torch_state_dict.set_optimizer_state_dict = rekey_if_any, set_state_if_any  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        names[_REKEY], torch_state_dict.set_optimizer_state_dict = rekey, set_state

@@ -20,7 +20,7 @@ from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
-from lowbit_strategy.checkpoint.residual_files import explain_mismatch, optimizers_without_state
+from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import reshard
 from lowbit_strategy.options.configuration import documented_options

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lowbit_strategy.attach.replica import advance_schedule
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.lightning.signals import REQUEUE, TERMINATE, DeferredSignals
-from lowbit_strategy.rounds.agreement import ElasticSampler
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
+from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
 from lowbit_strategy.rounds.outer import OuterSync
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")

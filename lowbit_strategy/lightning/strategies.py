@@ -13,7 +13,7 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, SyncOptions
-from lowbit_strategy.checkpoint.residual_files import explain_mismatch, optimizers_without_state
+from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy

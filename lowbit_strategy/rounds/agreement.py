@@ -10,11 +10,8 @@ have committed tell the others by their history. Pure functions of numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch.utils.data import Dataset, DistributedSampler
 
 from lowbit_strategy.kernels.reference.rng import hash32
 
@@ -150,72 +147,3 @@ class MembersChange:
             f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
             f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
         )
-
-
-class ElasticSampler(DistributedSampler[int]):
-    """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
-
-    When replicas meet they agree on how far the stream has been used. From there rank r of all W takes every W-th
-    sample, starting with number r, until they meet again; then the stream continues after the farthest one. Nothing is
-    repeated. Samples that a slower replica skipped, or a lost one had, are not made up for.
-
-    It is a `DistributedSampler`, which frameworks do not replace. Each replica's epoch has the length of the dataset,
-    for any number of replicas, so a framework's plans by epochs hold. The stream continues across epochs. Ranks that
-    share one model share its samples and its epoch.
-
-    Args:
-        dataset: Of a known length, the same on all replicas.
-        shuffle: Permute it, otherwise as it is.
-        seed: Of the permutations; the same on all replicas.
-        rank: In its replica.
-        num_ranks: Of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate does.
-
-    Attributes:
-        on_begin: Called before the first sample of an epoch is drawn.
-    """
-
-    def __init__(
-        self, dataset: Dataset[int], *, shuffle: bool = True, seed: int = 0, rank: int = 0, num_ranks: int = 1
-    ) -> None:
-        super().__init__(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffle, seed=seed)
-        assert isinstance(dataset, Sized)
-        self._size = len(dataset)
-        self.on_begin: Callable[[], object] = lambda: None
-        self._rank, self._world_size = rank, num_ranks
-        self._start = 0  # of the stream, when members last met
-        self._drawn = 0  # by this replica, since
-        self._permutation: tuple[int, list[int]] = (-1, [])
-
-    def __len__(self) -> int:
-        return -(-self._size // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        self.on_begin()
-        for _ in range(len(self)):
-            at = self._start + self._drawn * self._world_size + self._rank
-            self._drawn += 1
-            yield self._sample(at)
-
-    @property
-    def position(self) -> int:
-        """How far the stream has been used, to this replica's knowledge."""
-        return self._start + self._drawn * self._world_size
-
-    def go_on(self, start: int, place: int, num_members: int) -> None:
-        """Members have met.
-
-        Args:
-            start: How far the stream has been used.
-            place: This replica's, among all.
-            num_members: How many replicas there are.
-        """
-        self._start, self._drawn = start, 0
-        self._rank, self._world_size = place * self.num_replicas + self.rank, num_members * self.num_replicas
-
-    def _sample(self, at: int) -> int:
-        number, place = divmod(at, self._size)
-        if self._permutation[0] != number:
-            generator = torch.Generator().manual_seed(self.seed + number)
-            order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)
-            self._permutation = (number, order.tolist())
-        return self._permutation[1][place]

@@ -27,7 +27,6 @@ from lowbit_strategy.ranks.membership import Members, Membership
 from lowbit_strategy.rounds.agreement import (
     NO_HISTORY,
     Agreement,
-    ElasticSampler,
     MembersChange,
     MemberState,
     agree,
@@ -35,9 +34,10 @@ from lowbit_strategy.rounds.agreement import (
     merge_ranks,
     sample_weights,
 )
+from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
 from lowbit_strategy.rounds.fragment_sync import InFlight, PendingCommit
-from lowbit_strategy.rounds.inner_state import receive, send
 from lowbit_strategy.rounds.outer import OuterSync
+from lowbit_strategy.rounds.plain_state import receive, send
 
 _KEPT_CHANGES = 1000
 

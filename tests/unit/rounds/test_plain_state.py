@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit_strategy.rounds.inner_state import packed, unpacked
+from lowbit_strategy.rounds.plain_state import packed, unpacked
 
 STATE: dict[str, Any] = {
     "step": 3,
