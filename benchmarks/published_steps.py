@@ -37,7 +37,6 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 TOLERANCE = 0.2
@@ -85,16 +84,15 @@ def plan_of(
     itemsize: int,
     outer: DiLoCo | None = None,
 ) -> StepPlan:
-    topology = Topology((per_node,) * nodes, nodes * per_node)
     two = nodes > 1 and per_node > 1
-    shape = Shape(nodes * per_node, 0, per_node if two else None, topology)
-    parts = [shape.own_part(spec, sharded=layout == "fsdp") for spec in specs]
+    topology = Topology(nodes * per_node, (per_node,) * nodes, node_size=per_node if two else None)
+    parts = [topology.own_part(spec, sharded=layout == "fsdp") for spec in specs]
     modules = layers_of(specs, itemsize)
     reduced = [ParamGroup(tuple(s.name for s in m.specs), itemsize, name) for name, m in reversed(modules.items())]
     return make_plan(
         parts,
         assign_all(compressor, parts),
-        shape,
+        topology,
         layout,
         reduced=reduced,
         coding=WeightCode() if layout == "fsdp" else None,

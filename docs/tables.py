@@ -29,7 +29,7 @@ from lowbit_strategy.options.configuration import arguments
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,7 +240,7 @@ def compressor_names() -> str:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-_FOUR = Shape(4, far=True)
+_FOUR = Topology(4, far=True)
 _WEIGHT_AND_BIAS = (TensorSpec("weight", (512, 512)), TensorSpec("bias", (512,)))  # one is compressed, one is exempt
 
 

@@ -15,7 +15,7 @@ from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
 from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.advisor.units import rounded
-from lowbit_strategy.advisor.workload import Workload, assign, plan_for, shape_for, uncompressed
+from lowbit_strategy.advisor.workload import Workload, assign, plan_for, topology_for, uncompressed
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights import default_weights
@@ -101,7 +101,7 @@ def kept(workload: Workload) -> list[fitting.MemoryOption]:
     compressor = PRESETS["loco"]
     setup = fitting.Setup(
         specs=workload.specs,
-        shape=shape_for(workload, "fsdp"),
+        topology=topology_for(workload, "fsdp"),
         layout="fsdp",
         modules=workload.modules,
     )

@@ -134,7 +134,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: f
         compute_s: A step without communication: forward, backward, optimizer.
         optimizer_s: Of these, the optimizer's, which begins when all communication has ended.
     """
-    if plan.shape.far:
+    if plan.topology.far:
         cluster = replace(cluster, latency_multiplier=1)  # receives are posted ahead
     optimizer_s = min(optimizer_s, compute_s)
     beside_s = compute_s - optimizer_s
@@ -151,7 +151,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: f
     low = max(compute_s + step.work, step.busy + optimizer_s)
     low += max(rounds.work, rounds.busy - turns * hidden) / plan.every
     longer = max(0.0, _passing_s(plan, plan.hop_nbytes, cluster) - sum(cost.busy for cost in gradients))
-    if plan.shape.far:
+    if plan.topology.far:
         longer += max(0.0, _passing_s(plan, hop_nbytes(plan.weights), cluster) - sum(cost.busy for cost in weights))
     high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
@@ -176,8 +176,7 @@ def _sum(transfers: Sequence[TransferGroup], costs: Sequence[_Cost]) -> _Cost:
 
 def ranks_per_node(plan: StepPlan) -> int:
     """Ranks per node, or 1 if unknown."""
-    topology = plan.shape.topology
-    return 1 if topology is None else topology.ranks_per_node or 1
+    return plan.topology.ranks_per_node or 1
 
 
 def _bucket_by_bucket(plan: StepPlan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
@@ -198,9 +197,9 @@ def _bucket_by_bucket(plan: StepPlan, costs: Sequence[_Cost], cluster: Cluster, 
         free = max(free, ready) + cost.busy
         ready += cost.work
         arrived = free + cost.latency
-        if not plan.shape.far:
+        if not plan.topology.far:
             free += cost.latency / (1 if alone else at_a_time)
-    return max(ready, compute_s, passed, arrived if plan.shape.far else free)
+    return max(ready, compute_s, passed, arrived if plan.topology.far else free)
 
 
 def _hidden_less(plan: StepPlan, hidden_s: float, cluster: Cluster) -> float:
@@ -208,7 +207,7 @@ def _hidden_less(plan: StepPlan, hidden_s: float, cluster: Cluster) -> float:
     a processor. The framework's own rings do not; nor do far messages, which need none for most of their way.
     """
     own = any(message.what not in RINGS for transfer in plan.gradients for message in transfer.messages)
-    return max(0.0, hidden_s) / 2 if own and cluster.cpu_oversubscription is not None and not plan.shape.far else 0.0
+    return max(0.0, hidden_s) / 2 if own and cluster.cpu_oversubscription is not None and not plan.topology.far else 0.0
 
 
 def _passing_s(plan: StepPlan, hops: Mapping[str, float], cluster: Cluster) -> float:
@@ -221,7 +220,7 @@ def _passing_s(plan: StepPlan, hops: Mapping[str, float], cluster: Cluster) -> f
     link, per_node = cluster.inter_node, ranks_per_node(plan)
     total = per_node * sum(hops.values())
     streaming_s = link.streaming_s(total)
-    if not plan.shape.far:
+    if not plan.topology.far:
         return streaming_s
     one_by_one_s = sum(link.traveling_s(per_node * nbytes) for nbytes in hops.values())
     return max(streaming_s, min(link.traveling_s(total), one_by_one_s))
@@ -232,12 +231,12 @@ def _in_turn(
 ) -> float:
     """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
     gathered = _sum(plan.weights, weights)
-    if plan.layout != "hsdp" and not plan.shape.far:
+    if plan.layout != "hsdp" and not plan.topology.far:
         return compute_s + gathered.seconds + _sum(plan.gradients, gradients).seconds
     parts = [_split(transfer, cluster, ranks_per_node(plan)) for transfer in plan.gradients]
     inside = sum(near.seconds for near, _ in parts)
     waited = gathered.seconds
-    if plan.shape.far and plan.coding is not None and plan.coding.keep != "nothing":  # all rows of codes leave at once
+    if plan.topology.far and plan.coding is not None and plan.coding.keep != "nothing":  # all codes leave at once
         coded = [transfer for transfer in plan.weights if transfer.encoded_numel]
         far = [_split(transfer, cluster, ranks_per_node(plan))[1] for transfer in coded]
         waited -= sum(each.latency for each in far) - max((each.latency for each in far), default=0.0)

@@ -53,7 +53,7 @@ def measure_network(ranks: Ranks, device: torch.device) -> Cluster:
     turns = ComputeLoad(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node, between=far)
     between, near = measure_link(ranks.peers, turns), turns.inside_a_node()
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, near)
-    per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
+    per_node = ranks.topology.ranks_per_node or 1
     rings = None
     if isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
         nodes = -(-ranks.world.world_size // per_node)

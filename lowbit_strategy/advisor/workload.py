@@ -18,7 +18,6 @@ from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, dd
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 _VOCABULARY = 32_000
@@ -102,9 +101,9 @@ class Workload:
         return layers_of(self.specs, self.itemsize)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
-    def parts(self, shape: Shape, layout: Layout) -> list[TensorSpec]:
+    def parts(self, topology: Topology, layout: Layout) -> list[TensorSpec]:
         """What the first rank reduces of each parameter."""
-        return [shape.own_part(spec, sharded=layout == "fsdp") for spec in self.specs]
+        return [topology.own_part(spec, sharded=layout == "fsdp") for spec in self.specs]
 
 
 def plan_for(
@@ -119,8 +118,8 @@ def plan_for(
 ) -> StepPlan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(workload, compressor) if assigned is None else assigned
-    shape = shape_for(workload, layout, local=outer is not None)
-    parts, modules = workload.parts(shape, layout), workload.modules
+    topology = topology_for(workload, layout, local=outer is not None)
+    parts, modules = workload.parts(topology, layout), workload.modules
     if layout == "ddp":
         coding = None
         cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
@@ -132,7 +131,7 @@ def plan_for(
     return make_plan(
         parts,
         {part.name: assignment_for_part(assigned[part.name], part) for part in parts},
-        shape,
+        topology,
         layout,
         reduced=reduced,
         coding=coding,
@@ -143,14 +142,12 @@ def plan_for(
     )
 
 
-def shape_for(workload: Workload, layout: Layout, *, local: bool = False) -> Shape:
+def topology_for(workload: Workload, layout: Layout, *, local: bool = False) -> Topology:
     """The first rank's place; `local`: steps are."""
     nodes, per_node = workload.nodes, workload.ranks_per_node
     two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
     far = workload.far and nodes > 1
-    return Shape(
-        workload.world_size, 0, per_node if two_level else None, Topology((per_node,) * nodes, workload.world_size), far
-    )
+    return Topology(workload.world_size, (per_node,) * nodes, node_size=per_node if two_level else None, far=far)
 
 
 def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignment]:
@@ -166,7 +163,7 @@ def ring_message(nbytes: float, plan: StepPlan, *, hops: int, what: str = RING) 
     A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
     may go up a tree of the nodes and down again, with the same bytes.
     """
-    world_size, per_node = plan.shape.world_size, ranks_per_node(plan)
+    world_size, per_node = plan.topology.world_size, ranks_per_node(plan)
     sent = hops * (world_size - 1) * nbytes / world_size
     nodes = -(-world_size // per_node)
     level: Level = "flat" if nodes > 1 else "intra-node"
@@ -187,7 +184,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
     """
     own = replace(plan, rounds=(), state=(), every=1, outer=None, memory=Memory())
-    if plan.shape.world_size == 1:
+    if plan.topology.world_size == 1:
         silent = [
             tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)
             for transfers in (plan.gradients, plan.weights)
@@ -205,7 +202,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
     return replace(
         own,
-        shape=replace(plan.shape, far=False),  # it posts no receives ahead
+        topology=replace(plan.topology, far=False),  # it posts no receives ahead
         gradients=tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes),
         weights=alike(weights),
     )

@@ -50,7 +50,8 @@ from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.membership import Membership
-from lowbit_strategy.ranks.ranks import Ranks, Shape, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
@@ -303,16 +304,16 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def used_compressor(prepared: PreparedModel, shape: Shape) -> Compressor:
+def used_compressor(prepared: PreparedModel, topology: Topology) -> Compressor:
     """A single rank compresses nothing, and keeps only the residuals that a checkpoint brings along."""
-    return Dense() if shape.num_peers == 1 else prepared.compressor
+    return Dense() if topology.num_peers == 1 else prepared.compressor
 
 
 def make_engine(prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
     """The engine of a prepared model."""
     options = prepared.options
     sync = GradientSync(
-        prepared.compressor if ranks.comes_and_goes else used_compressor(prepared, ranks.shape),
+        prepared.compressor if ranks.comes_and_goes else used_compressor(prepared, ranks.topology),
         prepared.specs,
         ranks,
         _with_index(device),

@@ -176,13 +176,13 @@ def fit_to_memory(
     """
     if ranks.alone or (prepared.options.memory is None and device.type != "cuda"):
         return prepared
-    shards = {"ddp": 1, "fsdp": ranks.shape.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
+    shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
     own_numel = sum(spec.numel for spec in prepared.specs) // shards
     room, limit = room_for(prepared.options.memory, device, ranks, own_numel)
     assert room is not None
     setup = Setup(
         specs=prepared.specs,
-        shape=ranks.shape,
+        topology=ranks.topology,
         layout=prepared.layout,
         modules={} if sharded is None else module_layouts(sharded),
         squares=prepared.exchanges_squares,

@@ -24,7 +24,7 @@ from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ReductionPlan
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 
 class Collector:
@@ -178,7 +178,7 @@ class Bucket:
             if groups
             else None
         )
-        planned = ReductionPlan(context.methods, context.specs, Shape(context.comm.world_size))
+        planned = ReductionPlan(context.methods, context.specs, Topology(context.comm.world_size))
         messages = planned.messages(self.names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # regardless of the values

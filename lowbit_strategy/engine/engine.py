@@ -143,7 +143,7 @@ class GradientSync:
         All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is made anew, and
         what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
-        assert ranks.shape.node_size == self.ranks.shape.node_size
+        assert ranks.topology.node_size == self.ranks.topology.node_size
         self._bind_ranks(ranks)
         self._regroup(lambda: self.state.move(ranks, afresh=afresh))
 
@@ -384,7 +384,7 @@ class GradientSync:
         return make_plan(
             list(self.specs.values()),
             self.state.assignments if assignments is None else assignments,
-            self.ranks.shape,
+            self.ranks.topology,
             layout,
             reduced=[*self._expected, *([ParamGroup(later)] if later else ())],
             coding=None if weights is None else coding or weights.coding,

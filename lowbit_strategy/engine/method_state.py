@@ -143,12 +143,12 @@ class MethodState:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
-        self._shape, self._comm, self._device = ranks.shape, ranks.peers, device
+        self._topology, self._comm, self._device = ranks.topology, ranks.peers, device
         self._sharded = sharded
         self.specs = self._own_parts(specs)
 
     def _own_parts(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-        return {spec.name: self._shape.own_part(spec, sharded=self._sharded) for spec in specs}
+        return {spec.name: self._topology.own_part(spec, sharded=self._sharded) for spec in specs}
 
     @property
     def full_specs(self) -> dict[str, TensorSpec]:

@@ -122,7 +122,7 @@ class ShardLayouts:
 
     def _row(self, names: tuple[str, ...], shapes: list[tuple[int, ...]]) -> tuple[BucketLayout, int]:
         scatter, ranks = self._sync.scatter, self._sync.ranks
-        num_ranks = ranks.world_size if scatter else ranks.shape.num_parts
+        num_ranks = ranks.world_size if scatter else ranks.topology.num_parts
         entries, at = [], 0
         for name, shape in zip(names, shapes, strict=True):
             if scatter or self._sync.specs[name].numel:

@@ -38,7 +38,6 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.startup_report import Report, report_of
 
@@ -200,12 +199,12 @@ def plan(
     """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
-    topology = Topology(nodes, planned.world_size)
-    prepared = prepared_for(topology, compressor, options, specs, scatter=planned.scatter)
-    shape = _shape(prepared, far=far)
-    chosen = used_compressor(prepared, shape)
+    prepared = prepared_for(Topology(planned.world_size, nodes), compressor, options, specs, scatter=planned.scatter)
+    node_size = prepared.shard_size or prepared.node_size
+    topology = replace(prepared.topology, node_size=node_size, far=far and planned.num_nodes > 1)
+    chosen = used_compressor(prepared, topology)
     chosen.check(prepared.specs)
-    parts = [shape.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]
+    parts = [topology.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]
     itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
     if prepared.scatter:
         reduced = _as_one(prepared, itemsizes)
@@ -214,7 +213,7 @@ def plan(
     planned_run = make_plan(
         parts,
         assign_all(chosen.phase(0), parts),
-        shape,
+        topology,
         prepared.layout,
         reduced=reduced,
         coding=weight_coding(prepared) if prepared.scatter else None,
@@ -222,11 +221,6 @@ def plan(
         outer=prepared.options.outer,
     )
     return report_of(planned_run, chosen, device=device)
-
-
-def _shape(prepared: PreparedModel, *, far: bool) -> Shape:
-    topology, size = prepared.topology, prepared.shard_size or prepared.node_size
-    return Shape(topology.world_size, 0, size, topology, far and topology.num_nodes > 1)
 
 
 def _as_one(prepared: PreparedModel, itemsizes: Mapping[str, int]) -> list[ParamGroup]:

@@ -17,7 +17,7 @@ from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
@@ -29,14 +29,14 @@ class Setup:
 
     Args:
         specs: Whole parameters.
-        shape: The ranks.
+        topology: The ranks.
         layout: What wraps the model.
         modules: What FSDP2 gathers as one; empty under DDP.
         squares: Whether ranks exchange squares of gradients.
     """
 
     specs: Sequence[TensorSpec]
-    shape: Shape
+    topology: Topology
     layout: Layout
     modules: Mapping[str, ModuleLayout]
     squares: bool = False
@@ -98,26 +98,26 @@ def memory_options(
         differs.append("weights are gathered again in backward instead of kept as codes")
         costs.append("none in loss, weights travel twice per step")
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
-    if _loss_is_measured(compressor, setup.shape):
+    if _loss_is_measured(compressor, setup.topology):
         differs.append("no residual is kept")
         costs.append("within 0.3 % in loss where it was measured")
         compressor = replace(compressor, residual="none")
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
 
 
-def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
+def _loss_is_measured(compressor: Compressor, topology: Topology) -> TypeGuard[LoCo]:
     """Whether it is known what the compressor loses without its residual: benchmarks/LOG.md."""
     if not isinstance(compressor, LoCo) or compressor.residual != "int8":
         return False
     codebooks = {compressor.codebook, compressor.return_codebook}
-    return codebooks <= {"uniform", None} and compressor.bits >= 4 and shape.num_peers >= FEWEST_PEERS
+    return codebooks <= {"uniform", None} and compressor.bits >= 4 and topology.num_peers >= FEWEST_PEERS
 
 
 def memory_option(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
 ) -> MemoryOption:
-    shape = replace(setup.shape, rank=0)
-    parts = [shape.own_part(spec, sharded=setup.layout == "fsdp") for spec in setup.specs]
+    topology = replace(setup.topology, rank=0)
+    parts = [topology.own_part(spec, sharded=setup.layout == "fsdp") for spec in setup.specs]
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
@@ -126,7 +126,7 @@ def memory_option(
     plan = make_plan(
         parts,
         assign_all(compressor.phase(0), parts),
-        shape,
+        topology,
         setup.layout,
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
 
@@ -68,12 +68,12 @@ class ReductionPlan:
     Args:
         methods: Of each parameter.
         specs: Of each parameter, or of this rank's part of it.
-        shape: The ranks.
+        topology: The ranks.
     """
 
     methods: Mapping[str, Method]
     specs: Mapping[str, TensorSpec]
-    shape: Shape
+    topology: Topology
 
     @property
     def _is_sharded(self) -> bool:
@@ -83,7 +83,7 @@ class ReductionPlan:
     def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
         """The codecs of the parameters that have any, and the elements of a rank's row."""
         return [
-            (pair, self.specs[name].cut(self.shape.num_peers, pair.block_size).row_numel)
+            (pair, self.specs[name].cut(self.topology.num_peers, pair.block_size).row_numel)
             for name in names
             if isinstance(pair := self.methods[name], CodecPair)
         ]
@@ -94,10 +94,11 @@ class ReductionPlan:
         1. all codecs together: one message on the uplink and, in an all-reduce, one on the downlink
         2. every other method after them, one after the other
         """
-        peers = self.shape.num_peers
+        peers = self.topology.num_peers
         if peers == 1:
             return []
-        others, level, internode_fraction = peers - 1, peer_level(self.shape), self.shape.peers_internode_fraction()
+        others, level = peers - 1, peer_level(self.topology)
+        internode_fraction = self.topology.peers_internode_fraction()
         messages: list[Message] = []
         rows = self._coded_rows(names)
         for hop in ("uplink",) if self._is_sharded else ("uplink", "downlink"):
@@ -141,11 +142,11 @@ class ReductionPlan:
 
     def padding_nbytes(self, names: Sequence[str]) -> int:
         """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
-        return 2 * (self.shape.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
+        return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
 
     def memory(self, names: Sequence[str]) -> tuple[int, int]:
         """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
-        peers, rows = self.shape.num_peers, self._coded_rows(names)
+        peers, rows = self.topology.num_peers, self._coded_rows(names)
         if not rows:
             return 0, 0
         row = HEADER_NBYTES + sum(round_up(pair.uplink.wire_nbytes(row_numel), ALIGNMENT) for pair, row_numel in rows)
@@ -163,7 +164,7 @@ class ReductionPlan:
         longest = 0
         for pair, row_numel in self._coded_rows(self.methods):
             if not (pair.uplink.in_one_pass and (self._is_sharded or pair.downlink.in_one_pass)):
-                longest = max(longest, row_numel, min(run, self.shape.num_peers * row_numel))
+                longest = max(longest, row_numel, min(run, self.topology.num_peers * row_numel))
         return longest * _WORKING_NBYTES + max(
             (round(self._reducing_nbytes(names)) for names in max_in_flight), default=0
         )
@@ -180,67 +181,67 @@ class ReductionPlan:
         )
 
 
-def summed(what: str, numel: int, shape: Shape) -> Message:
+def summed(what: str, numel: int, topology: Topology) -> Message:
     """An uncompressed float32 all-reduce of `numel` elements over the peers, which no method accounts for."""
-    nbytes = 2 * (shape.num_peers - 1) * 4 * numel // shape.num_peers
-    return Message(peer_level(shape), what, 0, nbytes, internode_fraction=shape.peers_internode_fraction())
+    nbytes = 2 * (topology.num_peers - 1) * 4 * numel // topology.num_peers
+    return Message(peer_level(topology), what, 0, nbytes, internode_fraction=topology.peers_internode_fraction())
 
 
-def peer_level(shape: Shape) -> Level:
+def peer_level(topology: Topology) -> Level:
     """Of messages between the ranks that reduce one part."""
-    return "flat" if shape.node_size is None else "inter-node"
+    return "flat" if topology.node_size is None else "inter-node"
 
 
 def peer_transfer(
-    name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], shape: Shape
+    name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], topology: Topology
 ) -> TransferGroup:
     """What a rank sends for its parts of parameters that are no gradients of a step."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
-    reduction, names = ReductionPlan(methods, specs, shape), list(specs)
+    reduction, names = ReductionPlan(methods, specs, topology), list(specs)
     messages = reduction.messages(names)
     memory, mean = reduction.memory(names)
     numel, encoded = sum(spec.whole_numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
     return TransferGroup(name, numel, tuple(messages), 1, memory, encoded, mean)
 
 
-def _part_numel(spec: TensorSpec, shape: Shape) -> int:
+def _part_numel(spec: TensorSpec, topology: Topology) -> int:
     """Elements of the largest part of a parameter, padding included: what is sent to each rank of a node."""
-    part = replace(shape, rank=0).own_part(spec.whole, sharded=spec.sharded).part
+    part = replace(topology, rank=0).own_part(spec.whole, sharded=spec.sharded).part
     assert part is not None
-    return part.ranges[0][1] if part.row_numel is None else shape.num_peers * part.row_numel
+    return part.ranges[0][1] if part.row_numel is None else topology.num_peers * part.row_numel
 
 
-def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shape: Shape, layout: Layout) -> int:
+def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: Topology, layout: Layout) -> int:
     """Elements that this rank sends to each other rank of its node in an exact reduce-scatter of a bucket."""
     if layout == "hsdp":
-        return sum(dim0_cut(specs[name].whole.shape, shape.num_parts).row_numel for name in names)
-    return sum(_part_numel(specs[name], shape) for name in names)
+        return sum(dim0_cut(specs[name].whole.shape, topology.num_parts).row_numel for name in names)
+    return sum(_part_numel(specs[name], topology) for name in names)
 
 
-def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> tuple[int, int]:
+def intra_node_memory(numel: int, itemsize: int, topology: Topology, layout: Layout) -> tuple[int, int]:
     """Memory for the exact sums inside a node: for the mean, as long as the bucket is under way, and for a piece that
     is sent and one that is received, of one bucket at a time, but under DDP of each.
 
     Args:
         numel: Elements of the mean.
         itemsize: Of an element.
-        shape: The ranks.
+        topology: The ranks.
         layout: What wraps the model.
     """
-    whole = shape.num_parts * numel * itemsize
+    whole = topology.num_parts * numel * itemsize
     piece = min(whole, MESSAGE_NBYTES)
     pieces = piece if piece == whole else 2 * piece  # what is sent as one the framework has as well, or gloo for it
-    mean = whole // shape.num_parts
+    mean = whole // topology.num_parts
     if layout == "ddp":
         return pieces + mean + whole, 0
     return 0 if layout == "hsdp" else mean, pieces  # under HSDP FSDP2 has the mean
 
 
-def intra_node_copied(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:
+def intra_node_copied(numel: int, itemsize: int, topology: Topology, layout: Layout) -> int:
     """Bytes read and written for the exact sums inside a node: rows are put together and added; DDP's bucket is filled
     with what comes back. HSDP's sums are FSDP2's own, and part of its step.
     """
-    whole = shape.num_parts * numel * itemsize
+    whole = topology.num_parts * numel * itemsize
     added = whole + numel * itemsize
     return {"ddp": 4 * whole + added, "fsdp": 2 * whole + added, "hsdp": 0}[layout]
 
@@ -253,18 +254,18 @@ def _gradient_transfer(
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
     that nothing travels to peers.
     """
-    methods, specs, shape = reduction.methods, reduction.specs, reduction.shape
+    methods, specs, topology = reduction.methods, reduction.specs, reduction.topology
     present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
     memory = brief = copied = 0
-    if shape.num_parts > 1 and not (local and layout == "ddp"):
-        numel = intra_node_numel(specs, reduced.names, shape, layout)
-        sent = (shape.num_parts - 1) * numel * reduced.itemsize
-        pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))
+    if topology.num_parts > 1 and not (local and layout == "ddp"):
+        numel = intra_node_numel(specs, reduced.names, topology, layout)
+        sent = (topology.num_parts - 1) * numel * reduced.itemsize
+        pieces = len(pieces_of_rows(numel, topology.num_parts * reduced.itemsize))
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, internode_fraction=0.0))
-        memory, brief = intra_node_memory(numel, reduced.itemsize, shape, layout)
-        copied = intra_node_copied(numel, reduced.itemsize, shape, layout)
+        memory, brief = intra_node_memory(numel, reduced.itemsize, topology, layout)
+        copied = intra_node_copied(numel, reduced.itemsize, topology, layout)
     if not local:
         messages += reduction.messages(own)
         traveling, mean = reduction.memory(present)

@@ -27,7 +27,7 @@ from lowbit_strategy.plan.messages import (
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes, state_transfers
 from lowbit_strategy.plan.squares import square_transfers, squares_nbytes
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
 
@@ -66,7 +66,7 @@ class StepPlan:
     """What one rank sends and keeps.
 
     Args:
-        shape: The ranks.
+        topology: The ranks.
         layout: What wraps the model.
         specs: What this rank reduces of every parameter.
         assignments: Method and kind of each, and why: what is exempt or of high precision.
@@ -81,7 +81,7 @@ class StepPlan:
         modules: As FSDP2 gathers them.
     """
 
-    shape: Shape
+    topology: Topology
     layout: Layout
     specs: Mapping[str, TensorSpec]
     assignments: Mapping[str, Assignment]
@@ -127,7 +127,7 @@ class StepPlan:
 
     def uncompressed_nbytes(self, itemsize: int) -> int:
         """Bytes that a ring of elements of `itemsize` bytes would send to the same peers in a step."""
-        peers = self.shape.num_peers
+        peers = self.topology.num_peers
         numel = sum(spec.numel for spec in self.specs.values())
         return (1 if self.scatter else 2) * (peers - 1) * numel // peers * itemsize
 
@@ -135,7 +135,7 @@ class StepPlan:
 def make_plan(
     specs: Sequence[TensorSpec],
     assignments: Mapping[str, Assignment],
-    shape: Shape,
+    topology: Topology,
     layout: Layout,
     *,
     reduced: Sequence[ParamGroup] | None = None,
@@ -149,7 +149,7 @@ def make_plan(
     """Args:
     specs: Parameters, or this rank's parts of them.
     assignments: What each parameter gets (`assign_all`).
-    shape: The ranks.
+    topology: The ranks.
     layout: What wraps the model.
     reduced: What is reduced as one, in the order of backward; None: buckets as DDP's of float32 gradients.
     coding: Of weights, under FSDP2.
@@ -164,22 +164,22 @@ def make_plan(
     methods = {name: distinct.setdefault(each.method, each.method) for name, each in assignments.items()}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
-    if shape.num_peers == 1:  # there is nobody to meet
+    if topology.num_peers == 1:  # there is nobody to meet
         outer = None
-    reduction = ReductionPlan(methods, by_name, shape)
+    reduction = ReductionPlan(methods, by_name, topology)
     gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
-    rounds = alike(round_transfers(outer, methods, by_name, shape)) if outer is not None else ()
-    state = state_transfers(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
+    rounds = alike(round_transfers(outer, methods, by_name, topology)) if outer is not None else ()
+    state = state_transfers(outer, by_name, topology) if rounds and outer is not None and outer.average_state else ()
     if squares:
-        state += square_transfers(reduced, assignments, by_name, shape)
+        state += square_transfers(reduced, assignments, by_name, topology)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
-    max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, shape, layout)
+    max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, topology, layout)
     coded = [tuple(by_name)] if waits else [each.names for each in reduced]
     modules = modules or {}
-    weights = () if coding is None else alike(weight_transfers(coding, modules, shape, layout))
+    weights = () if coding is None else alike(weight_transfers(coding, modules, topology, layout))
     return StepPlan(
-        shape=shape,
+        topology=topology,
         layout=layout,
         specs=by_name,
         assignments=dict(assignments),
@@ -191,13 +191,13 @@ def make_plan(
         outer=outer,
         memory=Memory(
             residuals=_residual_nbytes(reduction),
-            weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
-            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, max_in_flight)
-            + (_mean_beside_nbytes(gradients, shape) if layout == "fsdp" and device_type == "cuda" else 0),
+            weights=0 if coding is None else kept_nbytes(coding, modules, topology, layout),
+            messages=_messages_nbytes(gradients, weights, rounds, state, topology, layout, unsharded, max_in_flight)
+            + (_mean_beside_nbytes(gradients, topology) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
-            squares=squares_nbytes(assignments, by_name, shape) if squares else 0,
+            squares=squares_nbytes(assignments, by_name, topology) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
@@ -205,14 +205,14 @@ def make_plan(
     )
 
 
-def _max_buckets_in_flight(gradients: Sequence[TransferGroup], shape: Shape, layout: Layout) -> int:
+def _max_buckets_in_flight(gradients: Sequence[TransferGroup], topology: Topology, layout: Layout) -> int:
     """How many are under way at most, where no method waits for the whole model.
 
     DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
     ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
     is left over may lie beside them. Far ranks have all of them under way.
     """
-    if shape.far:
+    if topology.far:
         return len(gradients)
     return 2 + max((transfer.in_series for transfer in gradients), default=0) if layout == "ddp" else 1
 
@@ -222,26 +222,26 @@ def _messages_nbytes(
     weights: Sequence[TransferGroup],
     rounds: Sequence[TransferGroup],
     state: Sequence[TransferGroup],
-    shape: Shape,
+    topology: Topology,
     layout: Layout,
     unsharded: int,
     max_in_flight: int,
 ) -> int:
     """Peak memory of messages. `unsharded`: bytes of the whole gradients; `max_in_flight`: buckets in flight."""
     nbytes = under_way_nbytes(gradients, max_in_flight)
-    nbytes += under_way_nbytes(rounds, len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
-    nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and shape.far else 1)
+    nbytes += under_way_nbytes(rounds, len(rounds) if topology.far else BUCKETS_OF_A_ROUND)
+    nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and topology.far else 1)
     nbytes += under_way_nbytes(state, 1)
-    if shape.far:
+    if topology.far:
         nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *state))
-    if layout == "fsdp" and shape.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
-        nbytes += unsharded // shape.world_size + (unsharded if shape.node_size is None else 0)
+    if layout == "fsdp" and topology.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
+        nbytes += unsharded // topology.world_size + (unsharded if topology.node_size is None else 0)
     return nbytes
 
 
-def _mean_beside_nbytes(gradients: Sequence[TransferGroup], shape: Shape) -> int:
+def _mean_beside_nbytes(gradients: Sequence[TransferGroup], topology: Topology) -> int:
     """Of FSDP2's modules with two levels, on GPUs: while one is between nodes the next one's mean is formed."""
-    means = [each.nbytes("intra-node") // max(1, shape.num_parts - 1) for each in gradients]
+    means = [each.nbytes("intra-node") // max(1, topology.num_parts - 1) for each in gradients]
     buffers = [each.buffer_nbytes for each in gradients]
     beside = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
     return max([*buffers, *beside], default=0) - max(buffers, default=0)
@@ -249,7 +249,7 @@ def _mean_beside_nbytes(gradients: Sequence[TransferGroup], shape: Shape) -> int
 
 def _residual_nbytes(reduction: ReductionPlan) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
-    comm = LocalComm(reduction.shape.num_peers)
+    comm = LocalComm(reduction.topology.num_peers)
     served: dict[Method, dict[str, TensorSpec]] = {}
     for name, method in reduction.methods.items():
         served.setdefault(method, {})[name] = reduction.specs[name]

@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
@@ -44,22 +44,22 @@ def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def round_transfers(
-    rule: OuterRule, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape
+    rule: OuterRule, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
 ) -> tuple[TransferGroup, ...]:
     """A round's buckets. Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
     transfers = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
         for number, bucket in enumerate(buckets_of(fragment)):
-            transfer = peer_transfer(f"fragment {at}, bucket {number}", bucket, methods, shape)
+            transfer = peer_transfer(f"fragment {at}, bucket {number}", bucket, methods, topology)
             if number == 0:
-                header = summed("header", NUM_FACTS + shape.num_peers + sampled, shape)
+                header = summed("header", NUM_FACTS + topology.num_peers + sampled, topology)
                 transfer = replace(transfer, messages=(header, *transfer.messages))
             transfers.append(transfer)
     return tuple(transfers)
 
 
-def state_transfers(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) -> tuple[TransferGroup, ...]:
+def state_transfers(rule: OuterRule, specs: Mapping[str, TensorSpec], topology: Topology) -> tuple[TransferGroup, ...]:
     """What averaging the inner optimizers' state sends: a key of a fragment's parameters each, in one message.
 
     How many keys an optimizer keeps is not known before it steps: where all are averaged, two are taken for granted, as
@@ -70,8 +70,8 @@ def state_transfers(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Sha
     transfers = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         for bucket in buckets_of(fragment):
-            transfer = peer_transfer("", bucket, methods, shape)
-            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), shape), *transfer.messages)
+            transfer = peer_transfer("", bucket, methods, topology)
+            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), topology), *transfer.messages)
             memory = transfer.buffer_nbytes + 3 * 4 * sum(spec.numel for spec in bucket)
             transfers += [
                 replace(

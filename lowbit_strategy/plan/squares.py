@@ -13,7 +13,7 @@ from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
@@ -48,17 +48,17 @@ def square_transfers(
     reduced: Sequence[ParamGroup],
     assignments: Mapping[str, Assignment],
     specs: Mapping[str, TensorSpec],
-    shape: Shape,
+    topology: Topology,
 ) -> tuple[TransferGroup, ...]:
     """Per step on average, after the first ones: roots of a bucket's squares, and sketches."""
     names = set(served(assignments))
     methods = methods_of_squares([specs[name] for name in names])
     transfers = []
-    for each in reduced if shape.num_peers > 1 else ():
+    for each in reduced if topology.num_peers > 1 else ():
         members = [specs[name] for name in each.names if name in names]
         if members:
-            transfer = peer_transfer("squares", members, methods, shape)
-            sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), shape)
+            transfer = peer_transfer("squares", members, methods, topology)
+            sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), topology)
             # beside messages: roots, and squares on their way into sums
             memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
             messages = (*transfer.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
@@ -66,9 +66,9 @@ def square_transfers(
     return tuple(transfers)
 
 
-def squares_nbytes(assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], shape: Shape) -> int:
+def squares_nbytes(assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], topology: Topology) -> int:
     """Memory for sums of squares, of whole gradients, and for what is known of the own elements; of blocks a little."""
     members = [specs[name] for name in served(assignments)]
     numel = sum(spec.numel for spec in members)
-    own = numel // shape.num_peers if members and members[0].sharded else numel
+    own = numel // topology.num_peers if members and members[0].sharded else numel
     return 2 * numel + 2 * own + own // 8

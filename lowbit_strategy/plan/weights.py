@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,25 +94,25 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
     )
 
 
-def sharing_ranks(shape: Shape, layout: Layout) -> int:
+def sharing_ranks(topology: Topology, layout: Layout) -> int:
     """Ranks that shard the model together, under FSDP2."""
-    return shape.num_parts if layout == "hsdp" else shape.world_size
+    return topology.num_parts if layout == "hsdp" else topology.world_size
 
 
-def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout) -> int:
+def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout) -> int:
     """Memory for what stays between gathers, of a whole model."""
-    num_ranks = sharing_ranks(shape, layout)
+    num_ranks = sharing_ranks(topology, layout)
     return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
 
 
 def weight_transfers(
-    coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout
+    coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout
 ) -> tuple[TransferGroup, ...]:
     """Of a whole model, in the order of its modules. With two levels each message first goes to every other node."""
-    num_ranks = sharing_ranks(shape, layout)
+    num_ranks = sharing_ranks(topology, layout)
     if num_ranks == 1:
         return ()
-    two_level = layout == "fsdp" and shape.node_size is not None
+    two_level = layout == "fsdp" and topology.node_size is not None
     flat: Level = "intra-node" if layout == "hsdp" else "flat"
     transfers = []
     for name, module in layouts.items():
@@ -122,16 +122,16 @@ def weight_transfers(
         what = "weights" if coded else EXACT_WEIGHTS
         ours = coded or coding.keep == "replica"
         if two_level and ours:
-            nodes, inside = shape.num_peers, shape.num_parts
+            nodes, inside = topology.num_peers, topology.num_parts
             pieces = pieces_of_rows(row + framing, num_ranks)
-            memory += nodes * (row + framing if shape.far else pieces[0][1])
+            memory += nodes * (row + framing if topology.far else pieces[0][1])
             brief = num_ranks * pieces[0][1]
             far = Message(
                 "inter-node",
                 what,
                 (nodes - 1) * row,
                 (nodes - 1) * framing,
-                in_series=1 if shape.far else len(pieces),
+                in_series=1 if topology.far else len(pieces),
                 fixed=not coding.sends_differences,
             )
             near = replace(
@@ -144,9 +144,8 @@ def weight_transfers(
             )
             messages: tuple[Message, ...] = (far, near)
         else:
-            internode_fraction = (
-                0.0 if layout == "hsdp" else shape.world_internode_fraction() if ours else shape.ring_internode_fraction
-            )
+            ring, direct = topology.ring_internode_fraction, topology.world_internode_fraction()
+            internode_fraction = 0.0 if layout == "hsdp" else direct if ours else ring
             messages = (
                 Message(
                     flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, internode_fraction=internode_fraction

@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.transports import FarComm
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.topology import Topology, is_far
 
 _PREFIX = "lowbit_strategy/"
@@ -98,74 +97,6 @@ def _without_splitting() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """`Ranks` as numbers.
-
-    Args:
-        world_size: All ranks that train the model.
-        rank: This one.
-        node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
-            them with all others.
-        topology: Which ranks share a node, if known.
-        far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
-    """
-
-    world_size: int
-    rank: int = 0
-    node_size: int | None = None
-    topology: Topology | None = None
-    far: bool = False
-
-    @property
-    def num_parts(self) -> int:
-        """Ranks that together reduce whole parameters."""
-        return self.node_size or 1
-
-    @property
-    def num_peers(self) -> int:
-        """Ranks that reduce the same part, including this one."""
-        return self.world_size // self.num_parts
-
-    def own_part(self, spec: TensorSpec, *, sharded: bool) -> TensorSpec:
-        """What this rank reduces of a parameter; `sharded`: FSDP2 shards it over all ranks."""
-        spec = replace(spec, sharded=sharded)
-        if self.node_size is None:
-            return spec
-        return spec.part_for(self.rank % self.node_size, self.node_size, self.num_peers)
-
-    @property
-    def has_nodes(self) -> bool:
-        """Whether there are several nodes, or the ranks of a node do not follow each other."""
-        return self.topology is not None and self.topology.num_nodes != 1
-
-    def peers_internode_fraction(self) -> float:
-        """Fraction of what this rank sends to all of its peers equally that leaves the node."""
-        return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
-
-    def world_internode_fraction(self) -> float:
-        """The same for all ranks."""
-        return self._leaving(range(self.world_size))
-
-    @property
-    def ring_internode_fraction(self) -> float:
-        """The same in a ring, as in the framework's collectives: one of a node's ranks sends to the next node."""
-        per_node = None if self.topology is None else self.topology.ranks_per_node
-        return (1.0 / per_node if per_node else 1.0) if self.has_nodes else 0.0
-
-    def _leaving(self, members: range) -> float:
-        others = len(members) - 1
-        if not others:
-            return 0.0
-        near = 0 if self.topology is None else num_near(members, self.topology, self.rank)
-        return (others - near) / others
-
-
-def num_near(members: Collection[int], topology: Topology, rank: int) -> int:
-    """How many other `members` are on the node of `rank`."""
-    return sum(near in members for near in topology.neighbors(rank)) - 1
-
-
-@dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks that train a model, as one of them sees it.
 
@@ -180,7 +111,7 @@ class Ranks:
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
         intra_node: The ranks of one node that together reduce whole parameters, each a part, with exact sums. None:
             there is one level.
-        topology: Which ranks share a node, if known.
+        node_sizes: As in `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
     """
@@ -188,7 +119,7 @@ class Ranks:
     world: Comm
     peers: Comm
     intra_node: Comm | None = None
-    topology: Topology | None = None
+    node_sizes: tuple[int, ...] | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
 
@@ -199,7 +130,7 @@ class Ranks:
 
     def coming_and_going(self) -> Ranks:
         """These ranks as a replica that has not met others yet."""
-        return replace(self, peers=LocalComm(), topology=None, comes_and_goes=True)
+        return replace(self, peers=LocalComm(), node_sizes=None, comes_and_goes=True)
 
     @property
     def rank(self) -> int:
@@ -213,10 +144,10 @@ class Ranks:
         return self.world.world_size * (self.peers.world_size if self.comes_and_goes else 1)
 
     @property
-    def shape(self) -> Shape:
+    def topology(self) -> Topology:
         """As numbers."""
         node_size = None if self.intra_node is None else self.intra_node.world_size
-        return Shape(self.world_size, self.rank, node_size, self.topology, self.peers.is_far)
+        return Topology(self.world_size, self.node_sizes, self.rank, node_size, self.peers.is_far)
 
     @property
     def alone(self) -> bool:
@@ -276,7 +207,7 @@ def make_ranks(
     if device.type != "cpu":
         _connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
     if size is None:
-        return Ranks(world, world, topology=topology, own=tuple(own))
+        return Ranks(world, world, node_sizes=topology.node_sizes, own=tuple(own))
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
@@ -286,7 +217,7 @@ def make_ranks(
         world=world,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
-        topology=topology,
+        node_sizes=topology.node_sizes,
         own=(*own, intra_node, peers),
     )
 
@@ -315,7 +246,7 @@ def _comm(
     if far:
         assert group is not None
         comm = FarComm(group)
-    comm.num_near = num_near(members, topology, rank)
+    comm.num_near = topology.num_near(members, rank)
     return comm
 
 

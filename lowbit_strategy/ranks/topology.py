@@ -6,8 +6,8 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowbit_strategy.collectives.comm import gathered
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ShardSize = int | Literal["node"]
 
@@ -26,19 +27,28 @@ _TIMES = 2  # measured before ranks count as far apart: a machine may be busy fo
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks of a group by node.
+    """The ranks that train a model, as numbers.
 
     Args:
-        node_sizes: Ranks on each node, in rank order. Empty: the ranks of a node do not follow each other.
-        world_size: All ranks.
+        world_size: All of them.
+        node_sizes: Ranks on each node, in rank order. Empty: the ranks of a node do not follow each other. None: not
+            known, which counts as one node.
+        rank: The one that sees them.
+        node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
+            them with all others.
+        far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
     """
 
-    node_sizes: tuple[int, ...]
     world_size: int
+    node_sizes: tuple[int, ...] | None = None
+    rank: int = 0
+    node_size: int | None = None
+    far: bool = False
 
     @property
     def num_nodes(self) -> int:
-        return len(self.node_sizes)
+        """0 if the ranks of a node do not follow each other."""
+        return 1 if self.node_sizes is None else len(self.node_sizes)
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -48,7 +58,9 @@ class Topology:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the ranks cannot have two levels; None if they can."""
+        """Why the ranks cannot have two levels; None if they can, or nodes are not known."""
+        if self.node_sizes is None:
+            return None
         if not self.node_sizes:
             return "ranks of one node do not follow each other"
         if self.num_nodes == 1:
@@ -59,13 +71,55 @@ class Topology:
             return "every node has one rank"
         return None
 
+    @property
+    def num_parts(self) -> int:
+        """Ranks that together reduce whole parameters."""
+        return self.node_size or 1
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that reduce the same part, including this one."""
+        return self.world_size // self.num_parts
+
+    def own_part(self, spec: TensorSpec, *, sharded: bool) -> TensorSpec:
+        """What this rank reduces of a parameter; `sharded`: FSDP2 shards it over all ranks."""
+        spec = replace(spec, sharded=sharded)
+        if self.node_size is None:
+            return spec
+        return spec.part_for(self.rank % self.node_size, self.node_size, self.num_peers)
+
     def neighbors(self, rank: int) -> range:
         """The ranks on the node of `rank`."""
-        starts = itertools.accumulate(self.node_sizes, initial=0)
-        return next(
-            (range(at, at + size) for at, size in zip(starts, self.node_sizes, strict=False) if at <= rank < at + size),
-            range(rank, rank + 1),
-        )
+        sizes = self.node_sizes or ()
+        starts = itertools.accumulate(sizes, initial=0)
+        nodes = (range(at, at + size) for at, size in zip(starts, sizes, strict=False))
+        return next((node for node in nodes if rank in node), range(rank, rank + 1))
+
+    def num_near(self, members: Collection[int], rank: int) -> int:
+        """How many other `members` are on the node of `rank`."""
+        return sum(near in members for near in self.neighbors(rank)) - 1
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes, or the ranks of a node do not follow each other."""
+        return self.num_nodes != 1
+
+    def peers_internode_fraction(self) -> float:
+        """Fraction of what this rank sends to all of its peers equally that leaves the node."""
+        return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
+
+    def world_internode_fraction(self) -> float:
+        """The same for all ranks."""
+        return self._leaving(range(self.world_size))
+
+    @property
+    def ring_internode_fraction(self) -> float:
+        """The same in a ring, as in the framework's collectives: one of a node's ranks sends to the next node."""
+        return 1.0 / (self.ranks_per_node or 1) if self.has_nodes else 0.0
+
+    def _leaving(self, members: range) -> float:
+        others = len(members) - 1
+        return (others - self.num_near(members, self.rank)) / others if others else 0.0
 
 
 def _runs(sizes: Sequence[int]) -> str:
@@ -87,10 +141,10 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     declared = [size for size, _ in everyone]
     whole_world = world_size == dist.get_world_size()
     if any(size is not None for size in declared) and whole_world:
-        return Topology(_declared_sizes(declared), world_size)
+        return Topology(world_size, _declared_sizes(declared))
     hosts = [(host, len(list(same))) for host, same in itertools.groupby(name for _, name in everyone)]
     consecutive = len({host for host, _ in hosts}) == len(hosts)
-    return Topology(tuple(length for _, length in hosts) if consecutive else (), world_size)
+    return Topology(world_size, tuple(length for _, length in hosts) if consecutive else ())
 
 
 def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
@@ -127,7 +181,7 @@ def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
             )
         return topology.ranks_per_node
     if not topology.node_sizes or any(size % shard_size for size in topology.node_sizes):
-        sizes = _runs(topology.node_sizes) or "ranks that do not follow each other"
+        sizes = _runs(topology.node_sizes or ()) or "ranks that do not follow each other"
         raise ValueError(
             f"shard_size={shard_size} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
             ' links between nodes. Give a number that does, or "node"'

@@ -277,7 +277,7 @@ class Observer:
 
     def _hops(self) -> float:
         """How often an element of an uncompressed ring leaves a rank, on average."""
-        ranks = self.sync.ranks.shape
+        ranks = self.sync.ranks.topology
         return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:

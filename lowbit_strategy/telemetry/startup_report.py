@@ -17,7 +17,7 @@ from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.squares import few_bits
 from lowbit_strategy.plan.weights import kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.ranks import Shape
+from lowbit_strategy.ranks.topology import Topology
 
 _LONGEST_PHASE = 1 << 20
 
@@ -63,12 +63,12 @@ def _choice(plan: StepPlan, coding: WeightCoding) -> WeightChoice:
         "codes": "kept as codes",
         "replica": "kept as a replica",
     }
-    ours, units = coding != Exact(), weight_transfers(coding, plan.modules, plan.shape, plan.layout)
+    ours, units = coding != Exact(), weight_transfers(coding, plan.modules, plan.topology, plan.layout)
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
         step_nbytes(units),
-        kept_nbytes(coding, plan.modules, plan.shape, plan.layout),
-        internode_nbytes(units) if plan.shape.has_nodes and ours else None,
+        kept_nbytes(coding, plan.modules, plan.topology, plan.layout),
+        internode_nbytes(units) if plan.topology.has_nodes and ours else None,
     )
 
 
@@ -99,7 +99,7 @@ class Report:
         plan, memory, outer = self.plan, self.plan.memory, self.plan.outer
         what = "reduce-scatter" if plan.scatter else "all-reduce"
         kind, period = ("gradient", "step") if outer is None else ("pseudo-gradient", "round")
-        ranks = describe_ranks(plan.shape)
+        ranks = describe_ranks(plan.topology)
         lines = [f"lowbit_strategy: compressed {kind} {what} over {ranks}, kernels: {self.kernels}"]
         for group in self.groups:
             lines.append(
@@ -121,7 +121,7 @@ class Report:
             lines.append("  one rank: nothing is sent, so nothing is compressed")
         if self.next_phase is not None:
             lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
-        if self.weights and plan.shape.num_peers > 1:
+        if self.weights and plan.topology.num_peers > 1:
             lines += self._weights()
         if outer is not None:
             lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
@@ -141,22 +141,21 @@ class Report:
                 f"  second moment: for Adam ranks exchange squares, {size(sent)}/step, and keep at most"
                 f" {size(plan.memory.squares)} per rank"
             ]
-        if plan.shape.num_peers == 1 or not few_bits(plan.assignments):
+        if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
             return []
-        why = "local steps" if plan.outer else "two levels" if plan.shape.node_size and not plan.scatter else ""
+        why = "local steps" if plan.outer else "two levels" if plan.topology.node_size and not plan.scatter else ""
         if not why:
             return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
         return [f"  second moment: left as it is, because of {why} (second_moment)"]
 
     def _levels(self) -> list[str]:
         """What travels inside a node and what between nodes; nothing where there is one node."""
-        plan, shape = self.plan, self.plan.shape
-        if not shape.has_nodes:
+        plan, topology = self.plan, self.plan.topology
+        if not topology.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
         inside = f" and {size(exact)}/step of exact gradients" if exact else ""
-        obstacle = None if shape.topology is None else shape.topology.obstacle
-        why = f"; one level, because {obstacle or 'two_level=False'}" if shape.node_size is None else ""
+        why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
         return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self) -> list[str]:
@@ -191,7 +190,7 @@ def report_of(plan: StepPlan, compressor: Compressor, *, device: torch.device, s
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
         group.numel += spec.whole.numel
-        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.shape.num_peers)
+        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.topology.num_peers)
     codings = [] if plan.coding is None else [plan.coding, *(each for each in CHOICES if each != plan.coding)]
     return Report(
         plan=plan,
@@ -215,11 +214,11 @@ def _has_kernels(method: Method) -> bool:
     return isinstance(method, CodecPair) and method.uplink.in_one_pass and method.downlink.in_one_pass
 
 
-def describe_ranks(shape: Shape) -> str:
+def describe_ranks(topology: Topology) -> str:
     """Which ranks reduce what together."""
-    if shape.node_size is None:
-        return f"{shape.num_peers} ranks"
-    return f"{shape.num_peers} groups of {shape.num_parts} ranks, exact inside a group"
+    if topology.node_size is None:
+        return f"{topology.num_peers} ranks"
+    return f"{topology.num_peers} groups of {topology.num_parts} ranks, exact inside a group"
 
 
 def _next_phase(compressor: Compressor, step_index: int) -> int | None:

@@ -178,7 +178,7 @@ def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:
 def uncompressed_nbytes(plan: StepPlan, dtype: torch.dtype) -> int:
     """Bytes that a rank would send to the same peers in a step, gradients and FSDP2's weights, all of `dtype`."""
     modules = {name: replace(module, dtype=dtype) for name, module in plan.modules.items()}
-    weights = weight_transfers(Exact(), modules, plan.shape, plan.layout)
+    weights = weight_transfers(Exact(), modules, plan.topology, plan.layout)
     return plan.uncompressed_nbytes(dtype.itemsize) + step_nbytes(weights)
 
 

@@ -81,7 +81,7 @@ def test_where_links_take_long_only_codecs_that_are_compared_are_measured(
 
 def measuring(rank: int, world_size: int) -> Any:
     done: list[int] = []
-    pairs = measure_pairs(Topology((2, 1), 3), torch.device("cpu"), lambda: done.append(1))
+    pairs = measure_pairs(Topology(3, (2, 1)), torch.device("cpu"), lambda: done.append(1))
     return pairs, len(done)
 
 

@@ -21,7 +21,6 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 SLOW, FAST = Link(0.01, 1e9 / 8), Link(1e-6, 1e12)
@@ -34,8 +33,8 @@ def cluster(link: Link = SLOW, *, latency_multiplier: int = 1) -> Cluster:
 def test_one_bucket_takes_its_latencies_and_its_bytes() -> None:
     """`T = messages in series x latency + bytes / bandwidth`, after all of backward."""
     specs = [TensorSpec("weight", (1024, 1024))]
-    shape = Shape(4, 0, None, Topology((1,) * 4, 4))
-    plan = make_plan(specs, assign_all(LoCo(), specs), shape, "ddp", reduced=[ParamGroup(("weight",))])
+    topology = Topology(4, (1,) * 4)
+    plan = make_plan(specs, assign_all(LoCo(), specs), topology, "ddp", reduced=[ParamGroup(("weight",))])
     (unit,) = plan.gradients
     nbytes = sum(message.total_nbytes for message in unit.messages)
     for multiplier in (1, 2):
@@ -200,7 +199,7 @@ def far_plan() -> tuple[StepPlan, int]:
     plan = plan_for(Workload(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
     assert len(plan.gradients) > 1
     nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
-    return replace(plan, shape=replace(plan.shape, far=True)), nbytes
+    return replace(plan, topology=replace(plan.topology, far=True)), nbytes
 
 
 def test_hops_that_the_way_holds_one_by_one_are_faster_than_one_message_that_it_does_not_hold() -> None:
@@ -222,7 +221,7 @@ def test_rows_of_coded_weights_that_leave_at_once_overflow_what_the_way_holds() 
     """Each module's alone would not."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
     plan = plan_for(Workload(specs, 2, 1, device_type="cpu"), "fsdp", PRESETS["loco"])
-    far = replace(plan, shape=replace(plan.shape, far=True))
+    far = replace(plan, topology=replace(plan.topology, far=True))
     nbytes = sum(message.nbytes for unit in plan.weights if unit.encoded_numel for message in unit.messages)
     assert len(plan.weights) > 4
     holds, rate = nbytes / 2, 1e6
@@ -278,7 +277,7 @@ def test_where_ranks_share_processors_half_of_what_buckets_hide_is_hidden() -> N
     """And all of what the framework's own rings hide, and what travels between far ranks."""
     plan = plan_for(Workload(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
     alone, shared = cluster(Link(1e-4, 1e10)), replace(cluster(Link(1e-4, 1e10)), cpu_oversubscription=2.0)
-    far = replace(plan, shape=replace(plan.shape, far=True))
+    far = replace(plan, topology=replace(plan.topology, far=True))
     before, after = step_time(plan, alone, 0.5), step_time(plan, shared, 0.5)
     assert after.seconds == pytest.approx((before.seconds + before.high) / 2)
     assert before.seconds < after.seconds
@@ -303,7 +302,7 @@ def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node:
     """Twelve modules: the weights' latency once, and that of the last gradients."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
     plan = plan_for(Workload(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
-    far = replace(plan, shape=replace(plan.shape, far=True))
+    far = replace(plan, topology=replace(plan.topology, far=True))
     at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), gloo=True)
     latencies = step_time(far, at, 0.0).seconds / 0.05
     assert 2 <= latencies < 4
@@ -377,7 +376,7 @@ def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
     far: bool,
     cpu_oversubscription: float | None,
 ) -> None:
-    plan = replace(plan, shape=replace(plan.shape, far=far))
+    plan = replace(plan, topology=replace(plan.topology, far=far))
     at = Cluster(
         inter_node=between,
         intra_node=inside,

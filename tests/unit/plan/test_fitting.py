@@ -15,7 +15,6 @@ from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_o
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Shape
 from lowbit_strategy.ranks.topology import Topology
 
 GPU = 80 * 10**9
@@ -50,8 +49,8 @@ def setup(specs: list[TensorSpec], nodes: int, per_node: int) -> Setup:
     layouts = {
         name: ModuleLayout(specs=tuple(own), dtype=torch.bfloat16, num_gathers=2) for name, own in modules.items()
     }
-    shape = Shape(world_size, 0, per_node if nodes > 1 else None, Topology((per_node,) * nodes, world_size))
-    return Setup(specs=specs, shape=shape, layout="fsdp", modules=layouts)
+    topology = Topology(world_size, (per_node,) * nodes, node_size=per_node if nodes > 1 else None)
+    return Setup(specs=specs, topology=topology, layout="fsdp", modules=layouts)
 
 
 LLAMA_8B = llama(4096, 14336, 32, 1024, 128256)
@@ -174,12 +173,12 @@ def test_every_choice_says_what_it_costs() -> None:
 def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
     """Llama-70B's embedding and head, 8 nodes of 8: 8.4 GB of float32 inside the node, 256 MiB at a time."""
     where = setup(LLAMA_70B, 8, 8)
-    parts = [where.shape.own_part(spec, sharded=True) for spec in LLAMA_70B]
+    parts = [where.topology.own_part(spec, sharded=True) for spec in LLAMA_70B]
     root = ParamGroup(tuple(spec.name for spec in where.modules[""].specs), name="root")
     plan = make_plan(
         parts,
         assign_all(LoCo(), parts),
-        where.shape,
+        where.topology,
         "fsdp",
         reduced=[root],
         coding=WeightCode(keep="nothing"),

@@ -19,7 +19,7 @@ from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Ranks, Shape
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.rounds.outer import OuterSync
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
@@ -59,14 +59,13 @@ def modules(specs: list[TensorSpec]) -> dict[str, ModuleLayout]:
 
 
 def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> StepPlan:
-    specs, topology = llama(), Topology((8,) * 125, 1000)
-    shape = Shape(1000, 0, size, topology)
-    parts = [shape.own_part(spec, sharded=layout == "fsdp") for spec in specs]
+    specs, topology = llama(), Topology(1000, (8,) * 125, node_size=size)
+    parts = [topology.own_part(spec, sharded=layout == "fsdp") for spec in specs]
     reduced = [ParamGroup(tuple(s.name for s in m.specs), 2, name) for name, m in modules(specs).items()]
     return make_plan(
         parts,
         assign_all(LoCo(), parts),
-        shape,
+        topology,
         layout,
         reduced=None if layout == "ddp" else reduced,
         coding=coding,
@@ -166,7 +165,7 @@ def test_buckets_are_those_of_ddp() -> None:
 
 def test_what_is_exempt_is_in_the_plan() -> None:
     specs = [TensorSpec("weight", (512, 512)), TensorSpec("bias", (512,))]
-    plan = make_plan(specs, assign_all(LoCo(), specs), Shape(4), "ddp")
+    plan = make_plan(specs, assign_all(LoCo(), specs), Topology(4), "ddp")
     assert {name: a.kind for name, a in plan.assignments.items()} == {"weight": "compressed", "bias": "exempt"}
     assert plan.assignments["bias"].reason
     assert plan.in_series == 2
@@ -175,7 +174,7 @@ def test_what_is_exempt_is_in_the_plan() -> None:
 @pytest.mark.parametrize("compressor", [LoCo(), TopK(), *(PRESETS[name] for name in ("powersgd", "gtopk"))])
 def test_nothing_travels_on_one_rank(compressor: Any) -> None:
     specs = [TensorSpec("weight", (512, 512))]
-    plan = make_plan(specs, assign_all(compressor.phase(10**6), specs), Shape(1), "ddp")
+    plan = make_plan(specs, assign_all(compressor.phase(10**6), specs), Topology(1), "ddp")
     assert plan.sent_nbytes == plan.in_series == 0
 
 
@@ -218,7 +217,7 @@ def test_what_waits_for_the_whole_model_is_reduced_at_once_however_it_is_cut(
     assigned = assign_all(DGC(clip_norm=clip_norm, warmup_steps=0), specs)
     one, many = [ParamGroup(tuple(spec.name for spec in specs))], [ParamGroup((spec.name,)) for spec in specs]
     at_once, one_by_one = (
-        make_plan(specs, assigned, Shape(4), "ddp", reduced=reduced).memory.working for reduced in (one, many)
+        make_plan(specs, assigned, Topology(4), "ddp", reduced=reduced).memory.working for reduced in (one, many)
     )
     assert at_once > 0
     assert (one_by_one == at_once) is whole

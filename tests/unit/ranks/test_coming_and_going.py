@@ -16,6 +16,6 @@ def test_ranks_of_a_replica_follow_each_other_and_reduce_with_those_of_equal_ind
             alone = Ranks(rank, rank, intra_node=rank).coming_and_going()
             assert (alone.rank, alone.world_size, alone.alone) == (rank.rank, 2, False)
             met = replace(alone, peers=replica)
-            assert (met.world_size, met.shape.num_peers, met.shape.num_parts) == (6, 3, 2)
+            assert (met.world_size, met.topology.num_peers, met.topology.num_parts) == (6, 3, 2)
             found.append(met.rank)
     assert found == list(range(6))
