@@ -84,11 +84,12 @@ def compress(
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:
-    """Begin a step where a backward pass reaches what a forward pass of a synchronized module returned or, under DDP,
-    a parameter, before its gradient is added. Gradients may be cleared up to that moment.
+    """Begin a step where a backward pass reaches what a forward pass of a synchronized module returned or, if DDP
+    returned no tensors, a parameter, before its gradient is added. Gradients may be cleared up to that moment.
     """
     reference = weakref.ref(session)
     last_pass: list[int] = []
+    watched: list[Any] = []
 
     def begin() -> None:
         current = torch._C._current_graph_task_id()  # several forward passes may be of one backward pass
@@ -98,17 +99,17 @@ def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> Non
             session.begin_step(scaler)
 
     @torch.compiler.disable
-    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if tensors:
             register_multi_grad_hook(tensors, lambda _: begin(), mode="any")
+        elif isinstance(module, DistributedDataParallel) and torch.is_grad_enabled() and not watched:
+            # not for every model: each hook would wait until the thread that reduces buckets lets Python go
+            for param in trainable_parameters(module.module).values():
+                node: Any = param.expand_as(param).grad_fn
+                watched.append(node.next_functions[0][0].register_prehook(lambda _: begin()))
 
     model.register_forward_hook(after_forward)
-    if isinstance(model, DistributedDataParallel):  # which keeps these nodes
-        for param in trainable_parameters(model.module).values():
-            with torch.enable_grad():
-                view: Any = param.expand_as(param)
-            view.grad_fn.next_functions[0][0].register_prehook(lambda _: begin())
-    else:
+    if not isinstance(model, DistributedDataParallel):
         for sharded in (each for each in model.modules() if isinstance(each, FSDPModule) and each is not model):
             sharded.register_forward_hook(after_forward)
