@@ -101,8 +101,9 @@ def read_section(source: str | os.PathLike[str]) -> Section:
         path = Path(text).expanduser()
         if not path.is_file():
             raise ValueError(f"there is no file {text!r} with a {SECTION} section")
-        text = path.read_text(encoding="utf-8")
-    content = yaml.safe_load(text)  # JSON is YAML
+        content = _parsed(path)
+    else:
+        content = yaml.safe_load(text)  # JSON is YAML
     if (
         isinstance(content, Mapping)
         and SECTION not in content
@@ -118,13 +119,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: It cannot be read, or is no mapping.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    content = _parsed(Path(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
     return content
+
+
+def _parsed(path: Path) -> object:
+    """Errors in its YAML name the file."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def section_of(config: object, where: str) -> Section:

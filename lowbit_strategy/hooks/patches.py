@@ -90,7 +90,7 @@ PATCHES = private_names(
     "python_reducer" bypasses communication hooks, which must be refused
       read torch._dynamo.config:optimize_ddp
     it takes the device of an optimizer's state from an entry, and SGD without momentum has none \
-    (checkpoint/residual_files.py, while a checkpoint is loaded)
+    (checkpoint/loading.py, while a checkpoint is loaded)
       wrapped torch.distributed.checkpoint.state_dict:set_optimizer_state_dict(model, optimizers)
     """,
 )

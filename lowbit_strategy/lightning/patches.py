@@ -38,10 +38,10 @@ PATCHES = private_names(
     HSDP: the ranks that shard a model are those of a node, and the stock mesh has no such dim
       set {_MODEL_PARALLEL}._device_mesh
       set {_FABRIC}:ModelParallelStrategy._device_mesh
-    its module's names are those that loading looks up (checkpoint/residual_files.py)
+    its module's names are those that loading looks up (checkpoint/loading.py)
       read {_FABRIC}:_load_checkpoint
     it looks at the first entry of an optimizer's state, and SGD without momentum has none \
-    (checkpoint/residual_files.py, while a checkpoint is loaded)
+    (checkpoint/loading.py, while a checkpoint is loaded)
       wrapped {_FABRIC}:_rekey_optimizer_state_if_needed(optimizer_state_dict, module)
     the error for an unknown name of a strategy knows nothing of the nearest one (register.py)
       wrapped {_TRAINER}.strategies:StrategyRegistry.available_strategies()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, TopK, WarmUp
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
@@ -16,6 +18,7 @@ from lowbit_strategy.config.section import (
     VARIABLE,
     export,
     plugin_from_section,
+    read_config,
     read_section,
     section_from_environment,
 )
@@ -146,3 +149,19 @@ def test_keys_that_an_error_names_are_keys_that_are_taken() -> None:
     assert "rollback" not in str(error.value)
     with pytest.raises(ValueError, match="unknown key 'rollback'"):
         plugin_from_section({"compressor": "loco", "rollback": True})
+
+
+@pytest.mark.parametrize("read", [read_config, read_section])
+@pytest.mark.parametrize("content", [b"a: [1\nb: {\n", b"\xff\xfe\x00"])
+def test_a_file_that_cannot_be_read_is_named(read: Callable[[Path], object], content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    with pytest.raises((ValueError, yaml.YAMLError), match=r"job\.yaml"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", ["", "- 1\n"])
+def test_a_configuration_is_a_mapping(content: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"job\.yaml is not a configuration file of Accelerate: it must be a mapping"):
+        read_config(tmp_path / "job.yaml")
