@@ -76,10 +76,10 @@ class _ParamStats:
     Args:
         sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
         decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
-        num_sums: How many steps.
+        num_sums: How many steps, each with all its backward passes.
         age: Steps in which it has been reduced before `last_step`.
         last_step: The last step in which it was reduced.
-        gap: Backward passes since the exchange before.
+        gap: Steps since the exchange before.
         exchanged: The step of that.
         squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
         decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
@@ -100,6 +100,16 @@ class _ParamStats:
     energies: Tensor | None = None
     average: Tensor | None = None
     pending: tuple[Tensor, Tensor, Tensor, int] | None = None
+
+    def begin_pass(self, step: int) -> None:
+        """A backward pass: the first one in a step after an exchange opens a window."""
+        if self.last_step == step:
+            return
+        if self.exchanged is not None and self.exchanged == self.last_step:
+            self.sums, self.decoded_sums, self.num_sums, self.gap = None, None, 0, 0
+        self.age += 1
+        self.gap += 1
+        self.last_step = step
 
     def update(self, beta2: float) -> None:
         """The optimizer has stepped. Statistics that are not finite are ignored."""
@@ -195,26 +205,25 @@ class SecondMoment:
             return
         views = [bucket.view(param, x, out) for param in params]
         all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
+        begun = [known.last_step != step.index for known in all_known]
         for known in all_known:
-            known.age += known.last_step != step.index
-            known.last_step = step.index
+            known.begin_pass(step.index)
         age, offset = all_known[0].age, self._places[params[0].name]
         listens = any(is_due(age + later, offset) for later in range(WINDOW))
-        exchanges = is_due(age, offset) and all_known[0].exchanged != step.index  # in the first pass of several
-        for view, known in zip(views, all_known, strict=True):
-            known.gap += 1
-            if listens:
+        if listens:
+            for view, known in zip(views, all_known, strict=True):
                 squares = view.x.float().square()
                 known.sums = squares.bfloat16() if known.sums is None else known.sums.add_(squares)
-        sketches = torch.stack([_sketch(view, step) for view in views]) if exchanges else None
+        # In every pass of the step: one may have zeros on all ranks, of a module that nothing needed a gradient of.
+        sketches = torch.stack([_sketch(view, step) for view in views]) if is_due(age, offset) else None
         yield from stages
         if not listens:
             return
         divisor = self._comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
-        for view, known in zip(views, all_known, strict=True):
+        for view, known, first in zip(views, all_known, begun, strict=True):
             decoded = _mean_squares(self._own(view, view.out)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
-            known.num_sums += 1
+            known.num_sums += first or known.num_sums == 0
         if sketches is not None:
             yield from self._exchange(bucket, x, sketches, step)
 
@@ -247,8 +256,11 @@ class SecondMoment:
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
             known = self._known[param.name]
             assert known.decoded_sums is not None
-            known.pending = squares * scale, known.decoded_sums / known.num_sums, torch.stack([exact, own]), known.gap
-            known.sums, known.decoded_sums, known.num_sums, known.gap, known.exchanged = None, None, 0, 0, step.index
+            energies = torch.stack([exact, own])
+            if known.pending is not None and known.exchanged == step.index:
+                energies += known.pending[2]
+            known.pending = squares * scale, known.decoded_sums / known.num_sums, energies, known.gap
+            known.exchanged = step.index
 
     def _own(self, view: View, values: Tensor) -> Tensor:
         """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""

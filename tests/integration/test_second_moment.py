@@ -11,9 +11,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Dense, DiLoCo, LoCo
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.engine.second_moment import is_due
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.squares import EVERY
@@ -178,6 +181,41 @@ def resumed(folder: Path, kind: Kind) -> Facts:
 def test_a_run_that_was_saved_goes_on_alike(facts: list[Facts]) -> None:
     for each in facts:
         assert each["parts"] == each["whole"]
+
+
+def looked_at(folder: Path, kind: Kind, compressor: str) -> Facts:
+    """The same steps with and without a gradient of the input before or after each, which makes FSDP2 reduce zeros."""
+    found = []
+    for when in ("never", "before", "after"):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(16, 200), nn.Tanh(), nn.Linear(200, 64, False), nn.Linear(64, 8))
+        if kind == "fsdp":
+            fully_shard(net[0])
+            model = fully_shard(net)
+        else:
+            model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        session = compress(model, optimizer, compressor)
+        for step in range(20):
+            generator = torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
+            x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 8, generator=generator)
+            if when == "before":
+                torch.autograd.grad(model(probe := x.clone().requires_grad_()).sum(), probe)
+            (model(x) - y).square().mean().backward()
+            if when == "after":
+                torch.autograd.grad(model(probe := x.clone().requires_grad_()).sum(), probe)
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = [full(optimizer.state[param]["exp_avg_sq"]) for param in net.parameters()]
+        found.append((fingerprint(net), checksum(moments)))
+        session.close()
+    return {"found": found}
+
+
+@scenarios(looked_at, kind=("ddp", "fsdp"), compressor=("loco", "loco1"), slow=lambda kind, **_: kind != "fsdp")
+def test_a_pass_without_gradients_changes_nothing(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["found"] == [each["found"][0]] * 3
 
 
 def refused(folder: Path) -> Facts:
