@@ -115,8 +115,7 @@ def memory(device: torch.device) -> Figures:
 def announced_nbytes(sync: GradientSync) -> int:
     """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
     report = build_report(sync)
-    kept = report.weights[0].kept_nbytes if report.weights else 0
-    return report.plan.memory.residuals + report.buffer_nbytes + kept
+    return report.plan.memory.residuals + report.buffer_nbytes + report.plan.memory.weights
 
 
 def no_more_than_announced(kind: str, ours: Figures, plain: Figures, figures: Figures) -> None:

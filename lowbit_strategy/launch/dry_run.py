@@ -39,7 +39,7 @@ from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.startup_report import Report, report_of
+from lowbit_strategy.telemetry.startup_report import Report
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -220,7 +220,7 @@ def plan(
         modules=_layouts(module) if prepared.scatter else None,
         outer=prepared.options.outer,
     )
-    return report_of(planned_run, chosen, device=device)
+    return Report(planned_run, chosen, device)
 
 
 def _as_one(prepared: PreparedModel, itemsizes: Mapping[str, int]) -> list[ParamGroup]:

@@ -20,6 +20,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.telemetry.measure import NUM_ENERGIES, NUM_SUMS, MeanSample, energies, sum_over_ranks, table
+from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
 
 _log = logging.getLogger("lowbit_strategy")
 _WIDTH = NUM_ENERGIES + 1 + NUM_SUMS + 1  # energies, the residual's square, the end-to-end sums, bytes sent
@@ -101,32 +102,20 @@ class Observation:
 
 
 class _Stopwatch:
-    """Adds up stretches of time: of this thread on CPU, of the current stream on CUDA (read at the end, no waiting)."""
+    """Adds up stretches of time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._stretches: list[tuple[str, Moment, Moment]] = []
 
-    def start(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def start(self) -> Moment:
+        return now(self._device)
 
-    def stop(self, key: str, started: Any) -> None:
-        if self._cuda:
-            self._events.append((key, started, self.start()))
-        else:
-            self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - started
+    def stop(self, key: str, started: Moment) -> None:
+        self._stretches.append((key, started, now(self._device)))
 
     def read(self, key: str) -> float:
-        for name, begin, end in self._events:
-            end.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
-        self._events = []
-        return self.seconds.get(key, 0.0)
+        return sum(seconds_between(began, ended) for name, began, ended in self._stretches if name == key)
 
 
 class _TimedPending(NamedTuple):
@@ -230,14 +219,14 @@ class Observer:
         self._energies[name] = energies(compensated, sent)
 
     def end_step(self, *, counted: bool) -> None:
-        now = time.perf_counter()
+        end = time.perf_counter()
         if self._observing:
             self.own_sent_nbytes = self.sync.ranks.peers.sent_nbytes - self._sent_before - self.sampling_nbytes
             if counted:
-                self.last = self._summarize(None if self._last_end is None else now - self._last_end)
+                self.last = self._summarize(None if self._last_end is None else end - self._last_end)
                 if self.on_observation is not None:
                     self.on_observation(self.last)
-        self._last_end = now
+        self._last_end = end
 
     # -- summing up ---------------------------------------------------------------------------------------------
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods.weights import CHOICES, Exact, WeightCoding
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
@@ -35,60 +34,51 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightChoice:
-    """One way of sending weights, and what it costs a rank.
-
-    Args:
-        label: What travels, and what is kept of it.
-        step_nbytes: Bytes sent to others per step of one forward and one backward pass.
-        kept_nbytes: Memory for what is kept until the next step.
-        between_nbytes: Of `step_nbytes`, what leaves the node. None: there is one node, or FSDP2 itself gathers.
-    """
-
-    label: str
-    step_nbytes: int
-    kept_nbytes: int
-    between_nbytes: int | None = None
-
-    def render(self) -> str:
-        between = "" if self.between_nbytes is None else f" ({size(self.between_nbytes)} between nodes)"
-        memory = f"{size(self.kept_nbytes)} of memory per rank" if self.kept_nbytes else "no more memory than FSDP2's"
-        return f"{self.label}, {size(self.step_nbytes)}/step{between}, {memory}"
-
-
-def _choice(plan: StepPlan, coding: WeightCoding) -> WeightChoice:
-    again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
-    kept = {
-        "nothing": "gathered anew in backward" if again else "sent once, as FSDP2 keeps them until backward",
-        "codes": "kept as codes",
-        "replica": "kept as a replica",
-    }
-    ours, units = coding != Exact(), weight_transfers(coding, plan.modules, plan.topology, plan.layout)
-    return WeightChoice(
-        f"{coding.label}, {kept[coding.keep]}",
-        step_nbytes(units),
-        kept_nbytes(coding, plan.modules, plan.topology, plan.layout),
-        internode_nbytes(units) if plan.topology.has_nodes and ours else None,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What one rank sends in each step, in words.
 
     Args:
         plan: Of the run.
-        groups: Compressed, high precision and exempt, largest first.
-        weights: How FSDP2's weights travel, and what other ways would cost; the one in use first. Empty under DDP.
-        kernels: Which implementation serves.
-        next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
+        compressor: That the plan is of.
+        device: Where kernels run.
+        step_index: Optimizer steps completed.
     """
 
     plan: StepPlan
-    groups: list[Group]
-    weights: list[WeightChoice]
-    kernels: str
-    next_phase: int | None
+    compressor: Compressor
+    device: torch.device
+    step_index: int = 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Compressed, high precision and exempt, largest first."""
+        groups: dict[tuple[str, str, str], Group] = {}
+        for name, assignment in self.plan.assignments.items():
+            spec = self.plan.specs[name]
+            key = (assignment.kind, assignment.method.description(spec), assignment.reason)
+            group = groups.setdefault(key, Group(*key))
+            group.num_tensors += 1
+            group.numel += spec.whole.numel
+            group.sent_nbytes += assignment.method.wire_nbytes(spec, self.plan.topology.num_peers)
+        return sorted(groups.values(), key=lambda group: -group.numel)
+
+    @property
+    def kernels(self) -> str:
+        """Which implementation serves; on a GPU also which methods no kernel was written for."""
+        compressed = [each.method for each in self.plan.assignments.values() if each.kind == "compressed"]
+        plain = sorted({method.label for method in compressed if not _has_kernels(method)})
+        names = backends.describe(self.device)
+        return f"{names}; plain PyTorch for {', '.join(plain)}" if plain and self.device.type == "cuda" else names
+
+    @property
+    def next_phase(self) -> int | None:
+        """Step in which the compressor changes its configuration, as at the end of a warm-up; None: never, or not in
+        the next million.
+        """
+        now = self.compressor.phase(self.step_index)
+        steps = range(self.step_index + 1, self.step_index + _LONGEST_PHASE)
+        at = bisect.bisect_left(steps, True, key=lambda step: self.compressor.phase(step) != now)
+        return steps[at] if at < len(steps) else None
 
     @property
     def buffer_nbytes(self) -> int:
@@ -119,10 +109,10 @@ class Report:
             lines += self._levels()
         else:
             lines.append("  one rank: nothing is sent, so nothing is compressed")
-        if self.next_phase is not None:
-            lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
-        if self.weights and plan.topology.num_peers > 1:
-            lines += self._weights()
+        if (step := self.next_phase) is not None:
+            lines.append(f"  until step {step}, where the compressor's next phase begins")
+        if plan.coding is not None and plan.topology.num_peers > 1:
+            lines += self._weights(plan.coding)
         if outer is not None:
             lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
         lines += self._second_moment()
@@ -158,55 +148,39 @@ class Report:
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
         return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 
-    def _weights(self) -> list[str]:
+    def _weights(self, used: WeightCoding) -> list[str]:
         """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""
-        used, *others = self.weights
-        lines = [f"  weights: {used.render()}; {size(self.plan.sent_nbytes + used.step_nbytes)}/step in all"]
-        exact = [name or "the model" for name, layout in self.plan.modules.items() if not layout.coded]
-        if exact and self.plan.coding != Exact():
+        plan = self.plan
+        sent = size(plan.sent_nbytes + step_nbytes(plan.weights))
+        lines = [f"  weights: {_describe_weights(plan, used)}; {sent}/step in all"]
+        exact = [name or "the model" for name, layout in plan.modules.items() if not layout.coded]
+        if exact and used != Exact():
             named = ", ".join(exact[:3]) + (", ..." if len(exact) > 3 else "")
             lines.append(
                 f"    not coded: {named} (parameters of several types, or that the module gathers in a way of its own)"
             )
-        return lines + [f"    instead: {choice.render()}" for choice in others]
+        return lines + [f"    instead: {_describe_weights(plan, other)}" for other in CHOICES if other != used]
+
+
+def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
+    """One way of sending FSDP2's weights, and what it costs a rank in a step of one forward and one backward pass."""
+    again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
+    keeps = {
+        "nothing": "gathered anew in backward" if again else "sent once, as FSDP2 keeps them until backward",
+        "codes": "kept as codes",
+        "replica": "kept as a replica",
+    }
+    units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
+    kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
+    memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
+    ours = plan.topology.has_nodes and coding != Exact()  # FSDP2's own gathers are not counted by node
+    between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
+    return f"{coding.label}, {keeps[coding.keep]}, {size(step_nbytes(units))}/step{between}, {memory}"
 
 
 def build_report(sync: GradientSync) -> Report:
     """What an engine does from now on."""
-    return report_of(sync.plan(), sync.compressor, device=sync.device, step_index=sync.step_index)
-
-
-def report_of(plan: StepPlan, compressor: Compressor, *, device: torch.device, step_index: int = 0) -> Report:
-    """Args:
-    plan: Of the run.
-    compressor: That the plan is of.
-    device: Where kernels run.
-    step_index: Optimizer steps completed.
-    """
-    groups: dict[tuple[str, str, str], Group] = {}
-    for name, assignment in plan.assignments.items():
-        spec = plan.specs[name]
-        key = (assignment.kind, assignment.method.description(spec), assignment.reason)
-        group = groups.setdefault(key, Group(*key))
-        group.num_tensors += 1
-        group.numel += spec.whole.numel
-        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.topology.num_peers)
-    codings = [] if plan.coding is None else [plan.coding, *(each for each in CHOICES if each != plan.coding)]
-    return Report(
-        plan=plan,
-        groups=sorted(groups.values(), key=lambda group: -group.numel),
-        weights=[_choice(plan, coding) for coding in codings],
-        kernels=_kernels(plan.assignments, device),
-        next_phase=_next_phase(compressor, step_index),
-    )
-
-
-def _kernels(assignments: Mapping[str, Assignment], device: torch.device) -> str:
-    """Which implementation serves; on a GPU also which methods no kernel was written for."""
-    compressed = [each.method for each in assignments.values() if each.kind == "compressed"]
-    plain = sorted({method.label for method in compressed if not _has_kernels(method)})
-    names = backends.describe(device)
-    return f"{names}; plain PyTorch for {', '.join(plain)}" if plain and device.type == "cuda" else names
+    return Report(sync.plan(), sync.compressor, sync.device, sync.step_index)
 
 
 def _has_kernels(method: Method) -> bool:
@@ -219,14 +193,6 @@ def describe_ranks(topology: Topology) -> str:
     if topology.node_size is None:
         return f"{topology.num_peers} ranks"
     return f"{topology.num_peers} groups of {topology.num_parts} ranks, exact inside a group"
-
-
-def _next_phase(compressor: Compressor, step_index: int) -> int | None:
-    """The first step with another configuration, if there is one among the next million."""
-    now = compressor.phase(step_index)
-    lengths = range(1, _LONGEST_PHASE)
-    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.phase(step_index + length) != now)
-    return step_index + lengths[at] if at < len(lengths) else None
 
 
 def size(nbytes: float) -> str:

@@ -7,6 +7,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,26 @@ AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster th
 MIN_WIN_RATE = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
 CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
 
-_Moment = float | torch.cuda.Event
+Moment = float | torch.cuda.Event
+
+
+def now(device: torch.device) -> Moment:
+    """Of this thread on CPU; on CUDA of the current stream, which is not waited for."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(began: Moment, ended: Moment) -> float:
+    """On CUDA, waits until the device has come to `ended`."""
+    if isinstance(began, float):
+        assert isinstance(ended, float)
+        return ended - began
+    assert isinstance(ended, torch.cuda.Event)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 class StepTime(NamedTuple):
@@ -53,17 +73,17 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.is_timing = False
         self._device = device
-        self._ends: list[_Moment] = []  # of steps; empty: nothing is timed
-        self._waits: list[tuple[int, _Moment, _Moment]] = []  # in which step, from when, until when
+        self._ends: list[Moment] = []  # of steps; empty: nothing is timed
+        self._waits: list[tuple[int, Moment, Moment]] = []  # in which step, from when, until when
 
     def start(self) -> None:
         """A step begins now."""
-        self._ends, self._waits, self.is_timing = [self._now()], [], True
+        self._ends, self._waits, self.is_timing = [now(self._device)], [], True
 
     def end_step(self) -> None:
         """A step ends, and the next begins."""
         if self._ends:
-            self._ends.append(self._now())
+            self._ends.append(now(self._device))
 
     def wait(self) -> Callable[[], None] | None:
         """Training has nothing to do from now on, until what this returns is called, from any thread. None: no step is
@@ -71,8 +91,8 @@ class StepClock:
         """
         if not self._ends:
             return None
-        waits, step, began = self._waits, len(self._ends), self._now()
-        return lambda: waits.append((step, began, self._now()))
+        waits, step, began = self._waits, len(self._ends), now(self._device)
+        return lambda: waits.append((step, began, now(self._device)))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -86,27 +106,13 @@ class StepClock:
         """The steps since `start`. Nothing is timed after that until the next one."""
         ends, waits, self._ends, self._waits = self._ends, self._waits, [], []
         self.is_timing = False
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         waited = [0.0] * (len(ends) + 1)
         for step, began, ended in waits:
-            waited[step] += _seconds(began, ended)
-        return [StepTime(_seconds(ends[at - 1], ends[at]), waited[at] if waits else None) for at in range(1, len(ends))]
-
-    def _now(self) -> _Moment:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _seconds(began: _Moment, ended: _Moment) -> float:
-    if isinstance(began, float):
-        assert isinstance(ended, float)
-        return ended - began
-    assert isinstance(ended, torch.cuda.Event)
-    return float(began.elapsed_time(ended)) / 1e3
+            waited[step] += seconds_between(began, ended)
+        return [
+            StepTime(seconds_between(before, end), waited[at] if waits else None)
+            for at, (before, end) in enumerate(itertools.pairwise(ends), start=1)
+        ]
 
 
 def median_step(times: list[StepTime]) -> StepTime:

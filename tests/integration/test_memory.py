@@ -17,6 +17,7 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.scenarios import Facts, scenarios
@@ -49,7 +50,7 @@ def sharded(folder: Path) -> Facts:
         "observed": observer.last.weights_nbytes,
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
-        "weights": announced.weights[0].step_nbytes,
+        "weights": step_nbytes(announced.plan.weights),
         "counted": sync.weights.step_nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
@@ -114,8 +115,7 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
         held[name] = _held_nbytes() - before
         if session is not None:
             report = build_report(session.sync)
-            assert report.weights
-            kept = report.weights[0].kept_nbytes
+            kept = report.plan.memory.weights
             announced = report.plan.memory.residuals + report.buffer_nbytes + kept
             session.close()
         del net, module, prepared, session

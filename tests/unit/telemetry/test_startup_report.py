@@ -12,7 +12,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import WarmUp
 from lowbit_strategy.methods.powersgd import PowerSGD
-from lowbit_strategy.telemetry.startup_report import report_of
+from lowbit_strategy.telemetry.startup_report import Report
 from testing.worlds.single import engine
 
 WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
@@ -47,5 +47,5 @@ def test_on_a_gpu_methods_without_kernels_are_named() -> None:
     cuda = torch.device("cuda", 0)
     for compressor, named in ((LoCo(), False), (LoCo(residual="none"), True), (PowerSGD(), True)):
         sync = engine(compressor, [TensorSpec("a.weight", (512, 512))])
-        report = report_of(sync.plan(), compressor, device=cuda)
+        report = Report(sync.plan(), compressor, cuda)
         assert ("plain PyTorch for" in report.kernels) == named, report.kernels
