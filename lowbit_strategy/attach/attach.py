@@ -98,8 +98,8 @@ def attach_ddp(
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
-    size, far = prepared.node_size, options.far_links
-    ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far)
+    size, far, intra = prepared.node_size, options.far_links, options.intra
+    ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far, intra=intra)
     prepared = fit_to_memory(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
@@ -199,8 +199,8 @@ def attach_fsdp(
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
     topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
-    far = prepared.options.far_links
-    ranks = make_ranks(group, topology, size or prepared.node_size, device, far=far)
+    far, intra = prepared.options.far_links, prepared.options.intra
+    ranks = make_ranks(group, topology, size or prepared.node_size, device, far=far, intra=intra)
     membership = None
     if is_hsdp:
         ranks, membership = _as_replica(module, prepared, ranks, device, group)

@@ -135,7 +135,7 @@ def prepared_for(
     """A checked configuration on the nodes that there are.
 
     Raises:
-        ValueError: `two_level` or `shard_size` does not suit them.
+        ValueError: `two_level`, `intra` or `shard_size` does not suit them.
     """
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
@@ -146,7 +146,24 @@ def prepared_for(
             "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"
             ' with shard_size="node"'
         )
+    if options.intra is not None and (obstacle := _nothing_inside(prepared)) is not None:
+        raise ValueError(f"intra={options.intra} is not possible, because {obstacle}: leave it out")
     return prepared
+
+
+def _nothing_inside(prepared: PreparedModel) -> str | None:
+    """Why no sums are formed inside a node before they are compressed; None: they are."""
+    options, topology = prepared.options, prepared.topology
+    if prepared.shard_size is None:
+        if prepared.node_size is not None:
+            return None
+        if options.outer is not None:
+            return "under DDP each rank takes local steps by itself"
+        return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
+    if prepared.shard_size == 1:
+        return "one rank has a whole model (shard_size=1)"
+    one_replica = prepared.shard_size == topology.world_size and options.elastic is None
+    return "all ranks share one model" if one_replica else None
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:

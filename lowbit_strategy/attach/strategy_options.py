@@ -62,6 +62,9 @@ class SyncOptions:
         two_level: Gradients are added up exactly inside a node and compressed between the ranks of equal index on all
             nodes, so that each travels once per node and not once per rank. None: enabled when there are several nodes
             with the same number (> 1) of ranks. False: all ranks exchange with all others.
+        intra: 8: inside a node ranks send each other codes of 8 bits instead of exact gradients, for nodes whose links
+            inside are slow too. The error, at most 1/250 of the largest magnitude in a block, is in no residual. Exempt
+            parameters stay exact, and so does what DDP gathers inside a node. Needs two levels or HSDP. None: exact.
         shard_size: FSDP2: how many ranks of a node share one model; the gradients of their shards are compressed
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
@@ -93,6 +96,7 @@ class SyncOptions:
     rollback: bool | None = None
     check_digest: bool = True
     two_level: bool | None = None
+    intra: int | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
@@ -104,6 +108,8 @@ class SyncOptions:
     def __post_init__(self) -> None:
         if self.second_moment and self.two_level:
             raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
+        if self.intra not in (None, 8):
+            raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:
@@ -197,6 +203,7 @@ class DDPConstructor(_Options):
         on_missing_residual: OnMissingResidual = "error",
         check_digest: bool = True,
         two_level: bool | None = None,
+        intra: int | None = None,
         outer: OuterRule | str | None = None,
         elastic: Elastic | None = None,
         memory: float | None = None,
@@ -237,6 +244,7 @@ class FSDPConstructor(_Options):
         on_missing_residual: OnMissingResidual = "error",
         check_digest: bool = True,
         two_level: bool | None = None,
+        intra: int | None = None,
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         outer: OuterRule | str | None = None,

@@ -150,6 +150,7 @@ class Exchange:
         buffers: Lends memory for messages.
         flags: Where this rank notes that it contributes inf or NaN, or owns such a mean, and that a message did not
             have the expected layout.
+        alpha: Reduce-scatter: factor of the sums.
     """
 
     def __init__(
@@ -160,11 +161,13 @@ class Exchange:
         *,
         buffers: WireBuffers,
         flags: StepFlags,
+        alpha: float = 1.0,
     ) -> None:
         self.groups = tuple(groups)
         self.comm = comm
         self._buffers = buffers
         self._flags = flags
+        self._alpha = alpha
         self.uplink_nbytes = self.downlink_nbytes = HEADER_NBYTES
         for group in self.groups:
             for param in group.params:
@@ -184,7 +187,7 @@ class Exchange:
         Args:
             x: The bucket, 1-D contiguous, laid out as the groups' parameters say.
             out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
-                of the owned chunks, since FSDP2 divides afterwards.
+                of the owned chunks, since FSDP2 divides afterwards, times `alpha`.
             step: Counter and seeds.
             sent: float32, as `x`: filled with what the other ranks decode of this rank's messages, or None.
         """
@@ -201,7 +204,7 @@ class Exchange:
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
         if not self._downlinks:
-            self._decode(self._uplinks, received, out, 1.0)
+            self._decode(self._uplinks, received, out, self._alpha)
             self._buffers.give_back(send, received)
             return
         owned = self._buffers.borrow(1, 4 * max(self._shard_numel, 1)).view(-1)
@@ -243,7 +246,8 @@ class Exchange:
                         send.append(Segment(x_at, length, at, r * self.uplink_nbytes + uplink_at, salt))
                         gather.append(Segment(x_at, length, at, r * self.downlink_nbytes + downlink_at, salt))
                 if length := cut.row_length(rank):
-                    out_at = param.offset if downlink is None else self._shard_numel
+                    out_at = param.offset if param.out_offset is None else param.out_offset
+                    out_at = out_at if downlink is None else self._shard_numel
                     own.append(Segment(out_at, length, state_at, uplink_at, salt_of(param.name, rank)))
                     back.append(Segment(out_at, length, state_at, downlink_at, salt_of(param.name, world_size + rank)))
                 uplink_at += _section_nbytes(uplink, param)

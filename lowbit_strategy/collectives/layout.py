@@ -123,6 +123,7 @@ class ParamView:
         cut: The parameter's cut.
         state_offset: First element of the own chunk in state that holds one chunk of each parameter; in state of whole
             parameters it is W times that.
+        out_offset: Reduce-scatter: first element of the own chunk in the output buffer. None: `offset`.
     """
 
     name: str
@@ -130,3 +131,4 @@ class ParamView:
     row_stride: int
     cut: Cut
     state_offset: int = 0
+    out_offset: int | None = None

@@ -21,6 +21,7 @@ from lowbit_strategy.engine.interfaces import (
     StepPhase,
 )
 from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.node_codes import node_codes_of
 from lowbit_strategy.engine.transactions import ByteCheck, Transactions
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -61,6 +62,7 @@ class GradientSync:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
+        node_codes: Means inside a node as codes; None: sums there are exact, or there is one level.
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
@@ -78,12 +80,9 @@ class GradientSync:
         seed: int = 0,
         rollback: bool = False,
     ) -> None:
-        self.device = device
-        self.scatter = scatter
-        self.seed = seed
+        self.device, self.scatter, self.seed = device, scatter, seed
         self.rollback = self._rolls_back = rollback
-        self.step_index = 0
-        self.num_skipped = 0
+        self.step_index = self.num_skipped = 0
         self.weights: WeightSync | None = None
         self.loss_scale: float | None = None
         self.extra_state: dict[str, Stateful] = {}
@@ -94,6 +93,7 @@ class GradientSync:
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
+        self.node_codes = node_codes_of(self.state, ranks, device)
         self.transactions = Transactions(self.state, keeps_all=rollback)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
@@ -313,6 +313,8 @@ class GradientSync:
         entered, counted = self.in_step, True
         if self.weights is not None:
             self.weights.end_step()
+        if self.node_codes is not None:
+            self.node_codes.end_step()
         self.byte_check.end_step()
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.ranks.world)

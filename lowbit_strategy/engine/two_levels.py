@@ -1,6 +1,7 @@
 """Two levels of ranks: sums are exact inside a node, and compressed between the ranks of equal index on all nodes.
 
-1. inside a node each of its L ranks gets one part of every parameter, the mean over the node: an exact reduce-scatter
+1. inside a node each of its L ranks gets one part of every parameter, the mean over the node: an exact reduce-scatter,
+   or one of codes (`NodeCodes`)
 2. ranks with the same part reduce it between the nodes, through a `GradientSync`
 3. DDP: inside the node all ranks get all parts, an exact all-gather
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import ParamView, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -31,16 +32,19 @@ class _Partition:
     Attributes:
         layout: Of this rank's part, between nodes.
         numel: Elements of a part.
+        params: Where parameters lie in the bucket, and in the own part.
     """
 
     def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], intra_node: Comm) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket and in its part, elements
         entries: list[tuple[str, int]] = []
+        self.params: list[ParamView] = []
         self.numel = 0
         for name, offset in layout.entries:
             spec = full_specs[name]
             in_memory = spec.shape if spec.memory_order is None else tuple(spec.shape[dim] for dim in spec.memory_order)
             cut = dim0_cut(in_memory, intra_node.world_size)
+            self.params.append(ParamView(name, offset, cut.row_numel, cut, out_offset=self.numel))
             for r in range(intra_node.world_size):
                 if length := cut.row_length(r):
                     self._parts.append((r, offset + r * cut.row_numel, self.numel, length))
@@ -85,17 +89,20 @@ class TwoLevelBuckets:
             part_N.record_stream(torch.cuda.current_stream(x.device))
         buffers, row_nbytes = self._sync.buffers, partition.numel * x.element_size()
         num_inside = self._intra_node.world_size
-        sent = buffers.borrow(num_inside, row_nbytes)
-        whole, pieces = partition.views(x, sent.view(x.dtype))
-        torch._foreach_copy_(pieces, whole)
-        yield from sum_rows(
-            sent.view(x.dtype).view(num_inside, 1, -1),
-            part_N.view(1, -1),
-            self._intra_node,
-            alpha=1.0 / num_inside,
-            buffers=buffers,
-        )
-        buffers.give_back(sent)
+        if (codes := self._sync.node_codes) is not None:
+            yield from codes.mean(partition.layout, lambda: partition.params, x, part_N, buffers)
+        else:
+            sent = buffers.borrow(num_inside, row_nbytes)
+            whole, pieces = partition.views(x, sent.view(x.dtype))
+            torch._foreach_copy_(pieces, whole)
+            yield from sum_rows(
+                sent.view(x.dtype).view(num_inside, 1, -1),
+                part_N.view(1, -1),
+                self._intra_node,
+                alpha=1.0 / num_inside,
+                buffers=buffers,
+            )
+            buffers.give_back(sent)
         yield from between
         gathered = buffers.borrow(num_inside, row_nbytes)
         yield self._intra_node.all_gather(gathered.view(x.dtype), part_N)
@@ -127,14 +134,14 @@ def scatter(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor, *,
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
     between = sync.reduce(layout, mean_N, out)  # now: the engine counts buckets as they come
-    rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
-    inside = sum_rows(
-        rows_LGN,
-        mean_N.view(-1, out.numel()),
-        intra_node,
-        alpha=1.0 / num_inside,
-        buffers=None if aside else sync.buffers,
-    )
+    mean_GN = mean_N.view(-1, out.numel())
+    inside: Stages
+    if sync.node_codes is not None:
+        inside = sync.node_codes.mean_of_rows(layout, [name for name, _ in layout.entries], x, mean_GN)
+    else:
+        rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
+        buffers = None if aside else sync.buffers
+        inside = sum_rows(rows_LGN, mean_GN, intra_node, alpha=1.0 / num_inside, buffers=buffers)
     return Scatter(inside, _summed(between, mean_N, out, num_inside))
 
 

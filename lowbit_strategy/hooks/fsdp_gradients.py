@@ -255,8 +255,8 @@ _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in
 
 
 class HybridReduction(_ReduceScatter):
-    """HSDP: an exact mean over the ranks that shard a model, added in float32 and in rank order; then the mean of the
-    own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
+    """HSDP: a mean over the ranks that shard a model, exact or of codes (`NodeCodes`), added in float32 and in rank
+    order; then the mean of the own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
     FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
     After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
@@ -287,10 +287,16 @@ class HybridReduction(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        inside = self._sync.ranks.intra_node
+        inside, codes = self._sync.ranks.intra_node, self._sync.node_codes
         assert inside is not None
-        x_WGN = input_tensor.view(inside.world_size, 1, -1)
-        wait_for_all(sum_rows(x_WGN, output_tensor.view(1, -1), inside, alpha=1.0 / inside.world_size))
+        mean_GN = output_tensor.view(1, -1)
+        if codes is None:
+            x_WGN = input_tensor.view(inside.world_size, 1, -1)
+            wait_for_all(sum_rows(x_WGN, mean_GN, inside, alpha=1.0 / inside.world_size))
+        else:
+            layout = self._layouts.layout_for(output_tensor.numel())
+            assert isinstance(layout.key, tuple)  # the names of all parameters
+            wait_for_all(codes.mean_of_rows(layout, layout.key, input_tensor, mean_GN))
         self.on_reduced()
 
     def all_reduce(self, reduced: Tensor) -> None:

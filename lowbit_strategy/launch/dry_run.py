@@ -201,7 +201,8 @@ def plan(
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
     prepared = prepared_for(Topology(planned.world_size, nodes), compressor, options, specs, scatter=planned.scatter)
     node_size = prepared.shard_size or prepared.node_size
-    topology = replace(prepared.topology, node_size=node_size, far=far and planned.num_nodes > 1)
+    far = far and planned.num_nodes > 1
+    topology = replace(prepared.topology, node_size=node_size, far=far, intra=options.intra)
     chosen = used_compressor(prepared, topology)
     chosen.check(prepared.specs)
     parts = [topology.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
 
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
-from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
+from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.inside import Layout, NodeTransfer, node_transfer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.topology import Topology
-
-Layout = Literal["ddp", "fsdp", "hsdp"]
 
 _WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
 DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
@@ -69,11 +66,13 @@ class ReductionPlan:
         methods: Of each parameter.
         specs: Of each parameter, or of this rank's part of it.
         topology: The ranks.
+        exact: Parameters whose sums inside a node are exact where those of others are codes.
     """
 
     methods: Mapping[str, Method]
     specs: Mapping[str, TensorSpec]
     topology: Topology
+    exact: frozenset[str] = frozenset()
 
     @property
     def _is_sharded(self) -> bool:
@@ -130,7 +129,10 @@ class ReductionPlan:
 
     def kind_of(self, names: Iterable[str]) -> object:
         """The same for parameters that send the same."""
-        return tuple((id(self.methods[name]), self.specs[name].shape, id(self.specs[name].part)) for name in names)
+        return tuple(
+            (id(self.methods[name]), self.specs[name].shape, id(self.specs[name].part), name in self.exact)
+            for name in names
+        )
 
     def _reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
         """The parameters of each `Reducer`."""
@@ -204,48 +206,6 @@ def peer_transfer(
     return TransferGroup(name, numel, tuple(messages), 1, memory, encoded, mean)
 
 
-def _part_numel(spec: TensorSpec, topology: Topology) -> int:
-    """Elements of the largest part of a parameter, padding included: what is sent to each rank of a node."""
-    part = replace(topology, rank=0).own_part(spec.whole, sharded=spec.sharded).part
-    assert part is not None
-    return part.ranges[0][1] if part.row_numel is None else topology.num_peers * part.row_numel
-
-
-def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: Topology, layout: Layout) -> int:
-    """Elements that this rank sends to each other rank of its node in an exact reduce-scatter of a bucket."""
-    if layout == "hsdp":
-        return sum(dim0_cut(specs[name].whole.shape, topology.num_parts).row_numel for name in names)
-    return sum(_part_numel(specs[name], topology) for name in names)
-
-
-def intra_node_memory(numel: int, itemsize: int, topology: Topology, layout: Layout) -> tuple[int, int]:
-    """Memory for the exact sums inside a node: for the mean, as long as the bucket is under way, and for a piece that
-    is sent and one that is received, of one bucket at a time, but under DDP of each.
-
-    Args:
-        numel: Elements of the mean.
-        itemsize: Of an element.
-        topology: The ranks.
-        layout: What wraps the model.
-    """
-    whole = topology.num_parts * numel * itemsize
-    piece = min(whole, MESSAGE_NBYTES)
-    pieces = piece if piece == whole else 2 * piece  # what is sent as one the framework has as well, or gloo for it
-    mean = whole // topology.num_parts
-    if layout == "ddp":
-        return pieces + mean + whole, 0
-    return 0 if layout == "hsdp" else mean, pieces  # under HSDP FSDP2 has the mean
-
-
-def intra_node_copied(numel: int, itemsize: int, topology: Topology, layout: Layout) -> int:
-    """Bytes read and written for the exact sums inside a node: rows are put together and added; DDP's bucket is filled
-    with what comes back. HSDP's sums are FSDP2's own, and part of its step.
-    """
-    whole = topology.num_parts * numel * itemsize
-    added = whole + numel * itemsize
-    return {"ddp": 4 * whole + added, "fsdp": 2 * whole + added, "hsdp": 0}[layout]
-
-
 def _gradient_transfer(
     reduced: ParamGroup, reduction: ReductionPlan, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> TransferGroup:
@@ -257,30 +217,24 @@ def _gradient_transfer(
     methods, specs, topology = reduction.methods, reduction.specs, reduction.topology
     present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
-    messages: list[Message] = []
-    memory = brief = copied = 0
+    inside = NodeTransfer()
     if topology.num_parts > 1 and not (local and layout == "ddp"):
-        numel = intra_node_numel(specs, reduced.names, topology, layout)
-        sent = (topology.num_parts - 1) * numel * reduced.itemsize
-        pieces = len(pieces_of_rows(numel, topology.num_parts * reduced.itemsize))
-        messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, internode_fraction=0.0))
-        memory, brief = intra_node_memory(numel, reduced.itemsize, topology, layout)
-        copied = intra_node_copied(numel, reduced.itemsize, topology, layout)
+        inside = node_transfer(specs, reduced.names, reduced.itemsize, topology, layout, reduction.exact)
+    between: list[Message] = []
+    memory, brief, encoded = inside.buffer_nbytes, inside.brief_nbytes, inside.encoded_numel
     if not local:
-        messages += reduction.messages(own)
+        between = reduction.messages(own)
         traveling, mean = reduction.memory(present)
         memory += traveling
         brief += mean
-    if messages and messages[0].level == "intra-node" and layout == "ddp":
-        messages.append(replace(messages[0], what="all-gather"))
-    hops = 1 if layout == "fsdp" else 2
+        encoded += (1 if layout == "fsdp" else 2) * sum(specs[name].numel for name in own)
     return TransferGroup(
         reduced.name,
         sum(specs[name].whole_numel for name in reduced.names),
-        tuple(messages),
+        (*inside.scatter, *between, *inside.gather),
         buffer_nbytes=memory,
-        encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
-        copied_nbytes=copied,
+        encoded_numel=encoded,
+        copied_nbytes=inside.copied_nbytes,
         brief_nbytes=brief,
     )
 

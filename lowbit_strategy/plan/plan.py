@@ -15,6 +15,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ReductionPlan, ddp_buckets, gradient_transfers
+from lowbit_strategy.plan.inside import part_numel
 from lowbit_strategy.plan.messages import (
     TransferGroup,
     ahead_nbytes,
@@ -112,7 +113,7 @@ class StepPlan:
 
     @property
     def intra_node_nbytes(self) -> int:
-        """Bytes of exact gradients sent inside the node in a step."""
+        """Bytes of gradients sent inside the node in a step, before and after the exchange between nodes."""
         return step_nbytes(self.gradients, "intra-node")
 
     @functools.cached_property
@@ -166,7 +167,8 @@ def make_plan(
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
     if topology.num_peers == 1:  # there is nobody to meet
         outer = None
-    reduction = ReductionPlan(methods, by_name, topology)
+    exact = frozenset(name for name, each in assignments.items() if each.is_exact)
+    reduction = ReductionPlan(methods, by_name, topology, exact)
     gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
     rounds = alike(round_transfers(outer, methods, by_name, topology)) if outer is not None else ()
     state = state_transfers(outer, by_name, topology) if rounds and outer is not None and outer.average_state else ()
@@ -176,6 +178,9 @@ def make_plan(
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
     max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, topology, layout)
     coded = [tuple(by_name)] if waits else [each.names for each in reduced]
+    means = [0] * len(reduced)
+    if topology.num_parts > 1:
+        means = [each.itemsize * part_numel(by_name, each.names, topology, layout) for each in reduced]
     modules = modules or {}
     weights = () if coding is None else alike(weight_transfers(coding, modules, topology, layout))
     return StepPlan(
@@ -193,7 +198,7 @@ def make_plan(
             residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, topology, layout),
             messages=_messages_nbytes(gradients, weights, rounds, state, topology, layout, unsharded, max_in_flight)
-            + (_mean_beside_nbytes(gradients, topology) if layout == "fsdp" and device_type == "cuda" else 0),
+            + (_mean_beside_nbytes(gradients, means) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
@@ -239,9 +244,8 @@ def _messages_nbytes(
     return nbytes
 
 
-def _mean_beside_nbytes(gradients: Sequence[TransferGroup], topology: Topology) -> int:
+def _mean_beside_nbytes(gradients: Sequence[TransferGroup], means: Sequence[int]) -> int:
     """Of FSDP2's modules with two levels, on GPUs: while one is between nodes the next one's mean is formed."""
-    means = [each.nbytes("intra-node") // max(1, topology.num_parts - 1) for each in gradients]
     buffers = [each.buffer_nbytes for each in gradients]
     beside = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
     return max([*buffers, *beside], default=0) - max(buffers, default=0)

@@ -109,8 +109,8 @@ class Ranks:
             buckets are in flight on CPU. With replicas that come and go: the ranks of this one's replica.
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
-        intra_node: The ranks of one node that together reduce whole parameters, each a part, with exact sums. None:
-            there is one level.
+        intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
+        intra: Bits of the codes that they send each other. None: their sums are exact.
         node_sizes: As in `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
@@ -122,6 +122,7 @@ class Ranks:
     node_sizes: tuple[int, ...] | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
+    intra: int | None = None
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
@@ -147,7 +148,7 @@ class Ranks:
     def topology(self) -> Topology:
         """As numbers."""
         node_size = None if self.intra_node is None else self.intra_node.world_size
-        return Topology(self.world_size, self.node_sizes, self.rank, node_size, self.peers.is_far)
+        return Topology(self.world_size, self.node_sizes, self.rank, node_size, self.peers.is_far, self.intra)
 
     @property
     def alone(self) -> bool:
@@ -183,6 +184,7 @@ def make_ranks(
     *,
     own_world: bool = False,
     far: bool | None = None,
+    intra: int | None = None,
 ) -> Ranks:
     """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks of `group`.
 
@@ -193,6 +195,7 @@ def make_ranks(
         device: Of gradients.
         own_world: Make a group of all ranks, too, because another thread uses `group`.
         far: Whether peers are far apart, on CPU; None: measure it.
+        intra: As in `Ranks`.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
@@ -219,6 +222,7 @@ def make_ranks(
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,
         own=(*own, intra_node, peers),
+        intra=intra,
     )
 
 

@@ -37,6 +37,7 @@ class Topology:
         node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
             them with all others.
         far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
+        intra: Bits of the codes that these ranks of a node send each other. None: their sums are exact.
     """
 
     world_size: int
@@ -44,6 +45,7 @@ class Topology:
     rank: int = 0
     node_size: int | None = None
     far: bool = False
+    intra: int | None = None
 
     @property
     def num_nodes(self) -> int:

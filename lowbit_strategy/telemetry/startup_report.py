@@ -144,7 +144,8 @@ class Report:
         if not topology.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
-        inside = f" and {size(exact)}/step of exact gradients" if exact else ""
+        kind = "exact" if topology.intra is None else f"{topology.intra}-bit"
+        inside = f" and {size(exact)}/step of {kind} gradients" if exact else ""
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
         return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 
@@ -192,7 +193,8 @@ def describe_ranks(topology: Topology) -> str:
     """Which ranks reduce what together."""
     if topology.node_size is None:
         return f"{topology.num_peers} ranks"
-    return f"{topology.num_peers} groups of {topology.num_parts} ranks, exact inside a group"
+    inside = "exact" if topology.intra is None else f"codes of {topology.intra} bits"
+    return f"{topology.num_peers} groups of {topology.num_parts} ranks, {inside} inside a group"
 
 
 def size(nbytes: float) -> str:

@@ -37,6 +37,7 @@ class NodesWorld:
         kind: What the model is wrapped in; for ``hsdp`` a node has one replica.
         compressor: Between nodes.
         specs: Parameters.
+        intra: As in `Ranks`.
         options: Of every engine.
     """
 
@@ -47,6 +48,8 @@ class NodesWorld:
         specs: Sequence[TensorSpec],
         num_nodes: int,
         per_node: int,
+        *,
+        intra: int | None = None,
         **options: Any,
     ) -> None:
         self.kind, self.specs, self.num_nodes, self.per_node = kind, list(specs), num_nodes, per_node
@@ -64,6 +67,7 @@ class NodesWorld:
                     world=world.comms[r],
                     peers=peers[r % per_node].comms[r // per_node],
                     intra_node=self.intra_node[r],
+                    intra=intra,
                 ),
                 torch.device("cpu"),
                 scatter=kind == "fsdp",
@@ -150,12 +154,16 @@ class NodesWorld:
     def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
         x_WN, entries, cuts = self._rows(grads, self.per_node)
         out = torch.empty(x_WN.shape[1])
-        rows = x_WN.view(self.per_node, 1, -1)
-        _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
+        layout = BucketLayout(own, alone=True, key=entries)
         sync.begin_step()
-        _run(sync.reduce(BucketLayout(own, alone=True, key=entries), out, out))
+        if sync.node_codes is None:
+            rows = x_WN.view(self.per_node, 1, -1)
+            _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
+        else:
+            _run(sync.node_codes.mean_of_rows(layout, [name for name, _ in entries], x_WN.view(-1), out.view(1, -1)))
+        _run(sync.reduce(layout, out, out))
         return {name: out[at : at + cuts[name].row_length(index)] for name, at in entries}
 
     def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[tuple[str, int], ...], dict[str, Any]]:

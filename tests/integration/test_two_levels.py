@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torch.nn import functional as F
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import GraVAC
-from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitFSDPStrategy
+from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, raised, scenarios
@@ -21,6 +24,8 @@ from testing.record import read_record
 from testing.training.accelerated import make, prepared, train
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.regression import (
+    OUTPUTS,
+    WIDTH,
     ByStep,
     Kind,
     Regression,
@@ -202,3 +207,86 @@ def test_what_cannot_have_two_levels_and_other_frameworks(facts: list[Facts]) ->
         assert rank["fabric"] == Trained(facts[0]["fabric"].bits, peers=2)
         assert rank["accelerate"] == Trained(facts[0]["accelerate"].bits, peers=2)
     assert "one level, because nodes have different numbers of ranks (3, 1)" in facts[0]["uneven"]
+
+
+class Coded(NamedTuple):
+    """What a training with or without codes inside nodes has come to; bytes are those inside."""
+
+    losses: list[float]
+    bits: int
+    sent: int
+    planned: int
+
+
+def with_intra(kind: Kind, **options: Any) -> LowBitDDPStrategy | LowBitFSDPStrategy:
+    if kind == "ddp":
+        return LowBitDDPStrategy(LoCo(), bucket_cap_mb=0.1, **options)
+    shard_size = "node" if kind == "hsdp" else None
+    return LowBitFSDPStrategy(LoCo(), min_shard_numel=20_000, shard_size=shard_size, weights="exact", **options)
+
+
+def codes_inside(folder: Path, kind: Kind) -> Facts:
+    runs: dict[str, Coded] = {}
+    with nodes_of(2):
+        for intra in (None, 8):
+            torch.manual_seed(0)
+            widths = itertools.pairwise((WIDTH, 256, 256, OUTPUTS))
+            layers = [layer for width in widths for layer in (nn.Linear(*width), nn.Tanh())][:-1]
+            model = Regression(nn.Sequential(*layers), lr=1e-3)
+            with listen() as lines:
+                made = trainer(with_intra(kind, intra=intra), max_steps=16)
+                made.fit(model, loader())
+            sync = made.strategy.sync
+            runs[str(intra)] = Coded(
+                model.losses,
+                fingerprint(model),
+                sent=sync.ranks.intra_node.sent_nbytes,
+                planned=16 * sync.plan().intra_node_nbytes,
+            )
+    return {**runs, "log": "\n".join(lines)}
+
+
+@scenarios(codes_inside, world_size=4, kind=("ddp", "fsdp", "hsdp"))
+def test_codes_inside_nodes(facts: list[Facts], request: pytest.FixtureRequest) -> None:
+    """Two nodes of two ranks: a quarter of the bytes of an exact reduce-scatter, and the same losses within noise."""
+    for rank in facts:
+        exact, coded = rank["None"], rank["8"]
+        assert coded.bits == facts[0]["8"].bits
+        assert coded.bits != exact.bits
+        assert coded.losses[-1] < 0.8 * coded.losses[0]
+        torch.testing.assert_close(torch.tensor(coded.losses), torch.tensor(exact.losses), rtol=0.1, atol=1e-3)
+        assert (exact.sent, coded.sent) == (exact.planned, coded.planned)
+        gathered = exact.sent // 2 if "ddp" in request.node.name else 0  # which stays as it is
+        assert 0.25 < (coded.sent - gathered) / (exact.sent - gathered) < 0.3
+    assert "2 groups of 2 ranks, codes of 8 bits inside a group" in facts[0]["log"]
+    assert "of 8-bit gradients" in facts[0]["log"]
+
+
+def without_codes(folder: Path) -> Facts:
+    def error(kind: Kind, **options: Any) -> str:
+        return raised(lambda: trainer(with_intra(kind, **options), max_steps=1).fit(Regression(), loader()))
+
+    facts: Facts = {"bits": raised(lambda: LowBitDDPStrategy(intra=4))}
+    with nodes_of(4):
+        facts["one node"] = error("ddp", intra=8)
+        facts["one replica"] = error("hsdp", intra=8)
+    with nodes_of(2):
+        facts["one level"] = error("fsdp", intra=8, two_level=False)
+        facts["outer"] = error("ddp", intra=8, outer="diloco")
+        facts["one rank"] = raised(
+            lambda: trainer(LowBitFSDPStrategy(shard_size=1, intra=8), max_steps=1).fit(Regression(), loader())
+        )
+        facts["differs"] = error("fsdp", intra=8 if torch.distributed.get_rank() == 1 else None)
+    return facts
+
+
+@scenarios(without_codes, world_size=4)
+def test_where_there_are_no_sums_inside_a_node(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "intra must be 8, for codes of 8 bits inside a node, or None, got 4" in rank["bits"]
+        assert "intra=8 is not possible, because all ranks are on one node" in rank["one node"]
+        assert "intra=8 is not possible, because all ranks share one model" in rank["one replica"]
+        assert "intra=8 is not possible, because two_level=False" in rank["one level"]
+        assert "intra=8 is not possible, because under DDP each rank takes local steps by itself" in rank["outer"]
+        assert "intra=8 is not possible, because one rank has a whole model (shard_size=1)" in rank["one rank"]
+        assert "rank 1 differs from rank 0 in intra: 8 instead of None" in rank["differs"]

@@ -40,6 +40,11 @@ class Assignment(NamedTuple):
     kind: AssignmentKind
     reason: str
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the whole parameter is sent as float32; the same for all its parts."""
+        return self.method == dense_method() and self.reason != _SMALL_PART
+
 
 @configuration
 class Compressor(ABC):
@@ -154,7 +159,10 @@ def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
     """What the part of a parameter gets that has this assignment."""
     if spec.part is None or assignment.method.serves(spec):
         return assignment
-    return Assignment(dense_method(), "exempt", "the part that one rank reduces is too small")
+    return Assignment(dense_method(), "exempt", _SMALL_PART)
+
+
+_SMALL_PART = "the part that one rank reduces is too small"
 
 
 @configuration

@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
     "on_missing_residual": "reset",
     "check_digest": False,
     "two_level": True,
+    "intra": 8,
     "shard_size": "node",
     "weights": "delta4",
     "outer": {"name": "diloco", "every": 30},
