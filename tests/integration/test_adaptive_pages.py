@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.processes.scripts import REPOSITORY, run_script
+from testing.processes.ranks import run_ranks
+from testing.processes.scripts import REPOSITORY, as_main, run_script
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRELUDE = """
@@ -45,8 +46,9 @@ def blocks(page: str) -> list[str]:
     return _BLOCK.findall((REPOSITORY / "docs" / page).read_text(encoding="utf-8"))
 
 
-def run(code: str, folder: Path) -> str:
-    return run_script(["-c", PRELUDE + code], cwd=folder, timeout=200).stdout
+def run(code: str, folder: Path) -> None:
+    (folder / "page.py").write_text(PRELUDE + code)
+    run_ranks(as_main, 1, "page.py", [], {}, folder, timeout=200, process_group=None)
 
 
 def test_what_the_pages_construct(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The command line, as users run it: `lowbit launch`, the run module under other launchers, what comes back from them.
 
-Every test starts interpreters; what can be tested without doing so is in tests/unit/launch and tests/unit/config.
+Most start interpreters; what can be tested without doing so is in tests/unit/launch and tests/unit/config.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import psutil
 import pytest
 import yaml
 
-from testing.processes.scripts import REPOSITORY, run_script
+from testing.processes.ranks import run_ranks
+from testing.processes.scripts import REPOSITORY, as_main, run_script
 from testing.record import read_record
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]
+STOCK_ON_CPU = {"ACCELERATE_USE_CPU": "true"}  # which Accelerate's own launcher alone takes for one process
 SECTION: dict[str, Any] = {"compressor": "loco", "bits": 4}
 SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm.py"
 RESTARTABLE = REPOSITORY / "tests" / "integration" / "scripts" / "restartable.py"
@@ -58,10 +60,9 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The script under Accelerate's own launcher."""
+    """The script without a section."""
     folder = tmp_path_factory.mktemp("uncompressed")
-    arguments = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", SCRIPT, "--out", folder]
-    run_script(["-m", "accelerate.commands.launch", *arguments], env={"ACCELERATE_USE_CPU": "true"}, timeout=280)
+    run_ranks(as_main, 2, SCRIPT, ["--out", folder], STOCK_ON_CPU, folder, process_group=None)
     return facts(folder)
 
 
@@ -104,8 +105,7 @@ def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], 
     assert compressed[0]["bits"] != uncompressed[0]["bits"]
 
 
-@pytest.mark.slow  # the next test compares its bits
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_config_file_and_an_unmodified_script(
     kind: str, uncompressed: list[dict[str, Any]], by_lowbit_launch: Callable[[str], tuple[Path, str]]
 ) -> None:
@@ -115,14 +115,14 @@ def test_a_config_file_and_an_unmodified_script(
 
 
 STOCK = ["-m", "accelerate.commands.launch"]
-STOCK_ON_CPU = {"ACCELERATE_USE_CPU": "true"}  # which alone it takes for one process
 
 
 def stock_config(folder: Path, kind: str, **more: Any) -> Path:
     return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow  # as test_an_unmodified_trainer_script
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_stock_launcher_trains_the_same_bits(
     kind: str,
     tmp_path: Path,
@@ -373,17 +373,23 @@ print("callbacks", sum(isinstance(each, ResidualCallback) for each in trainer.ca
 """
 
 
-def test_a_script_s_own_plugin_wins(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_STEP + _OWN_PLUGINS)
+def printed_with_the_section(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What two ranks print that run `script` with the section in their environment."""
+    (folder / "train.py").write_text(script)
     env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
-    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
+    run_ranks(as_main, 2, "train.py", [], env, folder, process_group=None)
+    return capsys.readouterr().out
+
+
+def test_a_script_s_own_plugin_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_with_the_section(_STEP + _OWN_PLUGINS, tmp_path, capsys)
     for bits, times in ((4, 1), (2, 1), (3, 1)):
-        assert done.stdout.count(f"bits {bits} True") == 2 * times
-    assert done.stderr.count("the script's own LowBitPlugin is used, and not the lowbit_config section") == 3
-    assert done.stdout.count("refused this Accelerator has a LowBitPlugin already: attach one only") == 2
-    assert done.stdout.count("refused this Accelerator has prepared a model or an optimizer already") == 2
-    assert done.stdout.count("trainer 2 4") == 2
-    assert done.stdout.count("callbacks 1") == 2
+        assert printed.count(f"bits {bits} True") == 2 * times
+    assert printed.count("the script's own LowBitPlugin is used, and not the lowbit_config section") == 3
+    assert printed.count("refused this Accelerator has a LowBitPlugin already: attach one only") == 2
+    assert printed.count("refused this Accelerator has prepared a model or an optimizer already") == 2
+    assert printed.count("trainer 2 4") == 2
+    assert printed.count("callbacks 1") == 2
 
 
 @pytest.mark.slow
@@ -397,15 +403,14 @@ def test_a_notebook_that_sets_the_section_late(tmp_path: Path) -> None:
     assert done.stdout.count("bits 4 True") == 2
 
 
-def test_training_before_anything_is_prepared_is_said(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
+def test_training_before_anything_is_prepared_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
         f"{_STEP}"
         "accelerator = Accelerator()\n"
         "net = torch.nn.Linear(2, 2)\n"
         "torch.optim.SGD(net.parameters(), lr=0.1).step()\n"
         "step(accelerator)\n"
     )
-    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
-    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
-    assert done.stderr.count("before any model has gone through accelerator.prepare") == 2
-    assert done.stdout.count("bits 4 True") == 2
+    printed = printed_with_the_section(script, tmp_path, capsys)
+    assert printed.count("before any model has gone through accelerator.prepare") == 2
+    assert printed.count("bits 4 True") == 2

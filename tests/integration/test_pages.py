@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from testing.pages import blocks, commands, files
-from testing.processes.scripts import REPOSITORY, run_script
+from testing.processes.ranks import run_ranks
+from testing.processes.scripts import REPOSITORY, as_main, run_script
 
 ON_CPU = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
 
@@ -116,11 +117,9 @@ def test_snippets_construct(tmp_path: Path) -> None:
         if language == "python" and not text.startswith("# ")
     ]
     assert len(found) >= 8
-    run_script(
-        ["-c", SNIPPETS + "".join(BEFORE_EACH + text for text in found)],
-        cwd=tmp_path,
-        env={"ACCELERATE_USE_CPU": "true"},
-    )
+    script = tmp_path / "snippets.py"
+    script.write_text(SNIPPETS + "".join(BEFORE_EACH + text for text in found))
+    run_ranks(as_main, 1, script, [], {"ACCELERATE_USE_CPU": "true"}, tmp_path, process_group=None)
 
 
 @pytest.mark.slow

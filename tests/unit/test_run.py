@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lowbit_strategy import run
+from testing.processes.ranks import run_ranks
 from testing.processes.scripts import environment, run_script
 
 SECTION = "{compressor: loco, bits: 4}"
-RUN = ["-m", "lowbit_strategy.run"]
 
 
 @pytest.fixture
@@ -27,10 +28,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_script_runs_as_it_would_alone(script: Path) -> None:
-    done = run_script([*RUN, "--lowbit_config", SECTION, script, "--lowbit_config", "its own"], check=False)
-    assert done.returncode == 5, done.stderr
-    assert done.stdout.split("\n")[0] == "__main__ ['--lowbit_config', 'its own'] train.py helper"
+def _status(rank: int, world_size: int, arguments: list[str]) -> object:
+    with pytest.raises(SystemExit) as ended:
+        run.main(arguments)
+    return ended.value.code
+
+
+def test_the_script_runs_as_it_would_alone(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--lowbit_config", SECTION, str(script), "--lowbit_config", "its own"]
+    assert run_ranks(_status, 1, arguments, process_group=None) == [5]
+    assert "__main__ ['--lowbit_config', 'its own'] train.py helper" in capsys.readouterr().out
 
 
 def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_path: Path) -> None:
@@ -42,7 +49,8 @@ def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_pa
         "optimizer.step()\n"
         "print('trained')\n"
     )
-    done = run_script([*RUN, tmp_path / "train.py"], env={"LOWBIT_CONFIG": SECTION}, check=False)
+    command = ["-m", "lowbit_strategy.run", tmp_path / "train.py"]
+    done = run_script(command, env={"LOWBIT_CONFIG": SECTION}, check=False)
     assert done.returncode == 1
     assert "trains without an Accelerator" in done.stderr
     assert "trained" not in done.stdout
@@ -60,8 +68,6 @@ def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_pa
 def test_bad_input_ends_with_status_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lowbit_strategy import run
-
     monkeypatch.setattr(sys, "argv", sys.argv)
     with environment({"LOWBIT_CONFIG": None}), pytest.raises(SystemExit) as ended:
         run.main(arguments)
