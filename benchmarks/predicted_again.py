@@ -41,7 +41,7 @@ def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str
         "link": cluster.inter_node.nbytes_per_s,
         "latency": cluster.inter_node.latency_s,
         "inside": cluster.intra_node.nbytes_per_s,
-        "coding": cluster.encoded_per_s or 0.0,
+        "coding": 0.0 if cluster.coding is None else cluster.coding.numel_per_s,
         "compute": cell["compute_s"],
     }
     figures = [Figure.of(what, "", value, "measured", far=far) for what, value in values.items()]

@@ -17,13 +17,13 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from style import BLUE, GRAY, GREEN, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
-from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
 from lowbit_strategy.plan.plan import StepPlan
 
 TOKENS, FLOPS = 4096, 2e14
-CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=1e11, bucket_s=4e-4)
+CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), coding=Coding(1e11, 4e-4))
 GBITS = [0.1 * 10 ** (at / 4) for at in range(17)]
 MILLISECONDS = [0.01 * 10 ** (at / 3) for at in range(14)]
 COLORS = (GREEN, BLUE, ORANGE, RED)

@@ -6,8 +6,64 @@ LowBitPlugin(LoCo(bits=4)).attach(accelerator)     # before accelerator.prepare
 accelerator = LowBitAccelerator(lowbit_plugin=LowBitPlugin(LoCo(bits=4)))      # the same
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+
 from lowbit_strategy.accelerate.binding import Binding, binding_of
-from lowbit_strategy.accelerate.plugin import LowBitAccelerator, LowBitPlugin
+from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.options.configuration import documented_options, positional_configuration
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]
+
+
+@documented_options(SyncOptions)
+@positional_configuration
+class LowBitPlugin(PluginOptions):
+    """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, weights, outer and all others; what they do is filled in from there.
+        controller: One of `lowbit_strategy.control`: chooses compressors instead of `compressor`.
+        monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
+        record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its
+            ``project_dir``) or the HF Trainer's ``output_dir``, if there is one; False: none.
+        num_steps: Optimizer steps planned, for phases in fractions; the HF Trainer knows them.
+        steps_per_epoch: Optimizer steps per epoch, where it is not a prepared data loader that ends one.
+
+    Raises:
+        ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
+    """
+
+    def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:
+        """Compress the gradients of the models that `accelerator` prepares from now on.
+
+        Args:
+            accelerator: An `accelerate.Accelerator` that has prepared nothing yet.
+            fsdp_plugin: The `FullyShardedDataParallelPlugin` that the accelerator was made with. Needed on CPU only:
+                Accelerate forgets it there and would train with DDP instead.
+
+        Raises:
+            ValueError: The accelerator has prepared a model, has a plugin already, or runs in a way that cannot be
+                served.
+        """
+        return Binding(self, accelerator, fsdp_plugin=fsdp_plugin)
+
+
+class LowBitAccelerator(Accelerator):
+    """As `accelerate.Accelerator`, with compressed gradient synchronization.
+
+    Args:
+        args, kwargs: As for `accelerate.Accelerator`.
+        lowbit_plugin: Configuration; `LowBitPlugin()`, 4-bit LoCo, by default.
+    """
+
+    def __init__(self, *args: Any, lowbit_plugin: LowBitPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = lowbit_plugin if lowbit_plugin is not None else LowBitPlugin()
+        plugin.attach(self, fsdp_plugin=kwargs.get("fsdp_plugin"))

@@ -80,13 +80,20 @@ def advise(
         shape, assumed = _shape(nodes, ranks_per_node, measured, known)
         workload = _workload(params, model, hf_config, *shape)
         from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
-        from lowbit_strategy.advisor.inputs import LATENCY, Said, gather, is_far
+        from lowbit_strategy.advisor.inputs import LATENCY, gather, is_far
 
         if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
             said_s = units.duration(latency or LATENCY)
             far = is_far(said_s) if measured is None or latency is not None else measured.far
             workload = replace(workload, device_type="cpu", far=far)
-        said = Said(link, latency, intra, window, compute, memory)
+        said = {
+            "link": link,
+            "latency": latency,
+            "inside": intra,
+            "window": window,
+            "compute": compute,
+            "memory": memory,
+        }
         situation = gather(said, workload.numel, measured, known, on_cpu=on_cpu)
         found = setup_options(workload, situation)
         verdict = decide(found, workload, situation, "close" if close else "same")

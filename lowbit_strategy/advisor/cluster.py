@@ -141,6 +141,14 @@ class Coding:
         check_finite(self, least=_LEAST, numel_per_s=self.numel_per_s)
         check_finite(self, least=0.0, bucket_s=self.bucket_s)
 
+    def scaled(self, rate: float) -> Coding:
+        """So many times as fast."""
+        return replace(self, numel_per_s=rate * self.numel_per_s, bucket_s=self.bucket_s / rate)
+
+    def __str__(self) -> str:
+        each = f" and {1e3 * self.bucket_s:.2g} ms per bucket" if self.bucket_s else ""
+        return f"{self.numel_per_s:.2g} elements/s encoded{each}"
+
 
 @dataclass(frozen=True, slots=True)
 class Rings:
@@ -162,7 +170,7 @@ class Cluster:
     Args:
         inter_node: The link of a node, which its ranks share.
         intra_node: Of each rank to the others of its node.
-        encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
+        coding: How fast ranks code; None: in no time.
         latency_multiplier: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
         gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
             uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
@@ -170,19 +178,17 @@ class Cluster:
             processors to spare, so messages and coding take none of that time.
         rings: Of the framework's own collectives; None: the same links.
         codings: By the names of presets, for `coding_as`.
-        bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
         memcpy_nbytes_per_s: Bytes read and written per second by copying; None: copies take no time.
     """
 
     inter_node: Link
     intra_node: Link
-    encoded_per_s: float | None = None
+    coding: Coding | None = None
     latency_multiplier: int = 1
     gloo: bool = False
     cpu_oversubscription: float | None = None
     rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
-    bucket_s: float = 0.0
     memcpy_nbytes_per_s: float | None = None
 
     def between_nodes(self, link: Link) -> Cluster:
@@ -208,15 +214,10 @@ class Cluster:
             inter_node=self.inter_node.scaled(link, latency, window),
             intra_node=self.intra_node.scaled(inside, near),
             rings=rings,
-            encoded_per_s=None if self.encoded_per_s is None else coding * self.encoded_per_s,
-            bucket_s=self.bucket_s / coding,
-            codings={
-                name: replace(each, numel_per_s=coding * each.numel_per_s, bucket_s=each.bucket_s / coding)
-                for name, each in self.codings.items()
-            },
+            coding=None if self.coding is None else self.coding.scaled(coding),
+            codings={name: each.scaled(coding) for name, each in self.codings.items()},
         )
 
     def coding_as(self, preset: str) -> Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
-        coding = self.codings.get(preset)
-        return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
+        return replace(self, coding=self.codings.get(preset, self.coding))

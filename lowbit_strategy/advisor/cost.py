@@ -100,8 +100,9 @@ class _Cost:
 def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> _Cost:
     """Of one transfer."""
     parts = [message_seconds(message, cluster, ranks_per_node) for message in transfer.messages]
-    encoding = transfer.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
-    encoding += cluster.bucket_s if transfer.encoded_numel else 0.0
+    encoding = 0.0
+    if cluster.coding is not None and transfer.encoded_numel:
+        encoding = transfer.encoded_numel / cluster.coding.numel_per_s + cluster.coding.bucket_s
     encoding += transfer.copied_nbytes / cluster.memcpy_nbytes_per_s if cluster.memcpy_nbytes_per_s else 0.0
     work = 0.0
     if cluster.cpu_oversubscription is not None:

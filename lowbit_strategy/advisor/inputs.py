@@ -8,7 +8,7 @@ from typing import Literal
 
 from lowbit_strategy.advisor import units
 from lowbit_strategy.advisor.bench_file import Bench
-from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import StepTime, step_time
 from lowbit_strategy.advisor.machines import Machine
 from lowbit_strategy.plan.plan import StepPlan
@@ -48,8 +48,7 @@ LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nob
 # NCCL_BUFFSIZE, 4 MiB, in flight per channel; a TCP connection half of net.ipv4.tcp_rmem's largest, 3 MiB of 6.
 WINDOW_MB, _PER_CONNECTION = 4, "100gbit"
 _INSIDE_LATENCY_S = 5e-6
-_ENCODED_PER_S, _BUCKET_S = 1e11, 4e-4  # elements per hop, and per bucket; of a GPU: an H100 was measured at 2.3e11
-_ENCODED_PER_S_ON_CPU = 1e9  # a core or two
+_CODING, _CODING_ON_CPU = Coding(1e11, 4e-4), Coding(1e9)  # an H100 was measured at 2.3e11; a core or two
 _TOKENS, _FLOPS, _FLOPS_ON_CPU = 4096, 2e14, 2e11  # of a step where nobody says how long it takes
 
 
@@ -125,12 +124,6 @@ class Situation:
             self, cluster=self.cluster.scaled(**factors), compute_s=times.get("compute", 1.0) * self.compute_s
         )
 
-    def best(self) -> Situation:
-        return self.at({each.what: each.best for each in self.figures})
-
-    def worst(self) -> Situation:
-        return self.at({each.what: each.worst for each in self.figures})
-
     def coding_as(self, preset: str) -> Situation:
         """With the speed of a preset's codecs, if that was measured."""
         return replace(self, cluster=self.cluster.coding_as(preset))
@@ -146,7 +139,9 @@ class Situation:
         likely = self.step(plan)
         if not self.figures:
             return likely
-        return StepTime(likely.seconds, self.best().step(plan).low, self.worst().step(plan).high)
+        best = self.at({each.what: each.best for each in self.figures})
+        worst = self.at({each.what: each.worst for each in self.figures})
+        return StepTime(likely.seconds, best.step(plan).low, worst.step(plan).high)
 
     def sources(
         self, more: Sequence[str] = (), measured_in: object = None, nodes: int = 2, ranks_per_node: int = 2
@@ -163,52 +158,30 @@ class Situation:
         words: dict[Source, list[str]] = {"assumed": list(more), "nominal": [], "given": [], "measured": []}
         for each in self.figures:
             if each.source == "given" or each.what not in unused:
-                words[each.source].append(f"{_NAMES[each.what]} {each.text}")
+                words[each.source].append(f"{_NAMES.get(each.what, each.what)} {each.text}")
         if self.memory_nbytes is not None:
             words[self.memory_source].append(f"memory {units.rounded(self.memory_nbytes / 1e9)} GB")
         found = [f"{source}: {', '.join(each)}" for source, each in words.items() if each]
         return "; ".join(found) + ("" if measured_in is None else f", in {measured_in}")
 
 
-_NAMES: Mapping[What, str] = {
-    "link": "link",
-    "latency": "latency",
-    "inside": "inside a node",
-    "window": "in flight between nodes",
-    "coding": "coding",
-    "compute": "compute",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a user gives, as text; None: nothing.
-
-    Args:
-        link: Bandwidth between nodes.
-        latency: Between nodes, one way.
-        inside: Bandwidth of a GPU inside its node.
-        window: Bytes in flight between two nodes.
-        compute: A step without communication.
-        memory: Of a device.
-    """
-
-    link: str | None = None
-    latency: str | None = None
-    inside: str | None = None
-    window: str | None = None
-    compute: str | None = None
-    memory: str | None = None
+_NAMES: Mapping[What, str] = {"inside": "inside a node", "window": "in flight between nodes"}
 
 
 def gather(
-    said: Said, numel: int, measured: Bench | None = None, machine: Machine | None = None, *, on_cpu: bool = False
+    said: Mapping[str, str | None],
+    numel: int,
+    measured: Bench | None = None,
+    machine: Machine | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> Situation:
     """What was given goes before what was measured, that before what a machine's maker says, and that before what is
     assumed.
 
     Args:
-        said: By the user.
+        said: By the user, as text: bandwidth and one-way latency between nodes, bandwidth of a GPU inside its node,
+            bytes in flight between two nodes, a step without communication, and memory of a device.
         numel: Parameters, from which computing is assumed.
         measured: By `lowbit bench`.
         machine: Of the table.
@@ -219,15 +192,22 @@ def gather(
     """
     flops = _FLOPS_ON_CPU if on_cpu else _FLOPS if machine is None else machine.flops
     compute_s = 6 * numel * _TOKENS / flops
-    compute = _either("compute", said.compute, None, None if machine is None else compute_s, f"{compute_s:.3g}s")
+    compute = _either("compute", said.get("compute"), None, None if machine is None else compute_s, f"{compute_s:.3g}s")
     cluster, figures = cluster_of(said, measured, machine, on_cpu=on_cpu)
-    source: Source = "given" if said.memory is not None else "assumed" if machine is None else "nominal"
-    memory = machine.memory_nbytes if machine is not None and source == "nominal" else units.size(said.memory or MEMORY)
+    if (given := said.get("memory")) is not None or machine is None:
+        source: Source = "assumed" if given is None else "given"
+        memory = units.size(given or MEMORY)
+    else:
+        source, memory = "nominal", machine.memory_nbytes
     return Situation(cluster, compute.value, (*figures, compute), memory, source)
 
 
 def cluster_of(
-    said: Said, measured: Bench | None = None, machine: Machine | None = None, *, on_cpu: bool = False
+    said: Mapping[str, str | None],
+    measured: Bench | None = None,
+    machine: Machine | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> tuple[Cluster, list[Figure]]:
     """The links and the speed of coding, and the figures of them."""
     levels = {} if measured is None else measured.levels
@@ -235,18 +215,16 @@ def cluster_of(
     nominal: Sequence[float | None] = (None, None, None)
     if machine is not None:
         nominal = machine.link_nbytes_per_s, machine.latency_s, machine.inside_nbytes_per_s
-    link = _either("link", said.link, far, nominal[0], LINK)
-    latency = _either("latency", said.latency, far, nominal[1], LATENCY)
-    inside = _either("inside", said.inside, near, nominal[2], INSIDE)
+    link = _either("link", said.get("link"), far, nominal[0], LINK)
+    latency = _either("latency", said.get("latency"), far, nominal[1], LATENCY)
+    inside = _either("inside", said.get("inside"), near, nominal[2], INSIDE)
     connections = max(1, round(link.value / units.rate(_PER_CONNECTION)))
-    window = _either("window", said.window, None, None, f"{connections * WINDOW_MB}MB")
+    window = _either("window", said.get("window"), None, None, f"{connections * WINDOW_MB}MB")
     if measured is not None:
         cluster = measured.cluster()
     else:
-        nowhere, coded = Link(0.0, 1.0), (_ENCODED_PER_S_ON_CPU, 0.0) if on_cpu else (_ENCODED_PER_S, _BUCKET_S)
-        cluster = Cluster(
-            inter_node=nowhere, intra_node=nowhere, encoded_per_s=coded[0], bucket_s=coded[1], gloo=on_cpu
-        )
+        nowhere, assumed = Link(0.0, 1.0), _CODING_ON_CPU if on_cpu else _CODING
+        cluster = Cluster(inter_node=nowhere, intra_node=nowhere, coding=assumed, gloo=on_cpu)
     if latency.source != "measured":  # of gloo's: a sender first hears that the receiver waits
         cluster = replace(cluster, latency_multiplier=2 if on_cpu else 1)
     as_measured = link.source == latency.source == "measured"
@@ -256,10 +234,11 @@ def cluster_of(
     if inside.source != "measured":
         given = Link(_INSIDE_LATENCY_S, inside.value, work=cluster.intra_node.work)
         cluster = replace(cluster, intra_node=given, rings=None)
+    coding = cluster.coding
+    assert coding is not None
     source: Source = "assumed" if measured is None else "measured"
-    spread = 0.0 if measured is None else measured.codings["loco"].spread
-    coding = Figure.of("coding", coding_of(cluster), cluster.encoded_per_s or 0.0, source, spread=spread)
-    return cluster, [link, latency, inside, *([] if as_measured else [window]), coding]
+    coded = Figure.of("coding", str(coding), coding.numel_per_s, source, spread=coding.spread)
+    return cluster, [link, latency, inside, *([] if as_measured else [window]), coded]
 
 
 def _either(what: What, said: str | None, measured: Link | None, nominal: float | None, assumed: str) -> Figure:
@@ -290,9 +269,3 @@ def _text(what: What, value: float) -> str:
     if what in ("latency", "compute"):
         return f"{1e3 * value:.3g} ms" if what == "latency" else f"{value:.3g}s"
     return f"{8 * value / 1e9:.4g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"
-
-
-def coding_of(cluster: Cluster) -> str:
-    """How fast devices code, in words."""
-    each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
-    return f"{cluster.encoded_per_s:.2g} elements/s encoded{each}"

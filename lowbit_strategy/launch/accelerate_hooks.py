@@ -172,7 +172,7 @@ def _plugin(source: str) -> Any:
 def _trainer_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
     if os.environ.get(VARIABLE):
-        from lowbit_strategy.transformers.binding import bind_checkpoints
+        from lowbit_strategy.transformers import bind_checkpoints
 
         bind_checkpoints(instance)
 

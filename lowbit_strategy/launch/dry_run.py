@@ -10,7 +10,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -21,15 +21,15 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.advisor import units
 from lowbit_strategy.advisor.clocks import OptimizerClock, measure_coding
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import step_time
-from lowbit_strategy.advisor.inputs import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.inputs import INSIDE, LATENCY, cluster_of, is_far
 from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.attach.attach import used_compressor, weight_coding
-from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, prepared_for
+from lowbit_strategy.attach.prepare import checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
@@ -64,7 +64,7 @@ class Linked:
         ValueError: One is no quantity.
         """
         found = cls(link, latency or LATENCY, compute or "")
-        cluster_of(Said(link=found.link, latency=found.latency))
+        cluster_of({"link": found.link, "latency": found.latency})
         if found.compute:
             units.duration(found.compute)
         return found
@@ -91,22 +91,20 @@ class Linked:
 
     def cluster(self, compressor: Compressor, device: torch.device) -> Cluster:
         """The links, and how fast devices code: measured here, but of GPUs assumed where computing is given."""
-        links, _ = cluster_of(Said(link=self.link, latency=self.latency), on_cpu=self._is_here(device))
+        links, _ = cluster_of({"link": self.link, "latency": self.latency}, on_cpu=self._is_here(device))
         if self.compute:
             return links
-        coding = measure_coding(compressor.phase(0), device)
-        return replace(links, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
+        return replace(links, coding=measure_coding(compressor.phase(0), device))
 
     def predict(self, plan: StepPlan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
         """A line for a report."""
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
-        coded = coding_of(cluster)
-        if self.compute:
-            sources = f"given; assumed: GPUs, {coded}, {INSIDE} inside a node"
-        else:
+        sources = f"given; assumed: GPUs, {cluster.coding}, {INSIDE} inside a node"
+        if not self.compute:
             sources = (
-                f"{optimizer_s:.3g} s of it the optimizer, and {coded}, measured here; assumed: {INSIDE} inside a node"
+                f"{optimizer_s:.3g} s of it the optimizer, and {cluster.coding}, measured here; assumed: {INSIDE}"
+                " inside a node"
             )
         return (
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
@@ -206,10 +204,14 @@ def plan(
     chosen = used_compressor(prepared, topology)
     chosen.check(prepared.specs)
     parts = [topology.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]
-    itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
+    modules, reduced = _layouts(module) if prepared.scatter else {}, list[ParamGroup]()
     if prepared.scatter:
-        reduced = _as_one(prepared, itemsizes)
+        trained = {spec.name for spec in prepared.specs}
+        for each in modules.values():
+            if names := tuple(spec.name for spec in each.specs if spec.name in trained):
+                reduced.append(ParamGroup(names, each.dtype.itemsize))
     else:
+        itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
         reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
     planned_run = make_plan(
         parts,
@@ -218,18 +220,10 @@ def plan(
         prepared.layout,
         reduced=reduced,
         coding=weight_coding(prepared) if prepared.scatter else None,
-        modules=_layouts(module) if prepared.scatter else None,
+        modules=modules,
         outer=prepared.options.outer,
     )
     return Report(planned_run, chosen, device)
-
-
-def _as_one(prepared: PreparedModel, itemsizes: Mapping[str, int]) -> list[ParamGroup]:
-    """All parameters of one type together, as if they were sharded as one."""
-    by_size: dict[int, list[str]] = {}
-    for spec in prepared.specs:
-        by_size.setdefault(itemsizes[spec.name], []).append(spec.name)
-    return [ParamGroup(tuple(names), size) for size, names in by_size.items()]
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:

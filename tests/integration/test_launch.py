@@ -364,7 +364,7 @@ for accelerator in (accelerator, late):
     except ValueError as error:
         print("refused", error)
 from lowbit_strategy.transformers import attach
-from lowbit_strategy.transformers.binding import ResidualCallback
+from lowbit_strategy.transformers import ResidualCallback
 from transformers import Trainer, TrainingArguments
 trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments("out", use_cpu=True, report_to="none"))
 before = trainer.accelerator.lowbit

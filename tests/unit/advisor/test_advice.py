@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Gain, Verdict, decide, gain_of, setup_options
 from lowbit_strategy.advisor.cluster import Cluster, Link
-from lowbit_strategy.advisor.inputs import Said, Situation, What, gather
+from lowbit_strategy.advisor.inputs import Situation, What, gather
 from lowbit_strategy.advisor.machines import find_machine
 from lowbit_strategy.advisor.workload import Workload, transformer
 
 
 def verdict(params: float, nodes: int, ranks_per_node: int, machine: str = "", **said: str) -> Verdict:
     workload = Workload(transformer(params), nodes, ranks_per_node, itemsize=2)
-    situation = gather(Said(**said), workload.numel, None, find_machine(machine) if machine else None)
+    situation = gather(said, workload.numel, None, find_machine(machine) if machine else None)
     return decide(setup_options(workload, situation), workload, situation)
 
 
@@ -97,7 +97,7 @@ def test_the_answer_flips_where_it_says_so() -> None:
 
 
 def test_the_range_of_a_gain_holds_that_of_any_figures_within_theirs() -> None:
-    workload, said = Workload(transformer(1e9), 4, 8, itemsize=2), Said(link="100gbit", compute="0.2s")
+    workload, said = Workload(transformer(1e9), 4, 8, itemsize=2), {"link": "100gbit", "compute": "0.2s"}
     situation = gather(said, workload.numel)
     found = setup_options(workload, situation)
     (ours,) = [each for each in found if each.name == "loco_fsdp"]

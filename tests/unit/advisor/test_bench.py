@@ -23,7 +23,7 @@ from lowbit_strategy.advisor.advice import BITS
 from lowbit_strategy.advisor.bench import _SLOW, _measure, this_machine
 from lowbit_strategy.advisor.bench_file import Bench, read_bench
 from lowbit_strategy.advisor.cluster import ANY_RATE, Coding, Link, Rings, Work
-from lowbit_strategy.advisor.inputs import Said, cluster_of
+from lowbit_strategy.advisor.inputs import cluster_of
 from lowbit_strategy.advisor.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm
@@ -263,16 +263,16 @@ def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_t
         codings={"loco": Coding(1e9)},
         memcpy_nbytes_per_s=1e10,
     )
-    cluster, figures = cluster_of(Said(), measured)
+    cluster, figures = cluster_of({}, measured)
     assert cluster == measured.cluster()
     assert {each.source for each in figures} == {"measured"}
-    given, _ = cluster_of(Said(link="1gbit"), measured)
+    given, _ = cluster_of({"link": "1gbit"}, measured)
     assert (given.inter_node.latency_s, given.inter_node.nbytes_per_s) == (1e-3, 1e9 / 8)
     assert given.rings is None
     work = Work(1e-3, 1e-9)  # on a machine alone: what messages to others take is not known better than this
     alone = replace(measured, nodes=1, levels={"intra-node": replace(link, work=work)}, cpu_oversubscription=2.0)
-    given, _ = cluster_of(Said(link="1gbit", latency="1ms"), alone)
+    given, _ = cluster_of({"link": "1gbit", "latency": "1ms"}, alone)
     assert (given.inter_node.work, given.intra_node.work, given.cpu_oversubscription) == (work, work, 2.0)
     apart = replace(measured, levels={"inter-node": replace(link, work=work)})
-    given, _ = cluster_of(Said(), apart)
+    given, _ = cluster_of({}, apart)
     assert given.intra_node.work == work

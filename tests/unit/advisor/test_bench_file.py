@@ -34,7 +34,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_bench(path, HERE) == BENCH
     cluster = BENCH.cluster()
     assert (cluster.inter_node, cluster.intra_node) == (BENCH.levels["inter-node"], BENCH.levels["intra-node"])
-    assert cluster.encoded_per_s == 1e9
+    assert cluster.coding is not None
+    assert cluster.coding.numel_per_s == 1e9
 
 
 def test_the_slowest_link_is_slowest_at_every_size_that_all_have_measured() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
-from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
+from lowbit_strategy.advisor.cluster import Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.advisor.cost import break_even, message_seconds, over_bandwidth, step_time
 from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
@@ -88,7 +88,7 @@ def test_more_work_never_makes_a_step_shorter(layout: str, gloo: bool) -> None:
     plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
     for each in (plan, uncompressed(plan, 2)):
         none = Work(0.0, 0.0)
-        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, gloo=gloo, cpu_oversubscription=1.0)
+        at = replace(cluster(Link(1e-4, 1e9)), coding=Coding(1e9), gloo=gloo, cpu_oversubscription=1.0)
         before = step_time(each, at, 0.5).seconds
         for work in (none, Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
             links = {level: replace(getattr(at, level), work=work) for level in ("inter_node", "intra_node")}
@@ -96,7 +96,7 @@ def test_more_work_never_makes_a_step_shorter(layout: str, gloo: bool) -> None:
             assert before <= found.seconds * (1 + 1e-9)
             assert found.low <= found.seconds <= found.high
             before = found.seconds
-        assert step_time(each, replace(at, bucket_s=1e-3), 0.5).seconds >= step_time(each, at, 0.5).seconds
+        assert step_time(each, replace(at, coding=Coding(1e9, 1e-3)), 0.5).seconds >= step_time(each, at, 0.5).seconds
 
 
 def test_messages_take_what_was_measured_of_their_sizes_and_longer_ones_the_rate_beyond() -> None:
@@ -380,7 +380,7 @@ def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
     at = Cluster(
         inter_node=between,
         intra_node=inside,
-        encoded_per_s=1e10,
+        coding=Coding(1e10),
         gloo=gloo,
         cpu_oversubscription=cpu_oversubscription,
     )
@@ -409,7 +409,7 @@ def test_a_ring_keeps_the_pace_of_its_slowest_link() -> None:
 def test_a_rank_alone_sends_and_codes_nothing() -> None:
     for layout in ("ddp", "fsdp"):
         plan = plan_for(Workload(transformer(1e8), 1, 1, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
-        at = replace(cluster(), encoded_per_s=1e9, bucket_s=1e-3)
+        at = replace(cluster(), coding=Coding(1e9, 1e-3))
         assert step_time(uncompressed(plan, 2), at, 0.5).high == 0.5
 
 

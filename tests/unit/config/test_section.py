@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, TopK, WarmUp
-from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.config.section import (
     OTHER_KEYS,
     VARIABLE,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.advisor.cluster import Coding
 from lowbit_strategy.launch import launcher
 from lowbit_strategy.launch.dry_run import Linked, Planned, plan, time_steps
 
@@ -50,7 +51,7 @@ def test_who_gives_the_time_of_computing_plans_for_gpus() -> None:
     linked, device = Linked.of("1gbit", "50ms", "0.1s"), torch.device("cpu")
     cluster = linked.cluster(LoCo(), device)
     assert not linked.is_far(device)
-    assert (cluster.encoded_per_s, cluster.latency_multiplier, cluster.gloo) == (1e11, 1, False)
+    assert (cluster.coding, cluster.latency_multiplier, cluster.gloo) == (Coding(1e11, 4e-4), 1, False)
     with torch.device("meta"):
         report = plan(nn.Linear(64, 64), LoCo(), Planned(scatter=False, world_size=4, num_nodes=4), device=device)
     assert "assumed: GPUs, 1e+11 elements/s encoded" in linked.predict(report.plan, cluster, 0.1)
@@ -61,8 +62,8 @@ def test_every_preset_is_timed() -> None:
     linked = Linked.of("1gbit")
     for name, compressor in PRESETS.items():
         cluster = linked.cluster(compressor, torch.device("cpu"))
-        assert cluster.encoded_per_s is not None, name
-        assert cluster.encoded_per_s > 0, name
+        assert cluster.coding is not None, name
+        assert cluster.coding.numel_per_s > 0, name
 
 
 def test_what_is_handed_on_is_read() -> None:
