@@ -41,6 +41,8 @@ def choose(device: torch.device) -> Backend:
             backend that cannot serve this device.
     """
     asked = os.environ.get(OVERRIDE)
+    if device.type == "cpu" and asked is None:
+        return "native" if native.available() else "torch"
     if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "gradients are being compressed while a CUDA graph is captured: every replay would repeat this step's seed"
@@ -48,8 +50,6 @@ def choose(device: torch.device) -> Backend:
         )
     if asked is not None:
         return _asked_for(asked, device)
-    if device.type == "cpu":
-        return "native" if native.available() else "torch"
     if device.type == "cuda":
         if not triton_available():
             raise RuntimeError(
@@ -68,8 +68,6 @@ def implementation(stem: str, device: torch.device) -> ModuleType:
     Raises:
         RuntimeError: As `choose` does.
     """
-    if device.type == "cpu" and os.environ.get(OVERRIDE) is None:  # as `choose` does, without its call per bucket
-        return _module(stem, "native" if native.available() else "torch")
     return _module(stem, choose(device))
 
 
@@ -80,10 +78,7 @@ def _module(stem: str, backend: Backend) -> ModuleType:
 
 def is_native(device: torch.device) -> bool:
     """Whether C serves tensors on `device`."""
-    if device.type != "cpu":
-        return False
-    asked = os.environ.get(OVERRIDE)
-    return native.available() if asked is None else _asked_for(asked, device) == "native"
+    return device.type == "cpu" and choose(device) == "native"
 
 
 def _asked_for(asked: str, device: torch.device) -> Backend:

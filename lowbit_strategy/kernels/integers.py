@@ -88,11 +88,7 @@ def unpack_planes(packed_RB: Tensor, widths: Sequence[int]) -> Tensor:
 
 def pack_bits(bits_KB: Tensor) -> Tensor:
     """uint8 [K, B / 8]: byte j holds elements j, j + B/8, j + 2B/8 ..."""
-    parts = bits_KB.to(torch.uint8).view(bits_KB.shape[0], 8, -1)
-    packed = parts[:, 0].clone()
-    for k in range(1, 8):
-        packed |= parts[:, k] << k
-    return packed
+    return pack_digits(bits_KB.to(torch.uint8), 8, 2)
 
 
 def unpack_bits(packed_KC: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from lowbit_strategy.kernels.format import (
     unbiased_lloyd_max,
     uniform,
 )
-from lowbit_strategy.kernels.loco import Feedback
-from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.kernels.segments import Feedback, Segments
 from lowbit_strategy.methods._base.compressor import Compressor, check_bits
 from lowbit_strategy.methods._base.method import CodecPair, residual_arenas
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
 
 FITTED_2 = (-1.5078125, -0.453125, 0.453125, 1.5078125)
 FITTED_1 = (-0.796875, 0.796875)

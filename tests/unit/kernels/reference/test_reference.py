@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, lloyd_max, ternary, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,
@@ -18,7 +17,7 @@ from lowbit_strategy.kernels.reference.blocks import (
     quantize_residual,
     unpack,
 )
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
 
 FORMATS = [
     *(uniform(bits, 64) for bits in range(2, 9)),
