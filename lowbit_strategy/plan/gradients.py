@@ -12,7 +12,7 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.inside import Layout, NodeTransfer, node_transfer
+from lowbit_strategy.plan.inside import Layout, node_transfer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.topology import Topology
 
@@ -217,7 +217,7 @@ def _gradient_transfer(
     methods, specs, topology = reduction.methods, reduction.specs, reduction.topology
     present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
-    inside = NodeTransfer()
+    inside = TransferGroup(reduced.name, 0, ())
     if topology.num_parts > 1 and not (local and layout == "ddp"):
         inside = node_transfer(specs, reduced.names, reduced.itemsize, topology, layout, reduction.exact)
     between: list[Message] = []
@@ -231,7 +231,7 @@ def _gradient_transfer(
     return TransferGroup(
         reduced.name,
         sum(specs[name].whole_numel for name in reduced.names),
-        (*inside.scatter, *between, *inside.gather),
+        (*inside.messages[:1], *between, *inside.messages[1:]),
         buffer_nbytes=memory,
         encoded_numel=encoded,
         copied_nbytes=inside.copied_nbytes,

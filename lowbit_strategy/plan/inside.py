@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from lowbit_strategy.codecs.base import Codec
@@ -14,7 +15,7 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.messages import Message
+from lowbit_strategy.plan.messages import Message, TransferGroup
 from lowbit_strategy.ranks.topology import Topology
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
@@ -27,24 +28,6 @@ def node_codec(bits: int, *, exact: bool) -> Codec:
     return DenseCodec() if exact else BlockCodec(uniform(bits, _BLOCK_SIZE))
 
 
-@dataclass(frozen=True, slots=True)
-class NodeTransfer:
-    """Of one bucket.
-
-    Args:
-        scatter: Its sums.
-        gather: Under DDP, of its parts.
-        buffer_nbytes, brief_nbytes, copied_nbytes, encoded_numel: As in `TransferGroup`.
-    """
-
-    scatter: tuple[Message, ...] = ()
-    gather: tuple[Message, ...] = ()
-    buffer_nbytes: int = 0
-    brief_nbytes: int = 0
-    copied_nbytes: int = 0
-    encoded_numel: int = 0
-
-
 def node_transfer(
     specs: Mapping[str, TensorSpec],
     names: Sequence[str],
@@ -52,43 +35,43 @@ def node_transfer(
     topology: Topology,
     layout: Layout,
     exact: Collection[str],
-) -> NodeTransfer:
-    """Args:
-    specs: Of all parameters.
-    names: Of the bucket's.
-    itemsize: Of an element of a gradient, in bytes.
-    topology: The ranks.
-    layout: What wraps the model.
-    exact: Parameters whose sums are exact where those of others are codes.
+) -> TransferGroup:
+    """Of one bucket: its sums, and under DDP the gather of its parts.
+
+    Args:
+        specs: Of all parameters.
+        names: Of the bucket's.
+        itemsize: Of an element of a gradient, in bytes.
+        topology: The ranks.
+        layout: What wraps the model.
+        exact: Parameters whose sums are exact where those of others are codes.
     """
-    others, numel = topology.num_parts - 1, part_numel(specs, names, topology, layout)
-    sums = Message(
-        "intra-node",
-        "reduce-scatter",
-        others * numel * itemsize,
-        in_series=len(pieces_of_rows(numel, topology.num_parts * itemsize)),
-        internode_fraction=0.0,
-    )
+    num_inside, rows = topology.num_parts, {name: _rows(specs[name], topology, layout) for name in names}
+    numel = sum(map(math.prod, rows.values()))
+    whole, mean = num_inside * numel * itemsize, numel * itemsize
+    in_series = len(pieces_of_rows(numel, num_inside * itemsize))
+    sums = Message("intra-node", "reduce-scatter", whole - mean, in_series=in_series, internode_fraction=0.0)
     gather = (replace(sums, what="all-gather"),) if layout == "ddp" else ()
-    whole, mean = topology.num_parts * numel * itemsize, numel * itemsize
-    taken_apart = 2 * whole if layout == "ddp" else 0
-    if topology.intra is not None:
-        row = _coded_nbytes(specs, names, topology, layout, exact)
-        sums = replace(sums, nbytes=others * row, in_series=1)
-        messages = 2 * topology.num_parts * row
-        copied, encoded = taken_apart, topology.num_parts * numel
-    else:
+    copied, encoded = (2 * whole if layout == "ddp" else 0), 0  # the bucket is filled with what comes back
+    if topology.intra is None:
         piece = min(whole, MESSAGE_NBYTES)
         messages = piece if piece == whole else 2 * piece  # what is sent as one the framework has too, or gloo for it
-        copied, encoded = (0 if layout == "hsdp" else taken_apart + 3 * whole + mean), 0  # HSDP's are part of its step
-    if layout == "ddp":  # of each bucket that is under way; else of one at a time
-        return NodeTransfer((sums,), gather, messages + mean + whole, 0, copied, encoded)
-    return NodeTransfer((sums,), gather, 0 if layout == "hsdp" else mean, messages, copied, encoded)
+        copied = 0 if layout == "hsdp" else copied + 3 * whole + mean  # HSDP's sums are FSDP2's own, part of its step
+    else:
+        row_nbytes = HEADER_NBYTES
+        for name, (num_rows, row_numel) in rows.items():
+            codec = node_codec(topology.intra, exact=name in exact)
+            row_nbytes += num_rows * round_up(codec.wire_nbytes(row_numel), ALIGNMENT)
+        sums = replace(sums, nbytes=(num_inside - 1) * row_nbytes, in_series=1)
+        messages, encoded = 2 * num_inside * row_nbytes, num_inside * numel
+    kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[layout]  # under HSDP FSDP2 has the mean
+    brief = 0 if layout == "ddp" else messages
+    return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief, copied)
 
 
 def part_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: Topology, layout: Layout) -> int:
     """Elements of a bucket's largest part, padding included."""
-    return sum(num_rows * numel for num_rows, numel in (_rows(specs[name], topology, layout) for name in names))
+    return sum(math.prod(_rows(specs[name], topology, layout)) for name in names)
 
 
 def _rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
@@ -98,20 +81,3 @@ def _rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, in
     part = replace(topology, rank=0).own_part(spec.whole, sharded=spec.sharded).part
     assert part is not None
     return (1, part.ranges[0][1]) if part.row_numel is None else (topology.num_peers, part.row_numel)
-
-
-def _coded_nbytes(
-    specs: Mapping[str, TensorSpec],
-    names: Sequence[str],
-    topology: Topology,
-    layout: Layout,
-    exact: Collection[str],
-) -> int:
-    """Bytes of the message to another rank of the node."""
-    assert topology.intra is not None
-    total = HEADER_NBYTES
-    for name in names:
-        num_rows, numel = _rows(specs[name], topology, layout)
-        codec = node_codec(topology.intra, exact=name in exact)
-        total += num_rows * round_up(codec.wire_nbytes(numel), ALIGNMENT)
-    return total

@@ -144,8 +144,8 @@ class Report:
         if not topology.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
-        kind = "exact" if topology.intra is None else f"{topology.intra}-bit"
-        inside = f" and {size(exact)}/step of {kind} gradients" if exact else ""
+        kind = "exact gradients" if topology.intra is None else f"gradients, summed from {topology.intra}-bit codes"
+        inside = f" and {size(exact)}/step of {kind}" if exact else ""
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
         return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
 

@@ -259,7 +259,7 @@ def test_codes_inside_nodes(facts: list[Facts], request: pytest.FixtureRequest) 
         gathered = exact.sent // 2 if "ddp" in request.node.name else 0  # which stays as it is
         assert 0.25 < (coded.sent - gathered) / (exact.sent - gathered) < 0.3
     assert "2 groups of 2 ranks, codes of 8 bits inside a group" in facts[0]["log"]
-    assert "of 8-bit gradients" in facts[0]["log"]
+    assert "of gradients, summed from 8-bit codes" in facts[0]["log"]
 
 
 def without_codes(folder: Path) -> Facts:
