@@ -32,9 +32,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT

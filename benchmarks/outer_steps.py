@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 
 from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.stacked_models import MODELS, Params, initial
+from lowbit_strategy.collectives.layout import Role, TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.mean_moment import correct_

@@ -33,8 +33,8 @@ from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
 from lowbit_strategy.advisor.workload import layers_of, transformer, uncompressed
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.topology import Topology
@@ -86,7 +86,7 @@ def plan_of(
 ) -> StepPlan:
     two = nodes > 1 and per_node > 1
     topology = Topology(nodes * per_node, (per_node,) * nodes, node_size=per_node if two else None)
-    parts = [topology.own_part(spec, sharded=layout == "fsdp") for spec in specs]
+    parts = topology.own_parts(specs, sharded=layout == "fsdp")
     modules = layers_of(specs, itemsize)
     reduced = [ParamGroup(tuple(s.name for s in m.specs), itemsize, name) for name, m in reversed(modules.items())]
     return make_plan(

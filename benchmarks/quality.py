@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -89,7 +89,7 @@ class Exchange:
         at, entries = 0, []
         for spec in self.specs:
             entries.append((spec.name, at))
-            at += spec.numel if layout == "ddp" else dim0_cut(spec.shape, workers).row_numel
+            at += spec.numel if layout == "ddp" else dim0_row_numel(spec.shape, workers)
         self.bucket = BucketLayout(tuple(entries), row_numel=None if layout == "ddp" else at)
         self.row_numel = at
 
@@ -106,7 +106,7 @@ class Exchange:
         rows_WN = torch.stack(outs) / len(outs)
         means = []
         for spec, (_, at) in zip(self.specs, self.bucket.entries, strict=True):
-            row = dim0_cut(spec.shape, len(outs)).row_numel
+            row = dim0_row_numel(spec.shape, len(outs))
             whole = rows_WN[:, at : at + row].reshape(-1)
             means.append(whole[: spec.numel].view(spec.shape))
         return means
@@ -114,8 +114,8 @@ class Exchange:
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         parts = []
         for gradient, spec in zip(gradients, self.specs, strict=True):
-            cut = dim0_cut(spec.shape, self.world.size)
-            padding = cut.row_numel * self.world.size - spec.numel
+            row_numel = dim0_row_numel(spec.shape, self.world.size)
+            padding = row_numel * self.world.size - spec.numel
             parts.append(F.pad(gradient.reshape(-1), (0, padding)).view(self.world.size, -1))
         return torch.cat(parts, 1)
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods.registry import preset
@@ -137,14 +137,14 @@ class Weights:
             sync.end_step()
         at = 0
         for param, spec in zip(self.params, self.specs, strict=True):
-            row = dim0_cut(spec.shape, world_size).row_numel
+            row = dim0_row_numel(spec.shape, world_size)
             whole = outs[0].view(world_size, -1)[:, at : at + row].reshape(-1)
             param.data.copy_(whole[: spec.numel].view(spec.shape))
             at += row
 
     def _rows(self, x: Tensor, world_size: int) -> Tensor:
-        cut = dim0_cut(tuple(x.shape), world_size)
-        return F.pad(x.reshape(-1), (0, cut.row_numel * world_size - x.numel())).view(world_size, -1)
+        row_numel = dim0_row_numel(tuple(x.shape), world_size)
+        return F.pad(x.reshape(-1), (0, row_numel * world_size - x.numel())).view(world_size, -1)
 
     def bits(self, steps: int) -> float:
         """Per element of the model, step and hop of an ideal ring."""

@@ -17,11 +17,11 @@ from typing import Any
 
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS, Bounds
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WEIGHTS

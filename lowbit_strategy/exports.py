@@ -1,8 +1,8 @@
 """What `lowbit_strategy` offers. Imported when a name of it is looked up: it takes a second."""
 
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.dgc import DGC

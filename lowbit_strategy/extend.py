@@ -5,14 +5,16 @@ See the pages "Write a compressor" and "Architecture".
 
 from lowbit_strategy.codecs.base import Codec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods._base.reducer import Reducer, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.register import register_compressor
+
+View = ParamView  # what reducers are given
 
 __all__ = [
     "Codec",
@@ -21,6 +23,7 @@ __all__ = [
     "Compressor",
     "FeedbackCodec",
     "Method",
+    "ParamView",
     "Pending",
     "Reducer",
     "StatefulCodec",

@@ -20,7 +20,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.bounded import Bounded
 from lowbit_strategy.collectives.comm import Comm, GroupComm, finished, scatter_uneven
-from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.layout import round_up, row_length
 from lowbit_strategy.kernels.format import uniform
 
 __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
@@ -146,8 +146,8 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, codec: Code, op: Operation, group: Any, seed: int) -> Tensor:
         ctx.options = (codec, op, group, seed)
         comm, code = GroupComm(group), _Coder.of(codec)
-        cut = flat_cut(x.numel(), comm.world_size, code.block_size)
-        sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
+        row_numel = round_up(-(-x.numel() // comm.world_size), code.block_size)
+        sizes = [row_length(x.numel(), row_numel, rank) for rank in range(comm.world_size)]
         # half of the bound for each hop; errors of a sum add up
         up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
         own = _sum(x.reshape(-1).split(sizes), up, comm, op, seed)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo, functional
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.custom_loop import attach_ddp, prepare
 
 NUM_TABLES, NUM_ROWS, WIDTH, NUM_DENSE = 8, 1000, 16, 4

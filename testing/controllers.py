@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import Controller, Decision, Progress, Telemetry
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 Measure = Callable[[Progress, Decision], Mapping[str, Any]]
 

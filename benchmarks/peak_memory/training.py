@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
-from lowbit_strategy.model.mixed_precision import policy_of
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, policy_of, shard_module
 from recipes.gpt import GPT, VOCABULARY
 from testing.counting.allocations import allocated, peak, reset_peak
 from testing.processes.node_size import nodes_of

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.slow_links.measuring import Measurement, measure_in_turn, parse_options
 from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.counting.interface import sent_nbytes

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.counting import interface as counters

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowbit_strategy.advisor.cluster import Coding
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.measure import SingleRankBucket
 
 _clocks: weakref.WeakSet[OptimizerClock] = weakref.WeakSet()  # that run

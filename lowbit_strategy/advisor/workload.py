@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_strategy.advisor.cost import ranks_per_node
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
@@ -103,7 +103,7 @@ class Workload:
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
     def parts(self, topology: Topology, layout: Layout) -> list[TensorSpec]:
         """What the first rank reduces of each parameter."""
-        return [topology.own_part(spec, sharded=layout == "fsdp") for spec in self.specs]
+        return topology.own_parts(self.specs, sharded=layout == "fsdp")
 
 
 def plan_for(

@@ -192,10 +192,10 @@ def attach_fsdp(
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
     check_fsdp(module, scatter=prepared.scatter)
-    if not sharded_groups(module):
+    if not (groups := sharded_groups(module)):
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     reshard(module)  # a forward pass without a backward pass leaves it gathered
-    check_held(module)
+    check_held(module, groups)
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
     topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
@@ -203,14 +203,16 @@ def attach_fsdp(
     ranks = make_ranks(group, topology, size or prepared.node_size, device, far=far, intra=intra)
     membership = None
     if is_hsdp:
+        assert ranks.intra_node is not None
+        check_process_groups(groups, ranks.intra_node.group, replicated=True)
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
     else:
-        check_process_groups(module, group, replicated=False)
+        check_process_groups(groups, group, replicated=False)
     coding = weight_coding(prepared)
     prepared = fit_to_memory(prepared, coding, ranks, device, module)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
-    wiring = FSDPWiring(module, sync, side)
+    wiring = FSDPWiring(module, groups, sync, side)
     wiring.take(prepared.options.weights or coding)  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
@@ -227,8 +229,6 @@ def _as_replica(
 
     With `elastic` all ranks share one model, which is one replica.
     """
-    assert ranks.intra_node is not None
-    check_process_groups(module, ranks.intra_node.group, replicated=True)
     membership = None
     if prepared.options.elastic is not None:
         if ranks.peers.world_size > 1:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.mean_moment import check_decay, check_second_moment, has_second_moment
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.attach.checks import NEVER_ATTACHED, check_keeps_weights, check_synchronizes
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, local_part, trainable_parameters
@@ -62,7 +62,7 @@ class Frozen:
         """
         if self._identities() == self._ids:
             return None
-        check_held(self._module)
+        check_held(self._module, sharded_groups(self._module))
         known = {id(param) for param in self._by_name.values()}
         self._look_up()
         params = self._by_name
@@ -237,6 +237,35 @@ class GradientUse:
 
 
 _FREEZE = " Freeze them meanwhile, in Lightning by toggle_optimizer, and they send nothing"
+
+
+class LossScale:
+    """The scale of the next gradients. Reading it waits for the device, so it is read once per step.
+
+    Attributes:
+        value: None without a scaler.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._is_new = False  # it was read for the next step
+
+    def read(self, scaler: Any) -> None:
+        """A step has ended: read the scale of the next one, if there is a scaler."""
+        self._is_new = scaler is not None and scaler.is_enabled()
+        if self._is_new:
+            self.value = float(scaler.get_scale())
+
+    def of_step(self, scaler: Any, *, begins: bool) -> float | None:
+        """Before a backward pass; read now if this `begins` a step and it was not read at the end of the last one."""
+        if begins and not self._is_new:
+            self.read(scaler)
+        self._is_new = False
+        return self.value
+
+    def forget(self) -> None:
+        """The scaler has another scale now."""
+        self._is_new = False
 
 
 class Watcher(Protocol):

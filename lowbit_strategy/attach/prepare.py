@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,11 @@ from torch import nn
 from lowbit_strategy.attach.checks import check_bare
 from lowbit_strategy.attach.gradient_use import expect_attachment
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights import WeightCoding
@@ -168,8 +168,7 @@ def _nothing_inside(prepared: PreparedModel) -> str | None:
 
 def settings_of(options: SyncOptions) -> dict[str, object]:
     """The options as plain values."""
-    plainly = {field.name: getattr(options, field.name) for field in fields(options)}
-    return plainly | to_plain("weights", plainly["weights"])
+    return vars(options) | to_plain("weights", options.weights)
 
 
 def fit_to_memory(

@@ -21,7 +21,7 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, forget_optimizers, watch_optimizers
+from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale, forget_optimizers, watch_optimizers
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
@@ -32,7 +32,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.handshake import ParameterDigest
-from lowbit_strategy.model.mixed_precision import LossScale
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.startup_report import build_report

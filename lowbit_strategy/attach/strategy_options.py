@@ -34,9 +34,8 @@ from lowbit_strategy.methods.outer.registry import (
 )
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.weights import WeightCoding, check_weights
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
-from lowbit_strategy.model.mixed_precision import policy_of
+from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import unknown_option
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
@@ -124,7 +123,11 @@ def check_options(options: SyncOptions, *, scatter: bool) -> None:
     """
     if options.shard_size is not None and not scatter:
         raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
-    check_weights(options.weights, scatter=scatter)
+    if options.weights is not None and not scatter:
+        raise ValueError(
+            f"weights={type(options.weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every"
+            " rank has them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
+        )
     rule = options.outer
     if rule is not None and options.two_level:
         raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
@@ -176,8 +179,8 @@ class _Options:
 
     def _configure(self, compressor: Compressor | str | None, arguments: Mapping[str, Any], *, scatter: bool) -> None:
         """`arguments`: of the constructor, which has one of the same name for each option that it offers."""
-        names = [field.name for field in dataclasses.fields(SyncOptions) if field.name in arguments]
-        self.options = SyncOptions(**{name: arguments[name] for name in names})
+        fields = dataclasses.fields(SyncOptions)
+        self.options = SyncOptions(**{each.name: arguments[each.name] for each in fields if each.name in arguments})
         check_options(self.options, scatter=scatter)
         if compressor is not None:
             self.compressor = as_compressor(compressor)
@@ -261,7 +264,8 @@ class FSDPConstructor(_Options):
         **unknown: NoReturn,  # type checkers refuse them, too
     ) -> None:
         arguments = locals()
-        _refuse_unknown(type(self), unknown, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
+        if unknown:
+            _refuse_unknown(type(self), unknown, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
             tensor_parallel_size=1,

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
-from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.ddp import DDPHook, chose_buckets, renew_reducer
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
-from lowbit_strategy.hooks.native import NativeSharding, chose_buckets, renew_reducer
 from lowbit_strategy.methods.weights import Exact, WeightCoding
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup
+
+_SET = (  # by attaching, on the parameter groups of FSDP2
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
+_WRAPPED = ("pre_forward", "post_backward")  # on the instance
 
 
 class DDPWiring:
@@ -70,27 +85,89 @@ class DDPWiring:
         return hook is None or hook.close()
 
 
+class NativeSharding:
+    """FSDP2's own communication of a model, remembered before anything is attached.
+
+    A later instance for the same model takes over; the earlier one then restores nothing.
+
+    Args:
+        groups: What FSDP2 shards.
+    """
+
+    def __init__(self, groups: Sequence[ShardedGroup]) -> None:
+        self._remembered: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]]
+        self._remembered = weakref.WeakKeyDictionary()
+        for each in groups:
+            group = each.param_group
+            if (earlier := _holders.get(group)) is not None:
+                earlier.release()
+            values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
+            wrapped = vars(group).keys() & _WRAPPED
+            self._remembered[group] = values, {name: vars(group)[name] for name in wrapped} if wrapped else {}
+            _holders[group] = self
+
+    def restore(self, mesh: DeviceMesh | None = None) -> None:
+        """Give everything back.
+
+        Args:
+            mesh: HSDP: dims ``replicate`` and ``shard``, over which FSDP2 itself is to reduce where the model was
+                sharded over a mesh of one dim. None: as it was sharded.
+        """
+        for group, (values, wrapped) in self._remembered.items():
+            for name, value in values.items():
+                setattr(group, name, value)
+            info = values["mesh_info"]
+            if mesh is not None and not isinstance(info, HSDPMeshInfo):  # to be replicated over another dim too
+                group.mesh_info = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+                if values["post_forward_mesh_info"] == info:
+                    group.post_forward_mesh_info = group.mesh_info
+            for param in group.fsdp_params:
+                if param.post_forward_mesh_info is not None:
+                    param.post_forward_mesh_info = group.post_forward_mesh_info
+            for name in _WRAPPED:
+                vars(group).pop(name, None)
+            vars(group).update(wrapped)
+
+    def release(self) -> None:
+        """Give everything back, and forget the model."""
+        self.restore()
+        for group in self._remembered:
+            del _holders[group]
+        self._remembered.clear()
+
+
+_holders: weakref.WeakKeyDictionary[Any, NativeSharding] = weakref.WeakKeyDictionary()  # who remembers a group
+
+
 class FSDPWiring:
     """As `DDPWiring`, for a model that is sharded over all ranks or over those of a node.
 
     Args:
         module: The model.
+        groups: What FSDP2 shards of it.
         sync: Its engine.
         side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync, side: OverlappedReducer | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ShardedGroup],
+        sync: GradientSync,
+        side: OverlappedReducer | None = None,
+    ) -> None:
         self._module = module
         self._sync = sync
         self._side = side
-        self._stock = NativeSharding(module)
+        self._stock = NativeSharding(groups)
         self._taken: WeightCoding | None = None
 
     def take(self, weights: WeightCoding | None) -> None:
         weights = weights or Exact()
         if self._taken == weights:
             return
-        self.give_back()
+        if self._taken is not None:
+            self.give_back()
         fsdp.install(self._module, self._sync, weights, self._side)
         self._taken = weights
 

@@ -15,11 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import add_ranges_
+from lowbit_strategy.collectives.layout import MemoryOrder, TensorSpec, add_ranges_, in_memory_order
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
-from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
 from lowbit_strategy.model.parameters import local_part
 
 FORMAT = 3
@@ -99,7 +98,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     leftover, spec = sync.state.carryover.get(name), sync.specs[name]
     return {
         "shape": list(spec.whole.shape),
-        "ranges": None if spec.part is None else [list(run) for run in spec.part.ranges],
+        "ranges": _ranges(spec),
         "memory_order": spec.memory_order,
         "tensors": _on_cpu(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
@@ -222,8 +221,7 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
 
 def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
     """Make this rank's part of the unsent `whole_N` its residual."""
-    part = sync.specs[name].part
-    sync.state.carry_over_(name, (whole_N if part is None else part.take(whole_N)).to(sync.device))
+    sync.state.carry_over_(name, sync.specs[name].take(whole_N).to(sync.device))
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
@@ -274,14 +272,13 @@ def _shared_state(
     """
     ranks = [load_rank(rank) for rank in range(num_shards)]
     states = [rank["own"][state] for rank in ranks]
-    if all(entry["ranges"] == _ranges(sync, name) for name, entry in ranks[0]["parameters"].items()):
+    if all(entry["ranges"] == _ranges(sync.specs[name]) for name, entry in ranks[0]["parameters"].items()):
         return states[0]
     return _cut(sync, [rank["parameters"] for rank in ranks], states, None)
 
 
-def _ranges(sync: GradientSync, name: str) -> list[list[int]] | None:
-    part = sync.specs[name].part
-    return None if part is None else [list(run) for run in part.ranges]
+def _ranges(spec: TensorSpec) -> list[list[int]] | None:
+    return None if spec.whole_shape is None else [list(run) for run in spec.ranges]
 
 
 def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str | None) -> Any:
@@ -299,11 +296,11 @@ def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str 
     if any(value.numel() != _numel(entry) or not value.dim() for entry, value in parts):
         return first  # a counter
     spec = sync.specs[name]
-    whole = torch.zeros(math.prod(spec.whole.shape), dtype=first.dtype)
+    whole = torch.zeros(spec.whole_numel, dtype=first.dtype)
     for entry, value in parts:
         ranges = entry["ranges"] if entry["ranges"] is not None else [[0, whole.numel()]]
         add_ranges_(whole, ranges, value.reshape(-1))
-    return (whole if spec.part is None else spec.part.take(whole)).view(spec.shape)
+    return spec.take(whole).view(spec.shape)
 
 
 def _numel(entry: Saved) -> int:

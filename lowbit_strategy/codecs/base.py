@@ -6,6 +6,7 @@ nothing, so what it does not send is lost; a `StatefulCodec` is a codec with wha
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.contraction import contracts, keeps_zeros
 from lowbit_strategy.codecs.packed import parts_of
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 StateTensors = dict[str, Tensor]  # of a method: tensors by name
 
 
@@ -47,10 +51,6 @@ class Arena(NamedTuple):
     dtype: torch.dtype
     extent: Literal["sender", "receiver"] = "sender"
     per_block: bool = False
-
-    def unit(self, block_size: int) -> int:
-        """Elements per entry."""
-        return block_size if self.per_block else 1
 
 
 class Codec(ABC):
@@ -166,6 +166,51 @@ class Codec(ABC):
     def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
         """What the others decode of this rank's last message, `state` being the sender's. For observers."""
         self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCodec(Codec):
+    """The identity: floats as they are, or cast to bfloat16 on the wire; always summed in float32. Exempt tensors ride
+    the same messages with it.
+    """
+
+    in_one_pass: ClassVar[bool] = True
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def label(self) -> str:
+        return self.dtype
+
+    @property
+    def residual_gain(self) -> float | None:
+        return math.inf if self.dtype == "float32" else None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    def wire_nbytes(self, numel: int) -> int:
+        return numel * _DTYPES[self.dtype].itemsize
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        total = torch.zeros(numel, dtype=torch.float32, device=wire_WB.device)
+        for row in wire_WB.view(self.torch_dtype):
+            total += row
+        return total
+
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+        encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        decode_sum_(wire_WB, out, segments, DenseFormat(self.dtype), alpha=alpha)
 
 
 class BucketCodec(Codec):

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec, Codec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec
 from lowbit_strategy.codecs.packed import aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k

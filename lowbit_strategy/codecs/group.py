@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec, Codec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec
 from lowbit_strategy.codecs.packed import Packed, aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segments
 

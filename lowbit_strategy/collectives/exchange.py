@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, ParamView, round_up, salt_of
-from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up, salt_of
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 HEADER_NBYTES = 16
@@ -107,6 +106,129 @@ class WireBuffers:
         self._free = [other for other in self._free if other is not buffer]
 
 
+class StepFlags:
+    """Overflow, broken layouts and weights that were changed behind the engine's back.
+
+    On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
+    that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
+    the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
+    device would else never see one arrive.
+
+    Attributes:
+        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a mean that is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
+        self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
+        self._changed = torch.zeros(1, dtype=torch.bool, device=device)
+        self._on_host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
+
+    def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
+        """Every rank has sent the header that this rank would have sent.
+
+        FSDP2 modules that run on some ranks only make ranks disagree, in any step.
+
+        Raises:
+            RuntimeError: One has not (on CPU).
+        """
+        if received_WB.is_cuda:
+            self.note_layout(received_WB, header)
+            return
+        differs_W = (received_WB[:, : header.numel()] != header).any(1)
+        if bool(differs_W.any()):
+            raise RuntimeError(_other_layout(int(differs_W.to(torch.int32).argmax()), rank))
+
+    def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
+        """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
+        words = received_WB[:, : header.numel()].view(torch.int64)
+        if self._differs is None:
+            self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
+        self._differs |= words != header.view(torch.int64)
+
+    def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
+        """Weights that are served from what is kept are those that were sent: two digests, int64 ``[1]``.
+
+        Raises:
+            RuntimeError: They are not (on CPU).
+        """
+        if present.is_cuda:
+            self._changed |= noted != present
+        elif not torch.equal(noted, present):
+            raise RuntimeError(changed_weights(name))
+
+    def overflowed(self, comm: Comm) -> bool:
+        """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
+        total = self.overflow.clone()
+        comm.all_reduce_max(total).wait()
+        return bool(total.item())
+
+    def clear(self) -> None:
+        self.overflow.zero_()
+
+    def raise_if_broken(self, rank: int, *, waits: bool = False) -> None:
+        """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
+
+        Args:
+            rank: This one.
+            waits: No step follows: look at what is on the device.
+
+        Raises:
+            RuntimeError: A rank has sent a message of another layout.
+        """
+        if waits:
+            self._raise(int(self.broken()), rank)
+        if waits or not self._broken.is_cuda:
+            return
+        if self._on_host is None or self._copied is None:
+            self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        elif not self._copied.query():
+            return
+        else:
+            self._raise(int(self._on_host), rank)
+        self._on_host.copy_(self.broken(), non_blocking=True)
+        self._copied.record()
+
+    def _raise(self, number: int, rank: int) -> None:
+        if number:
+            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _other_layout(number - 1, rank))
+
+    def broken(self) -> Tensor:
+        """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""
+        if self._differs is not None:
+            differs_W = self._differs.any(1)
+            ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
+            torch.maximum(self._broken, (ranks_W * differs_W).amax().view(1), out=self._broken)
+        return torch.maximum(self._broken, self._changed.to(torch.int32) * _CHANGED)
+
+
+def _other_layout(sender: int, rank: int) -> str:
+    return (
+        f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
+        " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
+    )
+
+
+_CHANGED = 2**31 - 1  # instead of a rank
+
+
+def changed_weights(name: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
+        " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
+        " weights_changed() on all ranks afterwards (or pass weights=Exact())"
+    )
+
+
+def note_overflow(flag: Tensor, values: Tensor) -> None:
+    """Set `flag` where `values` are not all finite, without making the host wait."""
+    torch.maximum(flag, (~values.isfinite().all()).to(torch.int32).view(1), out=flag)
+
+
 class CodedGroup(NamedTuple):
     """Parameters that the same codecs carry, and the codecs' state.
 
@@ -178,7 +300,7 @@ class Exchange:
         self._uplinks: list[_Hop] = []
         self._downlinks: list[_Hop] = []
         self._tabulate(device)
-        layout = [(each.uplink, each.downlink, [_agreed(param) for param in each.params]) for each in self.groups]
+        layout = [(each.uplink, each.downlink, [param.agreed() for param in each.params]) for each in self.groups]
         self._header = layout_header(repr(layout).encode(), device)
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, sent: Tensor | None = None) -> Iterator[Pending]:
@@ -237,22 +359,22 @@ class Exchange:
         for uplink, uplink_state, downlink, downlink_state, block_size, params in self.groups:
             send, own, back, gather = [], [], [], []
             for param in params:
-                cut, state_at = param.cut, param.state_offset
-                row_state = round_up(cut.row_numel, block_size)
+                name, state_at = param.name, param.state_offset
+                row_state = round_up(param.row_numel, block_size)
                 for r in range(world_size):
-                    if length := cut.row_length(r):
+                    if length := param.row_length(r):
                         x_at, at = param.offset + r * param.row_stride, state_at * world_size + r * row_state
-                        salt = salt_of(param.name, r)
+                        salt = salt_of(name, r)
                         send.append(Segment(x_at, length, at, r * self.uplink_nbytes + uplink_at, salt))
                         gather.append(Segment(x_at, length, at, r * self.downlink_nbytes + downlink_at, salt))
-                if length := cut.row_length(rank):
+                if length := param.row_length(rank):
                     out_at = param.offset if param.out_offset is None else param.out_offset
                     out_at = out_at if downlink is None else self._shard_numel
-                    own.append(Segment(out_at, length, state_at, uplink_at, salt_of(param.name, rank)))
-                    back.append(Segment(out_at, length, state_at, downlink_at, salt_of(param.name, world_size + rank)))
+                    own.append(Segment(out_at, length, state_at, uplink_at, salt_of(name, rank)))
+                    back.append(Segment(out_at, length, state_at, downlink_at, salt_of(name, world_size + rank)))
                 uplink_at += _section_nbytes(uplink, param)
                 downlink_at += 0 if downlink is None else _section_nbytes(downlink, param)
-                self._shard_numel += round_up(cut.row_numel, ALIGNMENT)
+                self._shard_numel += round_up(param.row_numel, ALIGNMENT)
             sent, added = (uplink.chunks(Segments(rows), device) for rows in (send, own))
             self._uplinks.append(_Hop(uplink, uplink_state, sent, added))
             if downlink is not None:
@@ -261,9 +383,4 @@ class Exchange:
 
 
 def _section_nbytes(codec: Codec, param: ParamView) -> int:
-    return round_up(codec.wire_nbytes(param.cut.row_numel), ALIGNMENT)
-
-
-def _agreed(param: ParamView) -> tuple[str, int, int, Cut]:
-    """What all ranks have alike."""
-    return param.name, param.offset, param.row_stride, param.cut
+    return round_up(codec.wire_nbytes(param.row_numel), ALIGNMENT)

@@ -1,11 +1,11 @@
-"""Where a parameter's elements live: cut over the ranks, per parameter and never per bucket.
+"""What is reduced, and where it lies: parameters are cut over the ranks one by one, never by bucket.
 
 A parameter of n elements is cut into W chunks of ``row_numel`` elements; rank r owns flat elements
 ``[r * row_numel, (r + 1) * row_numel)`` as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
 so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
 
 Where ranks have two levels, a rank reduces a part of every parameter with the ranks of other nodes that have the same
-part: a `Part` is where it lies in the parameter.
+part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,60 +23,189 @@ from torch import Tensor
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 
 ALIGNMENT = 16  # bytes: every section of a message starts on a multiple, so that kernels may read it in wide words
+Role = Literal["embedding", "head", "other"]
+MemoryOrder = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter: its name in the model, unsharded shape, what it is for, and how its elements lie in memory.
+
+    Args:
+        name: What the model calls it.
+        shape: Unsharded.
+        role: What it is for.
+        memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat
+            gradients and residuals have their elements in this order.
+        sharded: FSDP2 shards it over the ranks that reduce it: each gets the sum of its own rows (reduce-scatter).
+            Otherwise all get the mean (all-reduce).
+        whole_shape: Of the whole parameter, if `shape` is that of a part only.
+        ranges: Of a part: start and length of each run of elements in the flat parameter; joined they are the part.
+        part_row_numel: Of a part that is sharded: elements of each rank's chunk of it, padding included.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = "other"
+    memory_order: MemoryOrder = None
+    sharded: bool = False
+    whole_shape: tuple[int, ...] | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    part_row_numel: int | None = None
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter that this is a part of, or of itself."""
+        return math.prod(self.shape if self.whole_shape is None else self.whole_shape)
+
+    @property
+    def whole(self) -> TensorSpec:
+        """The parameter that this is a part of, or itself."""
+        if self.whole_shape is None:
+            return self
+        return replace(self, shape=self.whole_shape, whole_shape=None, ranges=(), part_row_numel=None)
+
+    def part_for(self, index: int, count: int, num_peers: int) -> TensorSpec:
+        """The part that number `index` of the `count` ranks of a node reduces with its `num_peers`, itself included.
+
+        Parts are whole rows of the dim that is outermost in memory. If parameters are sharded over all ranks, a rank
+        reduces the shards of all ranks that have its index in their node; otherwise its part is one run of rows.
+        """
+        row_dim = self.memory_order[0] if self.memory_order else 0
+        shape, ranges, row_numel = _part_of(self.shape, row_dim, index, count, num_peers if self.sharded else 1)
+        part_row_numel = row_numel if self.sharded else None
+        return replace(self, shape=shape, whole_shape=self.shape, ranges=ranges, part_row_numel=part_row_numel)
+
+    def take(self, whole_N: Tensor) -> Tensor:
+        """The part of the flat parameter, or all of it."""
+        if self.whole_shape is None:
+            return whole_N
+        return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
+
+    def row_numel(self, world_size: int, block_size: int) -> int:
+        """Elements of the chunk of each rank that reduces it, padding included."""
+        if not self.sharded:
+            return round_up(-(-self.numel // world_size), block_size)
+        if self.part_row_numel is not None and self.part_row_numel * world_size >= self.numel:  # a rank may try alone
+            return self.part_row_numel
+        return dim0_row_numel(self.shape, world_size)
+
+
+@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
+def _part_of(
+    shape: tuple[int, ...], row_dim: int, index: int, count: int, num_runs: int
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
+    """Shape and ranges of the part that number `index` of `count` ranks reduces, and the elements of a run's rows."""
+    dims = shape or (1,)
+    per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
+    num_chunks = count * num_runs
+    rows = -(-dims[row_dim] // num_chunks)
+    starts = [min(dims[row_dim], rows * chunk) for chunk in range(index, num_chunks, count)]
+    lengths = [min(dims[row_dim] - start, rows) for start in starts]
+    ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
+    return (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :]), ranges, rows * per_row
+
+
+class ParamView(NamedTuple):
+    """One parameter as the ranks that reduce it see it: where it lies in a bucket and in state, and its gradient there.
+    All offsets count elements.
+
+    Args:
+        spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
+        world_size: Of the ranks that it is cut over.
+        row_numel: Elements of each rank's chunk, padding included.
+        offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
+            output buffer.
+        row_stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
+        state_offset: First element of the own chunk in state that holds one chunk of each parameter; in state of whole
+            parameters it is W times that.
+        out_offset: Reduce-scatter: first element of the own chunk in the output buffer. None: `offset`.
+        x: The gradient, once a bucket has come. All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r
+            for rank r, padded with zeros.
+        out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
+            row, ``[row_numel]``, since FSDP2 divides afterwards.
+        compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
+        sent: float32 ``[numel]`` to fill with what the others decode of it, or None.
+    """
+
+    spec: TensorSpec
+    world_size: int
+    row_numel: int
+    offset: int = 0
+    row_stride: int = 0
+    state_offset: int = 0
+    out_offset: int | None = None
+    x: Tensor = None  # type: ignore[assignment]
+    out: Tensor = None  # type: ignore[assignment]
+    compensated: Tensor | None = None
+    sent: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def row_length(self, rank: int) -> int:
+        """Elements of the chunk of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
+        return row_length(self.spec.numel, self.row_numel, rank)
+
+    def agreed(self) -> tuple[Any, ...]:
+        """What all ranks have alike, for the checksum of a message's layout."""
+        return self.name, self.offset, self.row_stride, self.spec.numel, self.row_numel, self.world_size
+
+    def within(self, x: Tensor, out: Tensor) -> ParamView:
+        """With its gradient in the bucket `x` and its result in `out`."""
+        if self.spec.sharded:
+            row = slice(self.offset, self.offset + self.row_numel)
+            return self._replace(x=x.view(self.world_size, -1)[:, row], out=out[row])
+        where = slice(self.offset, self.offset + self.spec.numel)
+        return self._replace(x=x[where], out=out[where])
+
+    def flat(self) -> Tensor:
+        """The whole gradient, flat ``[numel]``, in every layout; a copy under reduce-scatter."""
+        return self.x.reshape(-1)[: self.spec.numel] if self.spec.sharded else self.x
+
+    def rows(self, values_N: Tensor) -> Tensor:
+        """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
+        padding = self.row_numel * self.world_size - self.spec.numel
+        return torch.nn.functional.pad(values_N, (0, padding)).view(self.world_size, self.row_numel)
+
+    def write_mean_(self, mean_N: Tensor, rank: int) -> None:
+        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""
+        if not self.spec.sharded:
+            self.out.copy_(mean_N)
+            return
+        start, length = rank * self.row_numel, self.row_length(rank)
+        torch.mul(mean_N[start : start + length], self.world_size, out=self.out[:length])
+        if length < self.row_numel:
+            self.out[length:] = 0
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How one parameter is cut over `world_size` ranks."""
+def dim0_row_numel(shape: tuple[int, ...], world_size: int) -> int:
+    """FSDP2, and inside a node: elements of equal chunks of whole dim-0 rows."""
+    dim0 = shape[0] if shape else 1
+    return -(-dim0 // world_size) * (math.prod(shape) // dim0) if dim0 else 0
 
-    numel: int
-    row_numel: int
-    world_size: int
 
-    def row_length(self, rank: int) -> int:
-        """Elements of the chunk of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
-        return max(0, min(self.row_numel, self.numel - rank * self.row_numel))
+def row_length(numel: int, row_numel: int, rank: int) -> int:
+    """Of `numel` elements in chunks of `row_numel`, those that `rank` has."""
+    return max(0, min(row_numel, numel - rank * row_numel))
 
 
 def salt_of(name: str, number: int) -> int:
     """32 bits that make the random numbers of a parameter's message with this number its own."""
     return hash32(zlib.crc32(name.encode()) + number * GOLDEN)
-
-
-def flat_cut(numel: int, world_size: int, block_size: int) -> Cut:
-    """DDP: equal chunks of whole blocks."""
-    return Cut(numel, round_up(-(-numel // world_size), block_size), world_size)
-
-
-def dim0_cut(shape: tuple[int, ...], world_size: int) -> Cut:
-    """FSDP2, and inside a node: equal chunks of whole dim-0 rows."""
-    numel = math.prod(shape)
-    dim0 = shape[0] if shape else 1
-    per_row = numel // dim0 if dim0 else 0
-    return Cut(numel, -(-dim0 // world_size) * per_row, world_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which elements of a parameter a rank reduces, where it is not the whole parameter.
-
-    Args:
-        shape: What the whole parameter has.
-        ranges: Start and length of each run of elements in the flat parameter; joined they are the part.
-        row_numel: Reduce-scatter: elements of each rank's chunk of the part, padding included. None: all-reduce.
-    """
-
-    shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-    row_numel: int | None = None
-
-    def take(self, whole_N: Tensor) -> Tensor:
-        """The part of a flat parameter."""
-        return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
 
 
 def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor) -> None:
@@ -86,49 +216,11 @@ def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor
         at += length
 
 
-@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
-def part_of(
-    shape: tuple[int, ...], row_dim: int, index: int, count: int, num_nodes: int | None
-) -> tuple[tuple[int, ...], Part]:
-    """The shape of the part of a parameter that number `index` of `count` ranks reduces, and where it lies.
-
-    Args:
-        shape: Of the parameter.
-        row_dim: Dim that is outermost in memory: parts are whole rows of it.
-        index: Rank inside the node, or inside the group that shards the model.
-        count: Ranks there, which together have the whole parameter.
-        num_nodes: Parameters are sharded over all ranks of this number of nodes, and this rank reduces the shards of
-            all ranks that have its rank inside their node. None: one run of rows.
-    """
-    dims = shape or (1,)
-    per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
-    num_chunks = count * (num_nodes or 1)
-    rows = -(-dims[row_dim] // num_chunks)
-    starts = [min(dims[row_dim], rows * chunk) for chunk in range(index, num_chunks, count)]
-    lengths = [min(dims[row_dim] - start, rows) for start in starts]
-    ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
-    own = (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :])
-    return own, Part(shape, ranges, None if num_nodes is None else rows * per_row)
-
-
-@dataclass(frozen=True, slots=True)
-class ParamView:
-    """Where one parameter lies in a bucket and in its codecs' state. All offsets count elements.
-
-    Args:
-        name: The parameter.
-        offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
-            output buffer.
-        row_stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
-        cut: The parameter's cut.
-        state_offset: First element of the own chunk in state that holds one chunk of each parameter; in state of whole
-            parameters it is W times that.
-        out_offset: Reduce-scatter: first element of the own chunk in the output buffer. None: `offset`.
-    """
-
-    name: str
-    offset: int
-    row_stride: int
-    cut: Cut
-    state_offset: int = 0
-    out_offset: int | None = None
+def in_memory_order(values_N: Tensor, shape: Sequence[int], source: MemoryOrder, target: MemoryOrder) -> Tensor:
+    """Flat values of a parameter of `shape`, brought from one memory order into another."""
+    if source == target:
+        return values_N
+    dims = range(len(shape))
+    source, target = tuple(dims) if source is None else source, tuple(dims) if target is None else target
+    values = values_N.view([shape[dim] for dim in source])
+    return values.permute([source.index(dim) for dim in target]).reshape(-1)

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.collectives.layout import salt_of
 from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid, Located
 from lowbit_strategy.kernels.sparse import locate, positions

@@ -23,10 +23,9 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
-from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up, salt_of
+from lowbit_strategy.collectives.layout import ALIGNMENT, round_up, salt_of
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.sparse_layout import (
     Chosen,
@@ -122,7 +121,7 @@ class ValueSum:
     Args:
         names: What the parameters are called.
         chosen: What each parameter sends; its positions are the same on all ranks.
-        cuts: Reduce-scatter: how each parameter is cut over the ranks. None: all-reduce.
+        rows: Reduce-scatter: elements of each parameter's rows. None: all-reduce.
         codec: Encodes the values.
         comm: Group to sum over.
         seed: Stochastic codecs round with it.
@@ -135,34 +134,34 @@ class ValueSum:
         self,
         names: Sequence[str],
         chosen: Sequence[Chosen],
-        cuts: Sequence[Cut] | None,
+        rows: Sequence[int] | None,
         codec: Codec,
         comm: Comm,
         *,
         seed: int,
     ) -> None:
         self.codec, self.comm, self.seed = codec, comm, seed
-        self.indices, self.cuts = [part.indices for part in chosen], cuts
+        self.indices, self.rows = [part.indices for part in chosen], rows
         self.counts = [index.numel() for index in self.indices]
         self.exact = codec == _FLOATS
         self._values_E = joined([part.values for part in chosen])
         self.device = self._values_E.device
-        if self.exact and cuts is None:
+        if self.exact and rows is None:
             self.sent = [part.values for part in chosen]
             return
-        self._tables(names, list(map(self._edges, self.indices, cuts or itertools.repeat(None))))
+        self._tables(names, list(map(self._edges, self.indices, rows or itertools.repeat(None))))
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
         self._encode_(self._values_E, self._wire, self._all)
         sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
         self.sent = list(sent_E.split(self.counts))
 
-    def _edges(self, indices: Tensor, cut: Cut | None) -> list[int]:
+    def _edges(self, indices: Tensor, row_numel: int | None) -> list[int]:
         """Where each rank's share of a parameter's values begins, and the end."""
         world_size, k = self.comm.world_size, indices.numel()
-        if cut is not None:
-            starts = torch.arange(world_size + 1, device=indices.device) * cut.row_numel
+        if row_numel is not None:
+            starts = torch.arange(world_size + 1, device=indices.device) * row_numel
             return [*torch.searchsorted(indices, starts)[:-1].tolist(), k]
-        row = flat_cut(k, world_size, self.codec.block_size).row_numel
+        row = round_up(-(-k // world_size), self.codec.block_size)
         return [min(r * row, k) for r in range(world_size + 1)]
 
     def _tables(self, names: Sequence[str], edges_V: Sequence[Sequence[int]]) -> None:
@@ -182,7 +181,7 @@ class ValueSum:
                         own.append(Segment(own_at, length, 0, at - row_start, hash32(salt)))
                     own_at += length
                 start += k
-                room = edges[1] if self.cuts is None else length
+                room = edges[1] if self.rows is None else length
                 at += round_up(self.codec.wire_nbytes(room), ALIGNMENT) if room else 0
             self.row_nbytes.append(at - row_start)
         self._all, self._own, self._own_numel = Segments(everything), Segments(own), own_at
@@ -202,19 +201,19 @@ class ValueSum:
         """Parameter by parameter, sums over ranks where they belong in the result (reduce-scatter: in the own row), and
         what this rank's encoding of its sums lost, at flat positions of the parameter; empty if nothing.
         """
-        if self.exact and self.cuts is None:
+        if self.exact and self.rows is None:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
             return entries_at(self.indices, sums_E), []
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
-        if self.cuts is not None:
+        if self.rows is not None:
             yield comm.all_to_all_uneven(received_WB.view(-1), self._wire, [own_nbytes] * world_size, self.row_nbytes)
         else:
             yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
         own_sums = self._decode(received_WB, self._own, self._own_numel)
         own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
-        if self.cuts is not None:
-            starts = [comm.rank * cut.row_numel for cut in self.cuts]
+        if self.rows is not None:
+            starts = [comm.rank * row_numel for row_numel in self.rows]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
             return entries_at(local, own_sums), []
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
@@ -230,6 +229,7 @@ def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool
     """What one rank sends to others for `count` values of a parameter, evenly spread over the owners."""
     if codec == _FLOATS and not scatter:
         return ordered_nbytes(count, 4, world_size)
-    row = -(-count // world_size) if scatter else min(count, flat_cut(count, world_size, codec.block_size).row_numel)
+    row = -(-count // world_size)
+    row = row if scatter else min(count, round_up(row, codec.block_size))
     hop = round_up(codec.wire_nbytes(row), ALIGNMENT) * (world_size - 1) if row else 0
     return hop if scatter else 2 * hop

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
-from lowbit_strategy.collectives.exchange import HEADER_NBYTES, WireBuffers, layout_header
+from lowbit_strategy.collectives.exchange import HEADER_NBYTES, StepFlags, WireBuffers, layout_header
 from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
 
@@ -56,10 +55,10 @@ class RowCode:
         for codec, params in parts:
             encode, decode = [], []
             for param in params:
-                if length := param.cut.row_length(rank):
+                if length := param.row_length(rank):
                     encode.append(Segment(param.offset, length, 0, wire_at))
                 for r in range(world_size):
-                    if length := param.cut.row_length(r):
+                    if length := param.row_length(r):
                         decode.append(
                             Segment(param.offset + r * param.row_stride, length, 0, r * self.nbytes + wire_at)
                         )
@@ -68,11 +67,12 @@ class RowCode:
                 self._exact.append((Segments(encode), Segments(decode)))
             else:
                 self._coded.append((codec, Segments(encode), Segments(decode)))
-        self.header = layout_header(repr((parts, dtype)).encode(), device)
+        layout = [(codec, [param.agreed() for param in params]) for codec, params in parts]
+        self.header = layout_header(repr((layout, dtype)).encode(), device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
 
     def _section_nbytes(self, codec: Codec | None, param: ParamView) -> int:
-        numel = param.cut.row_numel
+        numel = param.row_numel
         return round_up(numel * self.dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT)
 
     def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import (
     Accumulate,
     Controller,
@@ -18,7 +19,6 @@ from lowbit_strategy.control.base import (
     check_order,
 )
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration, documented_options
 
 MODEL = "model"  # the name under which the whole model is judged

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import (
     Accumulate,
     Controller,
@@ -19,7 +20,6 @@ from lowbit_strategy.control.base import (
     grouped,
 )
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 MODEL = "model"

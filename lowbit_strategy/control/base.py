@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
 from lowbit_strategy.methods.mixtures import Partition
 
 GroupBy = Literal["kind", "module", "parameter"] | Callable[[str], str]

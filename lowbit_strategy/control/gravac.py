@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, check_order
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import (
     Controller,
     Decision,
@@ -21,7 +22,6 @@ from lowbit_strategy.control.base import (
     reference_nbytes,
 )
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 

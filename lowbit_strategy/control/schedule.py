@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration, positional_configuration
 
 

@@ -1,6 +1,12 @@
-"""One bucket of gradients: which exchange or method reduces each of its parameters, and in which order.
+"""Buckets of gradients: which exchange or method reduces each of their parameters, and in which order they advance.
 
 Methods that look at the whole model wait under DDP for the last bucket, which reduces for all (`Collector`).
+
+`BucketSchedule` orders DDP's buckets and those of a round of local steps, the same on all ranks: a new bucket is
+started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after the last bucket of
+a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue collectives in the
+same order. A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left; the
+last ones may have to sum inside a node before, and come first.
 """
 
 from __future__ import annotations
@@ -16,13 +22,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
-from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers, note_overflow
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore
-from lowbit_strategy.methods._base.reducer import ReducerStore, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import ReducerStore
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.ranks.topology import Topology
 
@@ -38,10 +42,10 @@ class Collector:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._order = {name: at for at, name in enumerate(names)}
+        self._order = dict(zip(names, itertools.count()))
         self._num_announced = 0
         self._complete = True  # the last bucket of the pass has been announced
-        self._arrived: dict[Method, list[list[View]]] = {}
+        self._arrived: dict[Method, list[list[ParamView]]] = {}
 
     def announce(self, *, last: bool) -> None:
         """A bucket has been handed in; `last`: the pass has no more."""
@@ -54,14 +58,14 @@ class Collector:
         """Nothing is in flight: what an earlier pass that failed has left is forgotten."""
         self._num_announced, self._arrived = 0, {}
 
-    def arrive(self, method: Method, views: list[View]) -> None:
+    def arrive(self, method: Method, views: list[ParamView]) -> None:
         self._arrived.setdefault(method, []).append(views)
 
     def misses(self, method: Method) -> bool:
         """Whether the last bucket, which calls, must wait for earlier ones."""
         return len(self._arrived[method]) < self._num_announced
 
-    def views(self, method: Method) -> list[View]:
+    def views(self, method: Method) -> list[ParamView]:
         """All views of the pass, in the order of the model's parameters."""
         views = [view for bucket_views in self._arrived[method] for view in bucket_views]
         return sorted(views, key=lambda view: self._order[view.spec.name])
@@ -154,7 +158,8 @@ class Bucket:
         self.context = context
         self.layout = layout
         self.last_step = 0  # in which it came, of those so far
-        self.names = tuple(name for name, _ in layout.entries)
+        names = [name for name, _ in layout.entries]
+        self.names = frozenset(names)
         self.params = [self._param(*entry) for entry in layout.entries]
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:
@@ -179,16 +184,16 @@ class Bucket:
             else None
         )
         planned = ReductionPlan(context.methods, context.specs, Topology(context.comm.world_size))
-        messages = planned.messages(self.names)
+        messages = planned.messages(names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # regardless of the values
-        self.padding_nbytes = planned.padding_nbytes(self.names)
+        self.padding_nbytes = planned.padding_nbytes(names)
 
     def _param(self, name: str, offset: int) -> ParamView:
         spec, block_size = self.context.specs[name], self.context.methods[name].block_size
-        cut = spec.cut(self.context.comm.world_size, block_size)
-        stride = cut.row_numel if self.layout.row_numel is None else self.layout.row_numel
-        return ParamView(name, offset, stride, cut)
+        row_numel = spec.row_numel(self.context.comm.world_size, block_size)
+        stride = row_numel if self.layout.row_numel is None else self.layout.row_numel
+        return ParamView(spec, self.context.comm.world_size, row_numel, offset, stride)
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
         """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
@@ -205,7 +210,7 @@ class Bucket:
         if not (observers or self._reducers_wait or self.context.carryover.waiting):
             parts: list[Iterable[Pending]] = [] if self.exchange is None else [self.exchange.run(x, out, step)]
             for store, params in self._reducers:
-                views = [self.view(param, x, out) for param in params]
+                views = [param.within(x, out) for param in params]
                 parts.append(store.method.reduce(views, store.state, self.context.comm, step))
             stages: Stages = itertools.chain.from_iterable(parts)
         else:
@@ -218,12 +223,12 @@ class Bucket:
     def _stages(self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]) -> Stages:
         if self.context.carryover.waiting:
             for param in self.params:
-                self.context.carryover.add_to_(self.view(param, x, out))
+                self.context.carryover.add_to_(param.within(x, out))
         if self.exchange is not None:
             traced = self._traced(self.exchange, x, out, step, tracers) if tracers else None
             yield from traced or self.exchange.run(x, out, step)
         for store, params in self._reducers:
-            views = [self._view_to_trace(param, x, out) if tracers else self.view(param, x, out) for param in params]
+            views = [self._view_to_trace(param, x, out) if tracers else param.within(x, out) for param in params]
             if store.method.whole_model and not self._own_model:
                 yield from self._collect(store, views, step, tracers)
             elif views:
@@ -237,12 +242,12 @@ class Bucket:
         sent = torch.zeros_like(x, dtype=torch.float32)
         yield from exchange.run(x, out, step, sent)
         for param in params:
-            values = self.view(param, sent, out).flat()
+            values = param.within(sent, out).flat()
             for tracer in tracers:
                 tracer.trace(param.name, compensated[param.name], values)
 
     def _reduce(
-        self, store: ReducerStore, views: Sequence[View], step: StepContext, tracers: Sequence[BucketObserver]
+        self, store: ReducerStore, views: Sequence[ParamView], step: StepContext, tracers: Sequence[BucketObserver]
     ) -> Stages:
         yield from store.method.reduce(views, store.state, self.context.comm, step)
         for view in views:
@@ -254,7 +259,7 @@ class Bucket:
                 tracer.trace(view.spec.name, view.compensated, view.sent)
 
     def _collect(
-        self, store: ReducerStore, views: list[View], step: StepContext, tracers: Sequence[BucketObserver]
+        self, store: ReducerStore, views: list[ParamView], step: StepContext, tracers: Sequence[BucketObserver]
     ) -> Stages:
         """Whole-model methods: wait for the last bucket of the pass, which reduces for all."""
         method, collector = store.method, self.context.collector
@@ -269,17 +274,8 @@ class Bucket:
             yield from self._reduce(store, all_views, step, tracers)
         collector.finish(method)
 
-    def view(self, param: ParamView, x: Tensor, out: Tensor) -> View:
-        """One parameter's part of the bucket."""
-        spec, cut = self.context.specs[param.name], param.cut
-        if spec.sharded:
-            rows = x.view(self.context.comm.world_size, -1)[:, param.offset : param.offset + cut.row_numel]
-            return View(spec, cut, rows, out[param.offset : param.offset + cut.row_numel])
-        where = slice(param.offset, param.offset + cut.numel)
-        return View(spec, cut, x[where], out[where])
-
-    def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> View:
-        view = self.view(param, x, out)
+    def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> ParamView:
+        view = param.within(x, out)
         compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=x.device)
         return view._replace(compensated=compensated, sent=sent)
 
@@ -288,7 +284,7 @@ class Bucket:
 
         That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
         """
-        view, method = self.view(param, x, out), self.context.methods[param.name]
+        view, method = param.within(x, out), self.context.methods[param.name]
         gradient = view.flat().to(torch.float32, copy=True)
         residual = self.context.stores[method].residual(param.name)
         if residual is None:
@@ -297,7 +293,7 @@ class Bucket:
         return torch.where(self._is_active(view, gradient, method.idle_numel), gradient + residual, 0.0)
 
     @staticmethod
-    def _is_active(view: View, gradient: Tensor, idle_numel: int | None) -> Tensor:
+    def _is_active(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
         """Mask ``[numel]``, or one bool for all where only a whole parameter is idle."""
         if idle_numel is None:
             return (gradient != 0).any()
@@ -318,3 +314,80 @@ def _without_autocast(stages: Stages, device_type: str) -> Stages:
         except StopIteration:
             return
         yield pending
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A piece of a bucket.
+
+    Args:
+        stages: Reduce it.
+        unfinished: The stages of all pieces that the future waits for.
+        result: What the future gets.
+        future: The bucket's.
+    """
+
+    stages: Stages
+    unfinished: list[Stages]
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    _pending: Pending | None = None
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it waits for a message that does not take long."""
+        return self._pending is not None and not self.is_far
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what travels takes long."""
+        return getattr(self._pending, "is_far", False)
+
+    def advance(self) -> bool:
+        """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
+        if self._pending is not None:
+            self._pending.wait()
+        try:
+            self._pending = next(self.stages)
+        except StopIteration:
+            self.unfinished.remove(self.stages)
+            if not self.unfinished:
+                self.future.set_result(self.result)
+            return True
+        return False
+
+
+class BucketSchedule:
+    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream)."""
+
+    def __init__(self) -> None:
+        self._active: list[_Job] = []
+
+    def start(
+        self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
+    ) -> None:
+        """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
+        unfinished = list(pieces)
+        for stages in pieces:
+            older = [job for job in self._active if not job.is_far] if self._active else []
+            job = _Job(stages, unfinished, result, future)
+            self._active.append(job)
+            for each in (job, *older):
+                if each.advance():
+                    self._active.remove(each)
+        if last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Advance all buckets until they are done, those that wait for near ranks first."""
+        while self._active:
+            near = [job for job in self._active if job.is_near] if len(self._active) > 1 else []
+            for job in near or list(self._active):
+                if job.advance():
+                    self._active.remove(job)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that is in flight will end: whoever waits for it gets `error`."""
+        failed, self._active = {job.future for job in self._active}, []
+        for future in failed:
+            future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.collectives.exchange import WireBuffers
-from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
 from lowbit_strategy.engine.interfaces import (
     Listeners,
@@ -27,7 +29,6 @@ from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
@@ -116,21 +117,21 @@ class GradientSync:
 
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
-        self._regroup(lambda: self.state.use(compressor, self.step_index))
+        self._regroup(self.state.use, compressor, self.step_index)
 
     def follow_phase(self) -> None:
         """Regroup if the compressor has another configuration for this step."""
         if self.state.phase_ends_before(self.step_index):
-            self._regroup(lambda: self.state.follow_phase(self.step_index))
+            self._regroup(self.state.follow_phase, self.step_index)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
         if specs:
-            self._regroup(lambda: self.state.extend(specs))
+            self._regroup(self.state.extend, specs)
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Give parameters these methods. Residuals are carried over; between steps only."""
-        self._regroup(lambda: self.state.assign(assignments))
+        self._regroup(self.state.assign, assignments)
 
     def forget(self) -> None:
         """All state as at the start; methods stay. Between steps only."""
@@ -145,7 +146,7 @@ class GradientSync:
         """
         assert ranks.topology.node_size == self.ranks.topology.node_size
         self._bind_ranks(ranks)
-        self._regroup(lambda: self.state.move(ranks, afresh=afresh))
+        self._regroup(self.state.move, ranks, afresh)
 
     def _bind_ranks(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -154,16 +155,16 @@ class GradientSync:
                 comm.describe_step = self._describe_step
         self.byte_check = ByteCheck(ranks.peers)
 
-    def _regroup(self, change: Callable[[], Sequence[MethodStore]]) -> None:
+    def _regroup(self, change: Callable[..., Sequence[MethodStore]], *values: Any) -> None:
         """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies.
 
         `change` returns stores that are no longer used.
         """
         self._buckets: dict[BucketLayout, Bucket] = {}
         self.transactions.forget()
-        self._replaced += change()
+        self._replaced += change(*values)
         state = self.state
-        self._collects = any(method.whole_model for method in state.stores)
+        self._collects = any(map(attrgetter("whole_model"), state.stores))
         self._context = BucketContext(
             specs=state.specs,
             methods={name: assignment.method for name, assignment in state.assignments.items()},
@@ -246,6 +247,7 @@ class GradientSync:
 
     def _clear_step(self) -> None:
         self._entered.clear()
+        self.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
         if self.rollback:
             self._flags.clear()
@@ -277,10 +279,12 @@ class GradientSync:
             self._context.collector.announce(last=layout.last)
         bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         self._buckets[layout], bucket.last_step = bucket, self.step_index
-        self.byte_check.expect(bucket)
+        self.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
-        if to_keep := self.transactions.prepare(bucket.names):
-            stages = self._keeping(to_keep, stages)
+        transactions = self.transactions
+        if transactions.keeps_all or transactions.thrown_away:
+            stages = self._keeping(transactions.to_keep(bucket.names), stages)
+        transactions.prepared |= bucket.names
         return stages
 
     def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:

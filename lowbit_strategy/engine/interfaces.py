@@ -12,6 +12,7 @@ order is that of subscription. All ranks call at the same point, when no collect
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
@@ -100,7 +101,7 @@ class Listeners:
     """The listeners of one engine, by phase."""
 
     def __init__(self) -> None:
-        self._by_phase: dict[StepPhase, list[StepListener]] = {phase: [] for phase in StepPhase}
+        self._by_phase: dict[StepPhase, list[StepListener]] = defaultdict(list)
 
     def add(self, listener: StepListener, phase: StepPhase) -> None:
         self._by_phase[phase].append(listener)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, unsent_part
-from lowbit_strategy.methods._base.reducer import View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
 
 
@@ -93,7 +92,7 @@ class CarryOver:
         self.waiting.pop(name, None)
         return values
 
-    def add_to_(self, view: View) -> None:
+    def add_to_(self, view: ParamView) -> None:
         """Add what is kept for the view's parameter to its gradient, in place."""
         name = view.spec.name
         if name not in self.waiting or not view.x.any():
@@ -130,6 +129,7 @@ class MethodState:
 
     Attributes:
         specs: What is reduced, by name: parameters, or this rank's parts of them.
+        full_specs: The parameters.
         compressor: Gives every parameter its method.
         assignments: The method of each parameter, and why.
         stores: The state of all parameters that share a method.
@@ -145,15 +145,14 @@ class MethodState:
         self.stores: dict[Method, MethodStore] = {}
         self._topology, self._comm, self._device = ranks.topology, ranks.peers, device
         self._sharded = sharded
-        self.specs = self._own_parts(specs)
+        self.specs: dict[str, TensorSpec] = {}
+        self.full_specs: dict[str, TensorSpec] = {}
+        self._add(specs)
 
-    def _own_parts(self, specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-        return {spec.name: self._topology.own_part(spec, sharded=self._sharded) for spec in specs}
-
-    @property
-    def full_specs(self) -> dict[str, TensorSpec]:
-        """Parameters, where `specs` may have parts of them."""
-        return {name: spec.whole for name, spec in self.specs.items()}
+    def _add(self, specs: Iterable[TensorSpec]) -> None:
+        for part in self._topology.own_parts(specs, sharded=self._sharded):
+            self.specs[part.name] = part
+            self.full_specs[part.name] = part if part.whole_shape is None else part.whole
 
     # -- methods --------------------------------------------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class MethodState:
 
     def extend(self, specs: Iterable[TensorSpec]) -> list[MethodStore]:
         """Serve more parameters, the same on all ranks; the others keep their state. Returns as `assign`."""
-        self.specs |= self._own_parts(specs)
+        self._add(specs)
         return self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def forget(self) -> list[MethodStore]:
@@ -184,7 +183,7 @@ class MethodState:
         earlier, self.stores, self.assignments = self.assignments, {}, {}
         return self.assign(earlier)
 
-    def move(self, ranks: Ranks, *, afresh: bool = False) -> list[MethodStore]:
+    def move(self, ranks: Ranks, afresh: bool = False) -> list[MethodStore]:
         """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
 
         If its place is the same it stays as it is, unless it is wanted `afresh`. Returns as `assign`.
@@ -212,22 +211,31 @@ class MethodState:
             Stores that are no longer used; a stream may still read them.
         """
         earlier, old_stores = self.assignments, self.stores
-        before, after = _by_method(earlier), _by_method(assignments)
+        before, after = self._by_method(earlier), self._by_method(assignments)
         self.assignments, self.stores = dict(assignments), {}
-        self._make_room([old_stores[method] for method, members in before.items() if after.get(method) != members])
+        replaced = [store for method, store in old_stores.items() if before.get(method) != after.get(method)]
+        self._make_room(replaced)
         for method, members in after.items():
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
                 continue
-            store = method.make_store({name: self.specs[name] for name in members}, self._comm, self._device)
-            self.stores[method] = store
-            for name in (name for name in members if name in earlier):
+            self.stores[method] = store = method.make_store(members, self._comm, self._device)
+            for name in members:
+                if name not in earlier:
+                    continue
                 old = earlier[name].method
                 if method.continues(old):
                     _copy_where_equal(store.tensors(name), old_stores[old].tensors(name))
                 else:
                     self._take_over(name, old_stores[old])
-        return [store for method, store in old_stores.items() if self.stores.get(method) is not store]
+        return replaced
+
+    def _by_method(self, assignments: Mapping[str, Assignment]) -> dict[Method, dict[str, TensorSpec]]:
+        """The parameters of each method, in order."""
+        members: dict[Method, dict[str, TensorSpec]] = {}
+        for name, assignment in assignments.items():
+            members.setdefault(assignment.method, {})[name] = self.specs[name]
+        return members
 
     def _make_room(self, replaced: Sequence[MethodStore]) -> None:
         """Old and new state are not to be in a GPU's memory together: each may be as large as the model."""
@@ -275,7 +283,7 @@ class MethodState:
     def row_numel(self, name: str) -> int:
         """Elements of one rank's chunk of a parameter, padding included."""
         block_size = self.assignments[name].method.block_size
-        return self.specs[name].cut(self._comm.world_size, block_size).row_numel
+        return self.specs[name].row_numel(self._comm.world_size, block_size)
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
@@ -291,13 +299,6 @@ class MethodState:
     def nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
-
-
-def _by_method(assignments: Mapping[str, Assignment]) -> dict[Method, list[str]]:
-    names: dict[Method, list[str]] = {}
-    for name, assignment in assignments.items():
-        names.setdefault(assignment.method, []).append(name)
-    return names
 
 
 def sum_of_known(unsent: Tensor | None, leftover: Tensor | None) -> Tensor | None:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
-from lowbit_strategy.collectives.layout import Cut, ParamView, dim0_cut
-from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.plan.inside import node_codec
@@ -89,11 +88,11 @@ class NodeCodes:
             num_inside, (num_nodes, row_numel) = self._comm.world_size, out_GN.shape
             at = 0
             for name in names:
-                numel = dim0_cut(self._state.specs[name].whole.shape, num_nodes * num_inside).row_numel
-                cut = Cut(num_inside * numel, numel, num_inside)  # with FSDP2's padding, which is zero
+                numel = dim0_row_numel(self._state.specs[name].whole.shape, num_nodes * num_inside)
+                spec = TensorSpec(name, (num_inside * numel,))  # with FSDP2's padding, which is zero
                 for node in range(num_nodes):
                     start = node * num_inside * row_numel + at
-                    yield ParamView(name, start, row_numel, cut, out_offset=node * row_numel + at)
+                    yield ParamView(spec, num_inside, numel, start, row_numel, out_offset=node * row_numel + at)
                 at += numel
 
         return self.mean(layout, params, x, out_GN.view(-1), self.buffers)

@@ -27,14 +27,12 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import ring_nbytes
-from lowbit_strategy.collectives.layout import salt_of
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.kernels.reference.rng import hash32
-from lowbit_strategy.methods._base.reducer import View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.mean_moment import unsuitable
 from lowbit_strategy.model.parameters import flat_part, local_part, shaped
@@ -203,7 +201,7 @@ class SecondMoment:
         if not params or self._comm.world_size == 1:
             yield from stages
             return
-        views = [bucket.view(param, x, out) for param in params]
+        views = [param.within(x, out) for param in params]
         all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
         begun = [known.last_step != step.index for known in all_known]
         for known in all_known:
@@ -242,11 +240,11 @@ class SecondMoment:
             assert known.sums is not None
             squares = known.sums.float().div_(known.num_sums)
             totals.append(squares.sum())
-            inner.view(param, roots, mean).x.copy_(squares.sqrt_())
+            param.within(roots, mean).x.copy_(squares.sqrt_())
         yield from inner.run(roots, mean, step, ())
-        found = [self._own(view := inner.view(param, roots, mean), view.out).square() for param in inner.params]
+        found = [self._own(view := param.within(roots, mean), view.out).square() for param in inner.params]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
-        self._sync.byte_check.expect(inner)
+        self._sync.byte_check.expected.append(inner)
         self._sync.byte_check.add_untracked(ring_nbytes(numbers, self._comm.world_size))
         yield self._comm.all_reduce(numbers)
         for param, squares, sums in zip(inner.params, found, numbers / self._comm.world_size, strict=True):
@@ -262,9 +260,9 @@ class SecondMoment:
             known.pending = squares * scale, known.decoded_sums / known.num_sums, energies, known.gap
             known.exchanged = step.index
 
-    def _own(self, view: View, values: Tensor) -> Tensor:
+    def _own(self, view: ParamView, values: Tensor) -> Tensor:
         """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
-        return values[: view.cut.row_length(self._comm.rank)] if view.spec.sharded else values
+        return values[: view.row_length(self._comm.rank)] if view.spec.sharded else values
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -350,7 +348,7 @@ class SecondMoment:
             self._known[name] = _ParamStats(**known)
 
 
-def _sketch(view: View, step: StepContext) -> Tensor:
+def _sketch(view: ParamView, step: StepContext) -> Tensor:
     """float32 ``[SKETCH_NUMEL + 1]``: sums of elements with random signs, and the sum of squares.
 
     The first are linear, so that ranks can sum theirs, and have the same square on average.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,27 +26,23 @@ class Transactions:
     Args:
         state: What methods keep between steps.
         keeps_all: Any reduction may be thrown away.
+
+    Attributes:
+        prepared: Parameters with an open reduction.
+        thrown_away: Parameters whose gradients have been thrown away before.
     """
 
     def __init__(self, state: MethodState, *, keeps_all: bool) -> None:
         self.keeps_all = keeps_all
         self._state = state
-        self._prepared: dict[str, bool] = {}  # whether the state before is in `_copies`
+        self.prepared: set[str] = set()
+        self.thrown_away: set[str] = set()
+        self._kept: set[str] = set()  # of those prepared: the state before is in `_copies`
         self._copies: dict[str, list[Tensor]] = {}
-        self._thrown_away: set[str] = set()
 
-    @property
-    def prepared(self) -> Collection[str]:
-        """Parameters with an open reduction."""
-        return self._prepared.keys()
-
-    def prepare(self, names: Collection[str]) -> list[str]:
-        """These parameters are going to be reduced. Returns those whose state has to be kept (`keep`) before that."""
-        before, self._prepared = self._prepared, dict.fromkeys(names, False) | self._prepared
-        if not (self.keeps_all or self._thrown_away):
-            return []
-        kept = names if self.keeps_all else self._thrown_away.intersection(names)
-        return [name for name in names if name in kept and name not in before]
+    def to_keep(self, names: Iterable[str]) -> list[str]:
+        """Of parameters that are going to be prepared, those whose state has to be kept (`keep`) before that."""
+        return [name for name in names if (self.keeps_all or name in self.thrown_away) and name not in self.prepared]
 
     def keep(self, names: Sequence[str]) -> None:
         """The state of these parameters is about to change: copy it. In the stream and thread that change it."""
@@ -54,31 +50,34 @@ class Transactions:
             if name not in self._copies:
                 self._copies[name] = [torch.empty_like(tensor) for tensor in self._live(name)]
         self._copy_(self._copies, {name: self._live(name) for name in names})
-        self._prepared |= dict.fromkeys((name for name in names if name in self._prepared), True)
+        self._kept |= self.prepared.intersection(names)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
-        committed = self._take(names)
-        self._state.carryover.commit(committed)
+        self._state.carryover.commit(self._close(names))
 
     def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
         """The gradients of these parameters were thrown away; None: of all. Returns those whose state was restored."""
-        thrown_away = self._take(names)
-        restored = [name for name, kept in thrown_away.items() if kept]
+        kept = self._kept.copy()
+        closed = self._close(names)
+        restored = [name for name in self._state.specs if name in closed and name in kept]
         self._copy_({name: self._live(name) for name in restored}, self._copies)
-        self._state.carryover.roll_back(thrown_away)
-        self._thrown_away |= thrown_away.keys()
+        self._state.carryover.roll_back(closed)
+        self.thrown_away |= closed
         return restored
 
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
-        self.commit()
+        if self.prepared:
+            self.commit()
         self._copies = {}
 
-    def _take(self, names: Iterable[str] | None) -> dict[str, bool]:
+    def _close(self, names: Iterable[str] | None) -> set[str]:
         """Close the reductions of `names` that are open, and return them."""
-        closed = list(self._prepared) if names is None else [name for name in names if name in self._prepared]
-        return {name: self._prepared.pop(name) for name in closed}
+        closed = self.prepared.copy() if names is None else self.prepared.intersection(names)
+        self.prepared -= closed
+        self._kept -= closed
+        return closed
 
     def _live(self, name: str) -> list[Tensor]:
         return list(self._state.tensors(name).values())
@@ -99,22 +98,19 @@ class ByteCheck:
 
     Args:
         comm: That the buckets are reduced over.
+
+    Attributes:
+        expected: The step's buckets, one by one as they come.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self.expected: list[Bucket] = []
         self._checks, self._before = False, 0  # a turn may arrive that was in flight when its run was saved
 
     def begin_step(self, *, checks: bool) -> None:
         """Call last in `begin_step`. `checks`: only the methods will send in this step."""
         self._checks, self._before = checks and self._comm.counts, self._comm.sent_nbytes
-        self._promised = self._padding = 0
-
-    def expect(self, bucket: Bucket) -> None:
-        """This bucket is going to be reduced."""
-        self._checks &= bucket.fixed
-        self._promised += bucket.planned_nbytes
-        self._padding += bucket.padding_nbytes
 
     def add_untracked(self, nbytes: int) -> None:
         """`nbytes` have been sent that belong to no bucket."""
@@ -126,12 +122,14 @@ class ByteCheck:
         Raises:
             RuntimeError: More or less was sent than planned.
         """
-        if not self._checks:  # or there was no step
+        checks, self._checks = self._checks, False
+        if not checks or not all(bucket.fixed for bucket in self.expected):  # or there was no step
             return
-        self._checks = False
         counted = self._comm.sent_nbytes - self._before
-        if abs(counted - self._promised) > self._padding:
+        promised = sum(bucket.planned_nbytes for bucket in self.expected)
+        padding = sum(bucket.padding_nbytes for bucket in self.expected)
+        if abs(counted - promised) > padding:
             raise RuntimeError(
-                f"{counted} bytes of gradients were sent in this step where {self._promised} and at most"
-                f" {self._padding} of padding were planned: a method counts its bytes wrongly, please report it"
+                f"{counted} bytes of gradients were sent in this step where {promised} and at most"
+                f" {padding} of padding were planned: a method counts its bytes wrongly, please report it"
             )

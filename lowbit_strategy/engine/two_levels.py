@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import ParamView, dim0_cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
 class _Partition:
@@ -43,14 +42,16 @@ class _Partition:
         for name, offset in layout.entries:
             spec = full_specs[name]
             in_memory = spec.shape if spec.memory_order is None else tuple(spec.shape[dim] for dim in spec.memory_order)
-            cut = dim0_cut(in_memory, intra_node.world_size)
-            self.params.append(ParamView(name, offset, cut.row_numel, cut, out_offset=self.numel))
+            row_numel = dim0_row_numel(in_memory, intra_node.world_size)
+            self.params.append(
+                ParamView(spec, intra_node.world_size, row_numel, offset, row_numel, out_offset=self.numel)
+            )
             for r in range(intra_node.world_size):
-                if length := cut.row_length(r):
-                    self._parts.append((r, offset + r * cut.row_numel, self.numel, length))
-            if cut.row_length(intra_node.rank):
+                if length := row_length(spec.numel, row_numel, r):
+                    self._parts.append((r, offset + r * row_numel, self.numel, length))
+            if row_length(spec.numel, row_numel, intra_node.rank):
                 entries.append((name, self.numel))
-            self.numel += cut.row_length(0)
+            self.numel += min(row_numel, spec.numel)
         self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
 
     def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:

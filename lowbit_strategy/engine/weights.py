@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import WireBuffers
-from lowbit_strategy.collectives.layout import Cut, ParamView, dim0_cut
+from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
+from lowbit_strategy.collectives.layout import ParamView, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
@@ -40,9 +39,9 @@ class ModuleWeights:
         flags: StepFlags,
     ) -> None:
         self.reduced = False
-        cuts = [dim0_cut(spec.shape, comm.world_size) for spec in layout.specs]
-        self.row_numel = sum(cut.row_numel for cut in cuts)
-        parts = self._parts(coding, layout, cuts) if has_codes(coding, layout) else None
+        rows = [dim0_row_numel(spec.shape, comm.world_size) for spec in layout.specs]
+        self.row_numel = sum(rows)
+        parts = self._parts(coding, layout, rows, comm.world_size) if has_codes(coding, layout) else None
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         self.costs = module_weights(coding, layout, comm.world_size)
@@ -57,12 +56,15 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, layout: ModuleLayout, cuts: Sequence[Cut]) -> list[CodecParams]:
+    def _parts(
+        self, coding: WeightCoding, layout: ModuleLayout, rows: Sequence[int], world_size: int
+    ) -> list[CodecParams]:
         params: dict[Codec | None, list[ParamView]] = {}
         at = 0
-        for spec, cut in zip(layout.specs, cuts, strict=True):
-            params.setdefault(coding.codec(spec), []).append(ParamView(spec.name, at, self.row_numel, cut))
-            at += cut.row_numel
+        for spec, row_numel in zip(layout.specs, rows, strict=True):
+            param = ParamView(spec, world_size, row_numel, at, self.row_numel)
+            params.setdefault(coding.codec(spec), []).append(param)
+            at += row_numel
         return [CodecParams(codec, tuple(members)) for codec, members in params.items()]
 
     def gradients_reduced(self) -> None:

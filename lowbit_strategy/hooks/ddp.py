@@ -7,26 +7,69 @@ and `BucketSchedule` keeps it while buckets overlap.
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
+import dataclasses
 import functools
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import BucketLayout, Stages
-from lowbit_strategy.engine.bucket_schedule import BucketSchedule
+from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
-from lowbit_strategy.hooks.native import hooked, renew_reducer
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _log = logging.getLogger("lowbit_strategy")
+_MIB = 1024 * 1024
+
+
+hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # hooks of ours
+
+
+def chose_buckets(model: DistributedDataParallel) -> bool:
+    """Whether the user has given DDP a size of its buckets."""
+    return not model.bucket_bytes_cap_default
+
+
+def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
+    """Give DDP a new reducer, without a communication hook.
+
+    PyTorch has no call that takes a hook away. This makes the reducer anew, as unpickling a model does.
+
+    Args:
+        model: Between steps.
+        bucket_cap_mb: Size of the buckets; None: as they are.
+    """
+    if bucket_cap_mb is not None:
+        _set_bucket_cap(model, round(bucket_cap_mb * _MIB))
+    model._remove_autograd_hooks()
+    parameters, is_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, is_sparse, names, model.static_graph)
+    model._comm_hooks = []
+    hooked.pop(model, None)
+    model._has_rebuilt_buckets = False
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        logger: Any = model.logger
+        logger._set_static_graph()
+
+
+def _set_bucket_cap(model: Any, nbytes: int) -> None:
+    first = min(nbytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+    model.bucket_bytes_cap = nbytes
+    if hasattr(model, "_bucket_config"):  # torch 2.13 and later
+        model._bucket_config = dataclasses.replace(
+            model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=first
+        )
 
 
 class BucketWorker:

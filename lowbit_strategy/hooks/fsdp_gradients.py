@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -127,7 +127,7 @@ class ShardLayouts:
         for name, shape in zip(names, shapes, strict=True):
             if scatter or self._sync.specs[name].numel:
                 entries.append((name, at))
-            at += dim0_cut(shape, num_ranks).row_numel
+            at += dim0_row_numel(shape, num_ranks)
         if scatter:
             return BucketLayout(tuple(entries), row_numel=at), at
         return BucketLayout(tuple(entries), alone=True, key=names), at

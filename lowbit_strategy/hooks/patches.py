@@ -74,7 +74,7 @@ PATCHES = private_names(
       set {_DDP}._has_rebuilt_buckets
       set {_DDP}._bucket_config
       set {_DDP}.bucket_bytes_cap
-    where compression does not help, all that attaching has set is put back (hooks/native.py)
+    where compression does not help, all that attaching has set is put back (hooks/ddp.py, attach/wiring.py)
       set {_GROUP}._all_gather_comm
       set {_GROUP}._all_reduce_hook
       set {_GROUP}._all_reduce_hook_stream

@@ -34,12 +34,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float

@@ -31,9 +31,9 @@ from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.attach.attach import used_compressor, weight_coding
 from lowbit_strategy.attach.prepare import checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
@@ -203,7 +203,7 @@ def plan(
     topology = replace(prepared.topology, node_size=node_size, far=far, intra=options.intra)
     chosen = used_compressor(prepared, topology)
     chosen.check(prepared.specs)
-    parts = [topology.own_part(spec, sharded=prepared.layout == "fsdp") for spec in prepared.specs]
+    parts = topology.own_parts(prepared.specs, sharded=prepared.layout == "fsdp")
     modules, reduced = _layouts(module) if prepared.scatter else {}, list[ParamGroup]()
     if prepared.scatter:
         trained = {spec.name for spec in prepared.specs}

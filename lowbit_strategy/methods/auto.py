@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from lowbit_strategy.methods._base.compressor import Compressor, dense_method
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import register_presets
 from lowbit_strategy.options.configuration import configuration
 
@@ -40,7 +40,7 @@ class Auto(Compressor):
 
     def method(self, spec: TensorSpec) -> CodecPair:
         """Float32, through the engine's messages: what sends the rest of a candidate's residuals."""
-        return dense_method()
+        return DENSE
 
 
 register_presets({Auto.name: Auto()})

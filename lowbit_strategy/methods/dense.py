@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.codecs.base import DenseCodec
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import Compressor, Selector
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import StateTensors, StepContext
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import DenseCodec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
-from lowbit_strategy.methods._base.compressor import Assignment
+from lowbit_strategy.methods._base.compressor import Assignment, Selector, matching
 from lowbit_strategy.methods._base.feedback import MomentumCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor, SparseReducer
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
@@ -31,7 +31,6 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     pending_sums,
     zero_residuals,
 )
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, matching
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01
@@ -124,7 +123,9 @@ class DGCReducer(SparseReducer):
         """Whether a parameter is sent whole: nothing is masked then, and momentum is as in the optimizer."""
         return self.density == 1.0 or matching(self.exempt, spec) is not None
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
@@ -142,7 +143,9 @@ class DGCReducer(SparseReducer):
             indices = yield from _WHOLE.positions(views, state, comm, step)
             yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm, step)
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
+    def accumulate_(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm
+    ) -> tuple[list[Condition], list[Sum]]:
         """Update momentum and velocity. With momentum a gradient of zeros is not idle: momentum decays, and is added to
         the velocity.
         """
@@ -155,7 +158,7 @@ class DGCReducer(SparseReducer):
         add_at_once_(views, state, found, partial(self._add_, factor=factor), partial(self._undo_, factor=factor))
         return found, [Sum(state[view.spec.name]["residual"]) for view in views]
 
-    def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
+    def clip_factor(self, views: Sequence[ParamView], found: Sequence[Condition], comm: Comm) -> float:
         if self.clip_norm is None:
             return 1.0
         live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
@@ -190,7 +193,7 @@ class DGCReducer(SparseReducer):
             momentum.nan_to_num_(0.0, 0.0, 0.0)
         velocity.nan_to_num_(0.0, 0.0, 0.0)
 
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         return select_by_sample(total, self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:

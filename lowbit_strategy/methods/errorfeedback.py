@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.codecs.base import Codec, StatefulCodec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec
 from lowbit_strategy.methods._base.compressor import Compressor, Wrapper
 from lowbit_strategy.methods._base.feedback import (
     FeedbackCodec,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
 from lowbit_strategy.kernels.select import (
     TINY,
@@ -23,7 +24,7 @@ from lowbit_strategy.kernels.select import (
     select_above,
     top_k,
 )
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
@@ -34,7 +35,6 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     undo_,
     zero_residuals,
 )
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 MAX_BLOCKS = 1024
@@ -125,7 +125,7 @@ class FlatModel:
         found: Conditions of the gradients; an overflow may show only when a sum is formed.
     """
 
-    def __init__(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> None:
+    def __init__(self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext) -> None:
         self.views, self.state, self.comm, self.step = views, state, comm, step
         self.found, self._totals = pending_sums(views, state)
         self.residuals = [state[view.spec.name]["residual"] for view in views]
@@ -289,7 +289,9 @@ class ExclusiveReducer(CommonPositionsReducer):
         for tensors in state.values():
             tensors["threshold"].mul_(factor)
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         if not views:
             return
         views = in_order(views, state)

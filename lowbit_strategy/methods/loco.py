@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import (
     BlockFormat,
@@ -22,9 +24,8 @@ from lowbit_strategy.kernels.format import (
     uniform,
 )
 from lowbit_strategy.kernels.segments import Feedback, Segments
-from lowbit_strategy.methods._base.compressor import Compressor, check_bits
+from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor, check_bits
 from lowbit_strategy.methods._base.method import CodecPair, residual_arenas
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
@@ -185,7 +186,7 @@ class LoCo(Compressor):
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
         if self.reset_steps is not None and self.reset_steps < 1:
             raise ValueError(f"reset_steps must be a positive integer or None, got {self.reset_steps!r}")
-        self._return_format(self.fmt)  # checks the block sizes
+        self.method(REFERENCE)  # checks the block sizes
 
     def _check_codebook(self, field: str, codebook: Codebook, bits: int) -> None:
         known, _ = _FORMATS[codebook]
@@ -230,7 +231,10 @@ class LoCo(Compressor):
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
 
-    def _codecs(self, uplink_format: BlockFormat) -> CodecPair:
+    @functools.cache  # noqa: B019 (configurations are few, and live as long as the process)
+    def _codecs(self, uplink_format: BlockFormat | None = None) -> CodecPair:
+        """None: of `fmt`."""
+        uplink_format = self.fmt if uplink_format is None else uplink_format
         return_format = self._return_format(uplink_format)
         if self.residual == "none":
             return CodecPair(_unbiased(uplink_format), _unbiased(return_format))
@@ -245,7 +249,7 @@ class LoCo(Compressor):
         return CodecPair(uplink, replace(uplink, fmt=return_format, beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(self.fmt)
+        return self._codecs()
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import (
+    Assignment,
+    Compressor,
+    Selector,
+    check_positive,
+    describe,
+    matching,
+    validate_selectors,
+)
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, describe, matches, validate_selectors
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.configuration import configuration
@@ -55,7 +63,7 @@ class Partition(Compressor):
         if (assignment := self.exempted(spec)) is not None:
             return assignment
         for selector, compressor in self.rules:
-            if matches(selector, spec):
+            if matching([selector], spec) is not None:
                 inner = compressor.assign(spec)
                 return inner._replace(reason=f"{inner.reason}; {describe(selector)}")
         return self.default.assign(spec)
@@ -67,8 +75,8 @@ class Partition(Compressor):
     def check(self, specs: Sequence[TensorSpec]) -> None:
         remaining = [spec for spec in specs if self.exempted(spec) is None]
         for selector, compressor in self.rules:
-            compressor.check([spec for spec in remaining if matches(selector, spec)])
-            remaining = [spec for spec in remaining if not matches(selector, spec)]
+            compressor.check([spec for spec in remaining if matching([selector], spec) is not None])
+            remaining = [spec for spec in remaining if matching([selector], spec) is None]
         self.default.check(remaining)
 
     def method(self, spec: TensorSpec) -> Method:

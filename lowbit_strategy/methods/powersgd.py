@@ -10,6 +10,7 @@ import torch
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
@@ -23,8 +24,7 @@ from lowbit_strategy.methods._base.low_rank import (
     store_error_,
     store_factor_,
 )
-from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -54,7 +54,9 @@ class PowerSGDReducer(LowRankReducer):
             tensors["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
         return tensors
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         matrices, qs = [], []
         for view in views:
             spec, tensors = view.spec, state[view.spec.name]

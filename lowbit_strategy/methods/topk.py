@@ -15,14 +15,14 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
 from lowbit_strategy.methods._base.sparse_residuals import check_density, num_kept
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -52,7 +52,9 @@ class GatheredReducer(Reducer):
     def nearest(self) -> GatheredReducer:
         return GatheredReducer(codec=self.codec.nearest())
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         wires = []
         for view in views:
             g_N = view.flat().float()
@@ -87,8 +89,8 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*total.top_k(num_kept(self.density, view.cut.numel)))
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        return Chosen(*total.top_k(num_kept(self.density, view.spec.numel)))
 
 
 SelectionKind = Literal["exact", "chunk", "group"]

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec, matching, validate_selectors
+from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching, validate_selectors
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration
@@ -200,12 +200,14 @@ WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "d
 
 register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} beside a compressor (FSDP2)")
 
+_EXACT, _CODE = Exact(), WeightCode()
+
 # What reports compare.
 CHOICES: tuple[WeightCoding, ...] = (
-    Exact(),
+    _EXACT,
     Exact(keep="replica"),
     WeightCode(keep="nothing"),
-    WeightCode(),
+    _CODE,
     WeightCode(keep="replica"),
     WeightDelta(),
 )
@@ -213,18 +215,7 @@ CHOICES: tuple[WeightCoding, ...] = (
 
 def default_weights(compressor: Compressor) -> WeightCoding:
     """By default LoCo's strategies code weights at 8 bits; with other compressors this is unmeasured."""
-    return WeightCode() if isinstance(compressor, LoCo) else Exact()
-
-
-def check_weights(weights: WeightCoding | None, *, scatter: bool) -> None:
-    """Raises:
-    ValueError: Coded weights were requested without FSDP2.
-    """
-    if weights is not None and not scatter:
-        raise ValueError(
-            f"weights={type(weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every rank has"
-            " them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
-        )
+    return _CODE if isinstance(compressor, LoCo) else _EXACT
 
 
 def as_weights(value: object) -> WeightCoding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit_strategy.model.mixed_precision import needs_own_type
 from lowbit_strategy.model.parameters import canonical_name, local_part
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +72,27 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
       module's parameters when it runs, on all ranks together
     """
     uses = _uses(module)
-    chosen: list[nn.Module] = []
+    chosen: dict[int, nn.Module] = {}
     optional: set[int] = set()
     for name, child in module.named_modules():
         if id(child) in optional or isinstance(child, nn.ModuleDict) or "expert" in name.rpartition(".")[2].lower():
-            optional |= {id(inner) for inner in child.modules()}
+            optional.update(map(id, child.modules()))
         elif isinstance(child, _CONTAINERS):
-            chosen += [entry for entry in child.children() if _worth(entry, min_numel, uses)]
-    unique = list({id(entry): entry for entry in chosen}.values())
-    return sorted(unique, key=lambda entry: sum(1 for _ in entry.modules()))
+            for entry in child.children():
+                if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
+                    continue
+                is_large = sum(map(torch.Tensor.numel, entry.parameters())) >= min_numel
+                if is_large and _uses(entry).items() <= uses.items():  # not tied to a parameter outside
+                    chosen[id(entry)] = entry
+    return sorted(chosen.values(), key=lambda entry: sum(1 for _ in entry.modules()))
 
 
 def _uses(module: nn.Module) -> Counter[int]:
     """How many modules hold each parameter."""
-    return Counter(
-        [id(param) for child in module.modules() for param in child._parameters.values() if param is not None]
-    )
-
-
-def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
-    if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
-        return False
-    is_large = sum(map(torch.Tensor.numel, entry.parameters())) >= min_numel
-    return is_large and _uses(entry).items() <= uses.items()  # not tied to a parameter outside
+    uses: Counter[int] = Counter()
+    for child in module.modules():
+        uses.update(map(id, filter(None.__ne__, child._parameters.values())))
+    return uses
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
@@ -120,6 +119,25 @@ class ShardPolicy:
     forward_methods: tuple[str, ...] = ()
     by_child: bool = False
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """FSDP2's policy for a trainer's `precision`.
+
+    ``bf16-mixed`` and ``16-mixed``: shards and optimizer states stay float32, weights are gathered and used in half
+    precision. Otherwise FSDP2 would gather float32, and autocast would keep a half copy of every weight for backward.
+    The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half precision.
+
+    Any other precision: everything in the parameters' own type.
+    """
+    if precision not in _COMPUTE:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=_COMPUTE[precision], reduce_dtype=torch.float32)
+
+
+def needs_own_type(module: nn.Module) -> bool:
+    """Whether a module's parameters must have the type of its running statistics."""
+    return isinstance(module, _BatchNorm) and module.affine
 
 
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
@@ -183,7 +201,7 @@ def shard_module(
     wholes = _called_children(module) if policy.by_child else [module]
     if policy.by_child:
         _check_children(module, wholes)
-    whole_ids = {id(whole) for whole in wholes}
+    whole_ids = set(map(id, wholes))
 
     def shard(part: nn.Module, **options: Any) -> None:
         if prepare is not None:
@@ -209,11 +227,13 @@ def shard_module(
         prepare(module)  # buffers of its own
 
 
-def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | None, *, replicated: bool) -> None:
+def check_process_groups(
+    groups: Sequence[ShardedGroup], shard_group: dist.ProcessGroup | None, *, replicated: bool
+) -> None:
     """Whether FSDP2 shards over the ranks that compression expects.
 
     Args:
-        module: Sharded.
+        groups: What it shards.
         shard_group: The ranks that shard one model.
         replicated: Other ranks have replicas of it (HSDP).
 
@@ -221,7 +241,7 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
         ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
     """
     ours = dist.get_process_group_ranks(shard_group if shard_group is not None else dist.group.WORLD)
-    for each in sharded_groups(module):
+    for each in groups:
         where = f"module {each.name}" if each.name else "the model"
         mesh_info: Any = each.param_group.mesh_info
         if not isinstance(mesh_info, FSDPMeshInfo):
@@ -255,18 +275,19 @@ def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): shards.get(id(param), param) for name, param in module.named_parameters()}
 
 
-def check_held(module: nn.Module) -> None:
+def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
     """Raises:
     ValueError: FSDP2 shards a parameter that the model no longer has.
     """
     held = set(map(id, module.parameters()))
-    for each, param in [(group, param) for group in sharded_groups(module) for param in group.param_group.fsdp_params]:
-        if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
-            raise ValueError(
-                f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it no"
-                " longer has: a layer was replaced or removed after fully_shard, and what took its place is not"
-                " sharded. Change the model before it is sharded, or build it again"
-            )
+    for each in groups:
+        for param in each.param_group.fsdp_params:
+            if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
+                raise ValueError(
+                    f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it no"
+                    " longer has: a layer was replaced or removed after fully_shard, and what took its place is not"
+                    " sharded. Change the model before it is sharded, or build it again"
+                )
 
 
 def take_over_replication(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from lowbit_strategy.collectives.comm import Comm, gathered
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.parameters import canonical_name, local_part, trainable_parameters
+from lowbit_strategy.model.parameters import canonical_name, local_part
 from lowbit_strategy.version import __version__
 
 Facts = Mapping[str, object]
@@ -33,20 +33,23 @@ def fingerprint(
     compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
 ) -> dict[str, object]:
     """Everything that must be the same on all ranks, by the name a user would know it by."""
-    params = trainable_parameters(module)
+    shapes, types, buffers = [], [], []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            shapes.append((canonical_name(name), tuple(param.shape)))
+            types.append((canonical_name(name), str(param.dtype)))
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            buffers.append((canonical_name(name), tuple(buffer.shape)))
     return {
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
         "strategy": "fsdp" if scatter else "ddp",
         **to_plain("compressor", compressor),
         **settings,
-        "parameters": [(name, tuple(param.shape)) for name, param in params.items()],
-        "parameter types": [(name, str(param.dtype)) for name, param in params.items()],
-        "floating-point buffers": [
-            (canonical_name(name), tuple(buffer.shape))
-            for name, buffer in module.named_buffers()
-            if buffer.is_floating_point()
-        ],
+        "parameters": shapes,
+        "parameter types": types,
+        "floating-point buffers": buffers,
     }
 
 
@@ -55,17 +58,17 @@ def to_plain(name: str, value: object) -> dict[str, object]:
     found: dict[str, object] = {}
     waiting = [(name, value)]
     while waiting:
-        name, value = waiting.pop(0)
-        inside: list[tuple[str, object]] = []
+        name, value = waiting.pop()
         if dataclasses.is_dataclass(value):
             found[name] = type(value).__name__
-            inside = [(f"{name}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+            for field in reversed(dataclasses.fields(value)):
+                waiting.append((f"{name}.{field.name}", getattr(value, field.name)))
         elif isinstance(value, tuple):
             found[name] = f"{len(value)} entries"
-            inside = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
+            for index, entry in reversed(list(enumerate(value))):
+                waiting.append((f"{name}[{index}]", entry))
         else:
             found[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
-        waiting[:0] = inside
     return found
 
 

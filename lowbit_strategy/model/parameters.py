@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Container, Sequence
 
 import torch
@@ -11,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import Role, Selector, TensorSpec, matches
+from lowbit_strategy.collectives.layout import Role, TensorSpec
+from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching
 
-_WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+_WRAPPER = "(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SELECTOR_FIELDS = ("exempt", "high_precision")
 _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
 
 
-def canonical_name(name: str) -> str:
-    """A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state."""
-    parts = name.split(".")
-    return name if _WRAPPER_PARTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+# A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state.
+canonical_name = functools.partial(re.compile(rf"^(?:{_WRAPPER}(?:\.|$))+|\.{_WRAPPER}(?=\.|$)").sub, "")
 
 
 def is_float(param: torch.Tensor) -> bool:
@@ -96,32 +97,28 @@ def _roles(module: nn.Module) -> dict[int, Role]:
     | head | the last linear layer, if it is as wide as an embedding has entries: it predicts the vocabulary |
     | head | linear layers called ``lm_head``, ``output_projection``, ``classifier``, ``score`` or ``head`` |
     """
-    vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
-    linears = [(canonical_name(name), child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
     roles: dict[int, Role] = {}
-    for name, child in linears:
-        is_last = child is linears[-1][1]
-        if name.rsplit(".", 1)[-1] in _HEAD_NAMES or (is_last and child.out_features in vocabularies):
-            roles[id(child.weight)] = "head"
-    roles |= {id(param): "head" for head in _heads(module) for param in head.parameters() if param.ndim > 1}
-    for table in module.modules():
-        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
-            roles[id(table.weight)] = "embedding"
-    return roles
-
-
-def _heads(module: nn.Module) -> list[nn.Linear]:
-    """What the module and those inside it call their output layers."""
-    found = []
-    for each, accessor in itertools.product(module.modules(), ("get_output_embeddings", "get_classifier")):
-        if callable(method := getattr(each, accessor, None)):
-            try:
-                head = method()
-            except (NotImplementedError, AttributeError, TypeError):  # declared for all models, made for some
-                continue
-            if isinstance(head, nn.Linear):
-                found.append(head)
-    return found
+    linears: list[nn.Linear] = []
+    tables: list[nn.Embedding | nn.EmbeddingBag] = []
+    heads: list[nn.Linear] = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            linears.append(child)
+            if canonical_name(name).rsplit(".", 1)[-1] in _HEAD_NAMES:
+                roles[id(child.weight)] = "head"
+        elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            tables.append(child)
+        for accessor in ("get_output_embeddings", "get_classifier"):
+            if callable(method := getattr(child, accessor, None)):
+                with contextlib.suppress(NotImplementedError, AttributeError, TypeError):  # declared for all models
+                    if isinstance(head := method(), nn.Linear):
+                        heads.append(head)
+    for table in tables:
+        if linears and isinstance(table, nn.Embedding) and table.num_embeddings == linears[-1].out_features:
+            heads.append(linears[-1])
+    for head in heads:
+        roles |= {id(param): "head" for param in head.parameters() if param.ndim > 1}
+    return roles | {id(table.weight): "embedding" for table in tables}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -151,7 +148,7 @@ def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
     specs = [TensorSpec(canonical_name(name), tuple(param.shape)) for name, param in module.named_parameters()]
     unmatched: dict[str, None] = {}  # in order, each once
     for field, selector in patterns:
-        if not any(matches(selector, spec) for spec in specs):
+        if all(matching([selector], spec) is None for spec in specs):
             sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
             unmatched[sentence] = None
     return list(unmatched)
@@ -164,8 +161,10 @@ def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
     while waiting:
         value = waiting.pop(0)
         if isinstance(value, Compressor):
-            found += [(field, selector) for field in _SELECTOR_FIELDS for selector in getattr(value, field)]
-            waiting[:0] = [getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _SELECTOR_FIELDS]
+            options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            for field in _SELECTOR_FIELDS:
+                found += zip(itertools.repeat(field), options.pop(field))
+            waiting[:0] = options.values()
         elif isinstance(value, tuple):
             if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a Partition's rule
                 found.append(("rules", value[0]))

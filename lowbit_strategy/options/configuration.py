@@ -55,13 +55,15 @@ def _checking(cls: type[T]) -> type[T]:
         if not options.keys() <= defaults.keys():
             unknown = next(name for name in options if name not in defaults)
             raise unknown_option(type(self).__name__, unknown, defaults)
-        given = [*zip(by_position, values, strict=False), *options.items()]
-        changed = [(name, value) for name, value in given if value is not defaults[name]]
-        kinds = types_of(cls)  # type: ignore[arg-type]
-        made = convert_all([(name, value, kinds[name]) for name, value in changed], Source.CODE)
-        held = dict(given) | dict(zip(dict(changed), made, strict=True))
-        values = (*(held[name] for name, _ in zip(by_position, values, strict=False)), *values[len(by_position) :])
-        initialize(self, *values, **{name: held[name] for name in options})
+        positional = dict(zip(by_position, values, strict=False))
+        changed = []
+        for name, value in (*positional.items(), *options.items()):
+            if value is not defaults[name]:
+                changed.append((name, value, types_of(cls)[name]))  # type: ignore[arg-type]
+        if changed:
+            for (name, *_), made in zip(changed, convert_all(changed, Source.CODE), strict=True):
+                (options if name in options else positional)[name] = made
+        initialize(self, *positional.values(), *values[len(by_position) :], **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.options.conversion import size
@@ -117,7 +117,7 @@ def memory_option(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
 ) -> MemoryOption:
     topology = replace(setup.topology, rank=0)
-    parts = [topology.own_part(spec, sharded=setup.layout == "fsdp") for spec in setup.specs]
+    parts = topology.own_parts(setup.specs, sharded=setup.layout == "fsdp")
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)

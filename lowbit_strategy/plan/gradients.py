@@ -8,10 +8,9 @@ from itertools import islice
 
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.inside import Layout, node_transfer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.topology import Topology
@@ -82,7 +81,7 @@ class ReductionPlan:
     def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
         """The codecs of the parameters that have any, and the elements of a rank's row."""
         return [
-            (pair, self.specs[name].cut(self.topology.num_peers, pair.block_size).row_numel)
+            (pair, self.specs[name].row_numel(self.topology.num_peers, pair.block_size))
             for name in names
             if isinstance(pair := self.methods[name], CodecPair)
         ]
@@ -130,7 +129,7 @@ class ReductionPlan:
     def kind_of(self, names: Iterable[str]) -> object:
         """The same for parameters that send the same."""
         return tuple(
-            (id(self.methods[name]), self.specs[name].shape, id(self.specs[name].part), name in self.exact)
+            (id(self.methods[name]), self.specs[name].shape, self.specs[name].ranges, name in self.exact)
             for name in names
         )
 

@@ -7,14 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.messages import Message, TransferGroup
 from lowbit_strategy.ranks.topology import Topology
 
@@ -77,7 +75,6 @@ def part_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: 
 def _rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
     """How many rows of how many elements a rank has for each rank of its node, of one parameter."""
     if layout == "hsdp":
-        return 1, dim0_cut(spec.whole.shape, topology.num_parts).row_numel
-    part = replace(topology, rank=0).own_part(spec.whole, sharded=spec.sharded).part
-    assert part is not None
-    return (1, part.ranges[0][1]) if part.row_numel is None else (topology.num_peers, part.row_numel)
+        return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
+    (part,) = replace(topology, rank=0).own_parts([spec.whole], sharded=spec.sharded)
+    return (1, part.ranges[0][1]) if part.part_row_numel is None else (topology.num_peers, part.part_row_numel)

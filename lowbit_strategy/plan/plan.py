@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ReductionPlan, ddp_buckets, gradient_transfers
@@ -266,7 +266,7 @@ def _store_nbytes(method: Method, specs: Mapping[str, TensorSpec], comm: Comm) -
         return method.make_store(specs, comm, meta).nbytes
     alike: dict[object, list[TensorSpec]] = {}
     for spec in specs.values():
-        alike.setdefault((spec.shape, id(spec.part)), []).append(spec)
+        alike.setdefault((spec.shape, spec.ranges), []).append(spec)
     return sum(
         len(members) * method.make_store({members[0].name: members[0]}, comm, meta).nbytes for members in alike.values()
     )

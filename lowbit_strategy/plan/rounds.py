@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, dense_method
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
@@ -24,7 +23,7 @@ _CODES = StateCode(bits=4, exempt=(), high_precision=())
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
     """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
-    exact = dense_method()
+    exact = DENSE
     return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import pieces_of_rows
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
@@ -70,7 +69,7 @@ def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
 def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeightCost:
     """What one module's weights cost a rank, where `world_size` ranks share them."""
     others, itemsize = world_size - 1, layout.dtype.itemsize
-    rows = [dim0_cut(spec.shape, world_size).row_numel for spec in layout.specs]
+    rows = [dim0_row_numel(spec.shape, world_size) for spec in layout.specs]
     exact = sum(rows) * itemsize
     coded = has_codes(coding, layout)
     sizes = [row * itemsize for row in rows]

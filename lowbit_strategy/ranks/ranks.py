@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -114,6 +114,12 @@ class Ranks:
         node_sizes: As in `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
+
+    Attributes:
+        rank: Of this rank among all, replica by replica.
+        world_size: Of all ranks.
+        topology: They as numbers.
+        alone: Nothing is compressed, because no other rank reduces the same parts or ever will.
     """
 
     world: Comm
@@ -123,6 +129,21 @@ class Ranks:
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
     intra: int | None = None
+    rank: int = field(init=False, compare=False)
+    world_size: int = field(init=False, compare=False)
+    topology: Topology = field(init=False, compare=False)
+    alone: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        peers, rank, world_size = self.peers, self.world.rank, self.world.world_size
+        if self.comes_and_goes:
+            rank, world_size = peers.rank * world_size + rank, peers.world_size * world_size
+        node_size = None if self.intra_node is None else self.intra_node.world_size
+        topology = Topology(world_size, self.node_sizes, rank, node_size, peers.is_far, self.intra)
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "world_size", world_size)
+        object.__setattr__(self, "topology", topology)
+        object.__setattr__(self, "alone", peers.world_size == 1 and not self.comes_and_goes)
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
@@ -132,28 +153,6 @@ class Ranks:
     def coming_and_going(self) -> Ranks:
         """These ranks as a replica that has not met others yet."""
         return replace(self, peers=LocalComm(), node_sizes=None, comes_and_goes=True)
-
-    @property
-    def rank(self) -> int:
-        """Of this rank among all, replica by replica."""
-        if not self.comes_and_goes:
-            return self.world.rank
-        return self.peers.rank * self.world.world_size + self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.world_size * (self.peers.world_size if self.comes_and_goes else 1)
-
-    @property
-    def topology(self) -> Topology:
-        """As numbers."""
-        node_size = None if self.intra_node is None else self.intra_node.world_size
-        return Topology(self.world_size, self.node_sizes, self.rank, node_size, self.peers.is_far, self.intra)
-
-    @property
-    def alone(self) -> bool:
-        """Whether nothing is compressed, because no other rank reduces the same parts or ever will."""
-        return self.peers.world_size == 1 and not self.comes_and_goes
 
     def gathering(self, *, sharded_inside: bool) -> Gathering:
         """The gathering of weights, with its own byte counter: to each other node once.
@@ -198,8 +197,9 @@ def make_ranks(
         intra: As in `Ranks`.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    rank, timeout = dist.get_rank(group), timeout_of(group, device)
-    if device.type != "cpu" or _backend(group, device).name() != "gloo" or len(members) == 1:
+    rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)  # some backends have none
+    if device.type != "cpu" or backend.name() != "gloo" or len(members) == 1:
         far = False
     elif far is None:
         far = topology.num_nodes != 1 and is_far(group)
@@ -252,14 +252,3 @@ def _comm(
         comm = FarComm(group)
     comm.num_near = topology.num_near(members, rank)
     return comm
-
-
-def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """A group's timeout; None if its backend has none."""
-    backend = _backend(group, device)
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout
-
-
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    return (group if group is not None else dist.distributed_c10d._get_default_group())._get_backend(device)

@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 
 ShardSize = int | Literal["node"]
 
@@ -65,7 +65,7 @@ class Topology:
             return None
         if not self.node_sizes:
             return "ranks of one node do not follow each other"
-        if self.num_nodes == 1:
+        if len(self.node_sizes) == 1:
             return "all ranks are on one node"
         if self.ranks_per_node is None:
             return f"nodes have different numbers of ranks ({_runs(self.node_sizes)})"
@@ -81,25 +81,26 @@ class Topology:
     @property
     def num_peers(self) -> int:
         """Ranks that reduce the same part, including this one."""
-        return self.world_size // self.num_parts
+        return self.world_size // (self.node_size or 1)
 
-    def own_part(self, spec: TensorSpec, *, sharded: bool) -> TensorSpec:
-        """What this rank reduces of a parameter; `sharded`: FSDP2 shards it over all ranks."""
-        spec = replace(spec, sharded=sharded)
-        if self.node_size is None:
-            return spec
-        return spec.part_for(self.rank % self.node_size, self.node_size, self.num_peers)
+    def own_parts(self, specs: Iterable[TensorSpec], *, sharded: bool) -> list[TensorSpec]:
+        """What this rank reduces of parameters; `sharded`: FSDP2 shards them over all ranks."""
+        size = self.node_size
+        specs = [replace(spec, sharded=sharded) for spec in specs]
+        return specs if size is None else [spec.part_for(self.rank % size, size, self.num_peers) for spec in specs]
 
     def neighbors(self, rank: int) -> range:
         """The ranks on the node of `rank`."""
-        sizes = self.node_sizes or ()
-        starts = itertools.accumulate(sizes, initial=0)
-        nodes = (range(at, at + size) for at, size in zip(starts, sizes, strict=False))
-        return next((node for node in nodes if rank in node), range(rank, rank + 1))
+        start = 0
+        for size in self.node_sizes or ():
+            if rank < start + size:
+                return range(start, start + size)
+            start += size
+        return range(rank, rank + 1)
 
     def num_near(self, members: Collection[int], rank: int) -> int:
         """How many other `members` are on the node of `rank`."""
-        return sum(near in members for near in self.neighbors(rank)) - 1
+        return len(set(self.neighbors(rank)).intersection(members)) - 1
 
     @property
     def has_nodes(self) -> bool:
@@ -140,11 +141,11 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     """
     world_size = dist.get_world_size(group)
     everyone = gathered((os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group)
-    declared = [size for size, _ in everyone]
+    declared, names = zip(*everyone, strict=True)
     whole_world = world_size == dist.get_world_size()
-    if any(size is not None for size in declared) and whole_world:
+    if declared.count(None) < world_size and whole_world:
         return Topology(world_size, _declared_sizes(declared))
-    hosts = [(host, len(list(same))) for host, same in itertools.groupby(name for _, name in everyone)]
+    hosts = [(host, len(list(same))) for host, same in itertools.groupby(names)]
     consecutive = len({host for host, _ in hosts}) == len(hosts)
     return Topology(world_size, tuple(length for _, length in hosts) if consecutive else ())
 
@@ -155,9 +156,10 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
     while at < len(declared):
         text = declared[at]
         size = int(text) if text is not None and text.isdigit() else 0
-        differing = [rank for rank in range(at, min(at + size, len(declared))) if declared[rank] != text]
-        if size < 1 or at + size > len(declared) or differing:
-            other = differing[0] if differing else at
+        same = declared[at : at + size].count(text)
+        if size < 1 or same < size:
+            end = min(at + size, len(declared))
+            other = next((rank for rank in range(at, end) if declared[rank] != text), at)
             raise RuntimeError(
                 f"ranks disagree about the topology: rank {at} has LOCAL_WORLD_SIZE={text} and rank {other} has"
                 f" LOCAL_WORLD_SIZE={declared[other]}, with {len(declared)} ranks in all. Launch all in one way,"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.sampling import spread_sample
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import local_part, shaped
 from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
-from lowbit_strategy.engine.bucket import Stages
-from lowbit_strategy.engine.bucket_schedule import BucketSchedule
+from lowbit_strategy.engine.bucket import BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.plan.rounds import NUM_FACTS
 from lowbit_strategy.rounds.fragment import Fragment

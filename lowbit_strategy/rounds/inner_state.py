@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState, StateCode
 from lowbit_strategy.plan.rounds import buckets_of
 

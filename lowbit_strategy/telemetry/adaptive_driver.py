@@ -170,7 +170,7 @@ class AdaptiveDriver:
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync, probe = self.sync, self._probe
-        views = [bucket.view(slot, x, out) for slot in bucket.params]
+        views = [slot.within(x, out) for slot in bucket.params]
         scale = 1.0 / (sync.loss_scale or 1.0)
         if probe.accumulate == "local":
             for view in views:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import Sample, spread_sample, squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.reducer import View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
 
 NUM_ENERGIES = 4
@@ -141,7 +140,7 @@ class MeanSample:
         device: Of gradients; a bucket may have no views.
     """
 
-    def __init__(self, views: Sequence[View], comm: Comm, seed: int, device: torch.device) -> None:
+    def __init__(self, views: Sequence[ParamView], comm: Comm, seed: int, device: torch.device) -> None:
         self._views = views
         self._comm = comm
         self._samples = [
@@ -175,11 +174,11 @@ class MeanSample:
             for view, mean, sample in zip(self._views, means, self._samples, strict=True)
         }
 
-    def _compare(self, view: View, mean_N: Tensor, sample: Sample) -> Tensor:
+    def _compare(self, view: ParamView, mean_N: Tensor, sample: Sample) -> Tensor:
         world_size, rank = self._comm.world_size, self._comm.rank
         if not view.spec.sharded:
             return _sums(view.out[sample.positions_N], mean_N, sample.weights_N / world_size)
-        first, length = rank * view.cut.row_numel, view.cut.row_length(rank)
+        first, length = rank * view.row_numel, view.row_length(rank)
         places = torch.tensor([first, first + length], device=sample.positions_N.device)
         own = slice(*torch.searchsorted(sample.positions_N, places).tolist())
         result = view.out[sample.positions_N[own] - first].float() / world_size

@@ -189,7 +189,7 @@ class Observer:
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync = self.sync
-        views = [bucket.view(slot, x, out) for slot in bucket.params]
+        views = [slot.within(x, out) for slot in bucket.params]
         for slot in bucket.params:
             residual = sync.state.store(slot.name).residual(slot.name)
             self._residuals[slot.name] = (

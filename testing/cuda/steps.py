@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.cuda.host_code import CUDA, NoHostSync, on_cuda
@@ -25,7 +24,7 @@ def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
     entries, at = [], 0
     for spec in SPECS:
         entries.append((spec.name, at))
-        at += dim0_cut(spec.shape, WORLD_SIZE).row_numel if scatter else spec.numel
+        at += dim0_row_numel(spec.shape, WORLD_SIZE) if scatter else spec.numel
     return BucketLayout(tuple(entries), at if scatter else None), at
 
 

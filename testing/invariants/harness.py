@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition, WarmUp
@@ -190,20 +189,20 @@ class InvariantHarness:
 
     def _scatter(self, sync: GradientSync, names: Sequence[str], grads: Grads, dtype: torch.dtype) -> Grads:
         world_size, rank = self.world_size, self.comm.rank
-        cuts = {name: dim0_cut(sync.specs[name].shape, world_size) for name in names}
-        row_numel = sum(cut.row_numel for cut in cuts.values())
+        rows = {name: dim0_row_numel(sync.specs[name].shape, world_size) for name in names}
+        row_numel = sum(rows.values())
         x = torch.zeros(world_size, row_numel, dtype=dtype)
         entries, at = [], 0
-        for name, cut in cuts.items():
+        for name, row in rows.items():
             entries.append((name, at))
-            padded = torch.nn.functional.pad(grads[name], (0, cut.row_numel * world_size - cut.numel))
-            x[:, at : at + cut.row_numel] = padded.view(world_size, cut.row_numel)
-            at += cut.row_numel
+            padded = torch.nn.functional.pad(grads[name], (0, row * world_size - grads[name].numel()))
+            x[:, at : at + row] = padded.view(world_size, row)
+            at += row
         out = torch.full((row_numel,), 3.0, dtype=dtype)
         sync.begin_step()
         _advance([sync.reduce(BucketLayout(tuple(entries), row_numel), x.view(-1), out)])
         out /= world_size
-        return {name: out[at : at + cuts[name].row_length(rank)] for name, at in entries}
+        return {name: out[at : at + row_length(grads[name].numel(), rows[name], rank)] for name, at in entries}
 
     def join(self, rows: Sequence[Grads]) -> Grads:
         """Whole means from what every rank holds."""

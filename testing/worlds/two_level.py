@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.threaded import ThreadedWorld
 
@@ -126,10 +125,10 @@ class NodesWorld:
         total = {spec.name: torch.zeros(spec.numel) for spec in self.specs}
         for sync in self.syncs:
             for name, spec in sync.specs.items():
-                part, own, at = spec.part, sync.state.export_unsent(name), 0
-                if part is None or own is None:
+                own, at = sync.state.export_unsent(name), 0
+                if spec.whole_shape is None or own is None:
                     continue
-                for start, length in part.ranges:
+                for start, length in spec.ranges:
                     total[name][start : start + length] += own[at : at + length] / self.num_nodes
                     at += length
         return total
@@ -143,40 +142,38 @@ class NodesWorld:
         return {spec.name: means.get(spec.name, torch.empty(0)) for spec in self.specs}
 
     def _fsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
-        x_WN, entries, cuts = self._rows(grads, self.size)
+        x_WN, entries, rows = self._rows(grads, self.size)
         out = torch.full((x_WN.shape[1],), 3.0)
         layout = BucketLayout(entries, x_WN.shape[1])
         self.syncs[rank].begin_step()
         _run(itertools.chain(*scatter(self.syncs[rank], layout, x_WN.view(-1), out)))
         out /= self.size
-        return {name: out[at : at + cuts[name].row_length(rank)] for name, at in entries}
+        return {name: out[at : at + row_length(grads[name].numel(), rows[name], rank)] for name, at in entries}
 
     def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
-        x_WN, entries, cuts = self._rows(grads, self.per_node)
+        x_WN, entries, rows = self._rows(grads, self.per_node)
         out = torch.empty(x_WN.shape[1])
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
         layout = BucketLayout(own, alone=True, key=entries)
         sync.begin_step()
         if sync.node_codes is None:
-            rows = x_WN.view(self.per_node, 1, -1)
-            _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
+            x_WGN = x_WN.view(self.per_node, 1, -1)
+            _run(sum_rows(x_WGN, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
         else:
             _run(sync.node_codes.mean_of_rows(layout, [name for name, _ in entries], x_WN.view(-1), out.view(1, -1)))
         _run(sync.reduce(layout, out, out))
-        return {name: out[at : at + cuts[name].row_length(index)] for name, at in entries}
+        return {name: out[at : at + row_length(grads[name].numel(), rows[name], index)] for name, at in entries}
 
-    def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[tuple[str, int], ...], dict[str, Any]]:
-        cuts = {spec.name: dim0_cut(spec.shape, num_rows) for spec in self.specs}
-        rows = {
-            name: torch.nn.functional.pad(grads[name], (0, cut.row_numel * num_rows - cut.numel)).view(num_rows, -1)
-            for name, cut in cuts.items()
-        }
-        entries, at = [], 0
-        for name, cut in cuts.items():
+    def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[tuple[str, int], ...], dict[str, int]]:
+        rows = {spec.name: dim0_row_numel(spec.shape, num_rows) for spec in self.specs}
+        entries, padded, at = [], [], 0
+        for name, row in rows.items():
+            flat = grads[name]
+            padded.append(torch.nn.functional.pad(flat, (0, row * num_rows - flat.numel())).view(num_rows, -1))
             entries.append((name, at))
-            at += cut.row_numel
-        return torch.cat(list(rows.values()), 1), tuple(entries), cuts
+            at += row
+        return torch.cat(padded, 1), tuple(entries), rows
 
 
 def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[tuple[str, int], ...], list[Tensor]]:

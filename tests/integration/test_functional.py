@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy import functional
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.functional import Bounded
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from testing.processes.ranks import run_ranks

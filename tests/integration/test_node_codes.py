@@ -9,7 +9,7 @@ import torch
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.checkpoint.capture import capture, restore
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from testing.invariants.harness import CONFIGURATIONS, everything, fingerprint, gradient
 from testing.worlds.two_level import Grads, Kind, NodesWorld
 

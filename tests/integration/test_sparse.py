@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.sparse_layout import counts_nbytes
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, FlatModel
 from lowbit_strategy.methods.topk import TopK

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lowbit_strategy.accelerate import patches as accelerate_patches
-from lowbit_strategy.hooks import native
+from lowbit_strategy.attach import wiring
 from lowbit_strategy.hooks import patches as torch_patches
 from lowbit_strategy.lightning import patches as lightning_patches
 from lowbit_strategy.private_names import PrivateName, problems
@@ -62,4 +62,4 @@ def test_what_has_moved_is_named_with_the_reason() -> None:
 def test_what_attaching_sets_on_fsdp2_s_groups_is_listed() -> None:
     owner, *others = {name.target.rpartition(".")[0] for name in torch_patches.PATCHES if ".mesh_info" in name.target}
     assert not others
-    assert {f"{owner}.{name}" for name in native._SET} <= {name.target for name in torch_patches.PATCHES}
+    assert {f"{owner}.{name}" for name in wiring._SET} <= {name.target for name in torch_patches.PATCHES}

@@ -6,31 +6,74 @@ A `Reducer` does its own communication: sparse, low-rank and whole-model methods
 
 from __future__ import annotations
 
-import functools
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.tensor_spec import (
-    REFERENCE,
-    Selector,
-    TensorSpec,
-    describe,
-    matching,
-    validate_selectors,
-)
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import did_you_mean
 
 AssignmentKind = Literal["compressed", "high_precision", "exempt"]
+Selector = str | Callable[[TensorSpec], bool]
+
+SMALL_NUMEL = 1024  # below this a tensor's scales and padding cost more than they save
+_PREDICATES = {
+    "@vector": "1-D or scalar",
+    "@small": f"fewer than {SMALL_NUMEL} elements",
+    "@embedding": "embedding",
+    "@head": "output head",
+}
+DENSE = CodecPair(DenseCodec("float32"))  # exempt tensors: float32 through the shared messages
+
+# Stands for a model's parameters where none is known yet. Big enough that headers and padding do not matter, and a
+# matrix, so that low-rank methods compress it.
+REFERENCE = TensorSpec("reference.weight", (1024, 1024))
+
+
+def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
+    """Raises:
+    ValueError: One looks like a predicate and is none.
+    """
+    for selector in selectors:
+        if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
+            hint = did_you_mean(selector, _PREDICATES)
+            raise ValueError(f"{field}: unknown predicate {selector!r}, known: {', '.join(_PREDICATES)}{hint}")
+
+
+def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None:
+    """The first selector that chooses `spec`: a predicate, a name with wildcards or a function."""
+    holds = {
+        "@vector": len(spec.shape) < 2,
+        "@small": math.prod(spec.shape) < SMALL_NUMEL,
+        "@embedding": spec.role == "embedding",
+        "@head": spec.role == "head",
+    }
+    for selector in selectors:
+        if callable(selector):
+            chosen = bool(selector(spec))
+        else:
+            chosen = holds[selector] if selector in holds else fnmatchcase(spec.name, selector)
+        if chosen:
+            return selector
+    return None
+
+
+def describe(selector: Selector) -> str:
+    """Why a selector chose a parameter, for reports."""
+    if callable(selector):
+        return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
+    return _PREDICATES.get(selector) or f"name matches {selector}"
 
 
 class Assignment(NamedTuple):
@@ -43,7 +86,7 @@ class Assignment(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether the whole parameter is sent as float32; the same for all its parts."""
-        return self.method == dense_method() and self.reason != _SMALL_PART
+        return self.method == DENSE and self.reason != _SMALL_PART
 
 
 @configuration
@@ -133,7 +176,7 @@ class Compressor(ABC):
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         """The dense method, for an exempt parameter."""
         selector = matching(self.exempt, spec)
-        return None if selector is None else Assignment(dense_method(), "exempt", describe(selector))
+        return None if selector is None else Assignment(DENSE, "exempt", describe(selector))
 
     def assign(self, spec: TensorSpec) -> Assignment:
         if (assignment := self.exempted(spec)) is not None:
@@ -144,22 +187,21 @@ class Compressor(ABC):
         return Assignment(self.method(spec), "compressed", self.name)
 
 
-@functools.cache
-def dense_method() -> CodecPair:
-    """Exempt tensors: float32 through the shared messages."""
-    return CodecPair(DenseCodec("float32"))
-
-
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:
     """What each parameter gets. A part gets what its whole parameter would get."""
-    return {spec.name: assignment_for_part(compressor.assign(spec.whole), spec) for spec in specs}
+    return {
+        spec.name: compressor.assign(spec)
+        if spec.whole_shape is None
+        else assignment_for_part(compressor.assign(spec.whole), spec)
+        for spec in specs
+    }
 
 
 def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
     """What the part of a parameter gets that has this assignment."""
-    if spec.part is None or assignment.method.serves(spec):
+    if spec.whole_shape is None or assignment.method.serves(spec):
         return assignment
-    return Assignment(dense_method(), "exempt", _SMALL_PART)
+    return Assignment(DENSE, "exempt", _SMALL_PART)
 
 
 _SMALL_PART = "the part that one rank reduces is too small"

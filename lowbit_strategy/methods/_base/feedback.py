@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
+from lowbit_strategy.codecs.base import Arena, Codec, DenseCodec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.contraction import contracts
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
-from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.method import ResidualDtype, residual_arenas
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, WrappedReducer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +100,7 @@ class FeedbackReducer(WrappedReducer):
     """A reducer that keeps no residual, with one: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
 
     Args:
-        inner: Fills ``View.sent``.
+        inner: Fills ``ParamView.sent``.
         decay: See `FeedbackCodec`.
     """
 
@@ -124,7 +122,9 @@ class FeedbackReducer(WrappedReducer):
             state.setdefault(spec.name, {})["residual"] = residual
         return state
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         inner_views, idles = [], []
         for view in views:
             g = view.flat().float()
@@ -181,7 +181,7 @@ def _contracts_alone(reducer: Reducer) -> bool:
 
     def sent(x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
-        view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), sent=result)
+        view = ParamView(spec, 1, size, x=x.clone(), out=torch.zeros_like(x), sent=result)
         state = reducer.init([spec], x.device)
         wait_for_all(reducer.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result

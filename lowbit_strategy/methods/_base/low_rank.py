@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, Selector, check_positive
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
@@ -110,7 +110,7 @@ def store_error_(residual_N: Tensor, error: Tensor) -> None:
     residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
 
 
-def observe_(view: View, compensated: Tensor, sent: Tensor) -> None:
+def observe_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
     """Fill in what monitors asked for, before the mean may overwrite the gradient."""
     if view.compensated is not None:
         view.compensated.copy_(compensated.reshape(-1))
@@ -186,5 +186,5 @@ class LowRankCompressor(Compressor):
         if (assignment := self.exempted(spec)) is not None:
             return assignment
         if not self.pays(spec):
-            return Assignment(dense_method(), "exempt", f"rank {self.rank} would not make it much smaller")
+            return Assignment(DENSE, "exempt", f"rank {self.rank} would not make it much smaller")
         return Assignment(self.method(spec), "compressed", self.name)

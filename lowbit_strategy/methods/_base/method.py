@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,9 +23,8 @@ from torch.nn.functional import pad
 from lowbit_strategy.codecs.base import Arena, Codec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
-from lowbit_strategy.collectives.layout import ParamView, round_up
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, row_length
 from lowbit_strategy.kernels.reference import blocks
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ResidualDtype = Literal["float32", "int8"]
 
@@ -203,8 +201,7 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     if (values := read_residual(tensors, "uplink.")) is not None:
         unsent = _without_padding(values, numbers) / numbers["residual_gain"]
     if (values := read_residual(tensors, "downlink.")) is not None:
-        start = numbers["rank"] * row_numel
-        length = max(0, min(row_numel, numel - start))
+        start, length = numbers["rank"] * row_numel, row_length(numel, row_numel, numbers["rank"])
         unsent = torch.zeros(numel, dtype=torch.float32, device=values.device) if unsent is None else unsent
         unsent[start : start + length] += values[:length] * (world_size / numbers["downlink_residual_gain"])
     return unsent
@@ -274,7 +271,7 @@ class CodecPair(Method):
         return "; downlink ".join(dict.fromkeys(hop.label for hop in self.hops(spec)))
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        row_numel = spec.cut(world_size, self.block_size).row_numel
+        row_numel = spec.row_numel(world_size, self.block_size)
         return sum(hop.wire_nbytes(row_numel) for hop in self.hops(spec)) * (world_size - 1)
 
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> CodecStore:
@@ -302,18 +299,23 @@ class CodecStore(MethodStore):
 
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
         self.pair = pair
-        self._rank, self._device = comm.rank, device
-        self.cuts = {name: spec.cut(comm.world_size, pair.block_size) for name, spec in specs.items()}
-        lengths = [round_up(cut.row_numel, pair.block_size) for cut in self.cuts.values()]
-        self._chunks = dict(zip(self.cuts, pairwise(accumulate(lengths, initial=0)), strict=True))
+        self._rank, self._world_size, self._device = comm.rank, comm.world_size, device
+        self._sizes: dict[str, tuple[int, int]] = {}  # elements of the parameter, and of each rank's chunk
+        self._chunks: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one chunk each
         self._arenas: dict[str, _Arena] = {}
-        self._parked = False
-        self._is_sharded = any(spec.sharded for spec in specs.values())
+        self._parked = self._is_sharded = False
+        end = 0
+        for name, spec in specs.items():
+            row_numel = spec.row_numel(comm.world_size, pair.block_size)
+            start, end = end, end - row_numel // -pair.block_size * pair.block_size
+            self._sizes[name], self._chunks[name] = (spec.numel, row_numel), (start, end)
+            self._is_sharded = spec.sharded
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
+            block_size = codec.block_size
             for key, arena in codec.arenas().items():
                 num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
-                unit = arena.unit(codec.block_size)
-                values = torch.zeros(sum(lengths) * num_chunks // unit, dtype=arena.dtype, device=device)
+                unit = block_size if arena.per_block else 1
+                values = torch.zeros(end * num_chunks // unit, dtype=arena.dtype, device=device)
                 self._arenas[f"{hop}.{key}"] = _Arena(values, num_chunks, unit)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
@@ -324,7 +326,7 @@ class CodecStore(MethodStore):
             None if self._is_sharded else self.pair.downlink,
             self._state("downlink."),
             self.pair.block_size,
-            tuple(replace(param, state_offset=self._chunks[param.name][0]) for param in params),
+            tuple(param._replace(state_offset=self._chunks[param.name][0]) for param in params),
         )
 
     def _state(self, hop: str) -> StateTensors:
@@ -344,11 +346,11 @@ class CodecStore(MethodStore):
         return [arena.values for arena in self._arenas.values()]
 
     def numbers(self, name: str) -> dict[str, Any]:
-        cut = self.cuts[name]
+        numel, row_numel = self._sizes[name]
         return {
-            "numel": cut.numel,
-            "row_numel": cut.row_numel,
-            "world_size": cut.world_size,
+            "numel": numel,
+            "row_numel": row_numel,
+            "world_size": self._world_size,
             "rank": self._rank,
             "residual_gain": finite_gain(self.pair.uplink.residual_gain),
             "downlink_residual_gain": finite_gain(self.pair.downlink.residual_gain),

@@ -4,58 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import Cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ReducerState = dict[str, StateTensors]  # by parameter name
-
-
-class View(NamedTuple):
-    """One parameter's gradient in a bucket, as a reducer gets it.
-
-    Args:
-        spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
-        cut: How it is cut over the ranks.
-        x: All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r for rank r, padded with zeros.
-        out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
-            row, ``[row_numel]``, since FSDP2 divides afterwards.
-        compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
-        sent: float32 ``[numel]`` to fill with what the others decode of it, or None.
-    """
-
-    spec: TensorSpec
-    cut: Cut
-    x: Tensor
-    out: Tensor
-    compensated: Tensor | None = None
-    sent: Tensor | None = None
-
-    def flat(self) -> Tensor:
-        """The whole gradient, flat ``[numel]``, in every layout; a copy under reduce-scatter."""
-        return self.x.reshape(-1)[: self.spec.numel] if self.spec.sharded else self.x
-
-    def rows(self, values_N: Tensor) -> Tensor:
-        """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
-        padding = self.cut.row_numel * self.cut.world_size - self.spec.numel
-        return torch.nn.functional.pad(values_N, (0, padding)).view(self.cut.world_size, self.cut.row_numel)
-
-    def write_mean_(self, mean_N: Tensor, rank: int) -> None:
-        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""
-        if not self.spec.sharded:
-            self.out.copy_(mean_N)
-            return
-        start, length = rank * self.cut.row_numel, self.cut.row_length(rank)
-        torch.mul(mean_N[start : start + length], self.cut.world_size, out=self.out[:length])
-        if length < self.cut.row_numel:
-            self.out[length:] = 0
 
 
 class Reducer(Method):
@@ -92,7 +51,9 @@ class Reducer(Method):
         return {}
 
     @abstractmethod
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         """Write every view's mean; yield whenever bytes travel. All ranks call with the same parameters in order.
 
         Where a view has `compensated` and `sent` both must be filled.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.sparse_sums import ValueSum, entries_sum_nbytes, exchange_entries, value_sum_nbytes
 from lowbit_strategy.kernels.reference import blocks
@@ -28,7 +29,7 @@ from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method, read_residual
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, WrappedReducer
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     Values,
@@ -46,7 +47,6 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     write_sums_,
     zero_residuals,
 )
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -83,12 +83,14 @@ class SparseReducer(DensityReducer):
 
     same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
+    def accumulate_(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm
+    ) -> tuple[list[Condition], list[Sum]]:
         """Conditions, and the sums to choose from; an overflow may show only when these are formed."""
         return pending_sums(views, state)
 
     @abstractmethod
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
 
         Raises:
@@ -98,14 +100,16 @@ class SparseReducer(DensityReducer):
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         """Called once entries have been sent."""
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         if not views:
             return
         yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
 
     def send(
         self,
-        views: Sequence[View],
+        views: Sequence[ParamView],
         found: Sequence[Condition],
         totals: Sequence[Sum],
         state: ReducerState,
@@ -130,7 +134,7 @@ class SparseReducer(DensityReducer):
         write_sums_(views, parts_SV, comm.world_size)
 
     def _choose(
-        self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
+        self, view: ParamView, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
     ) -> tuple[Condition, Chosen]:
         """Entries to send, and the condition, which an overflow may change."""
         if condition is Condition.LIVE:
@@ -157,25 +161,27 @@ class CommonPositionsReducer(DensityReducer):
 
     position_messages: ClassVar[int] = 0  # in series, to agree on positions
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
+    def accumulate_(self, views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
         return accumulate_(views, state)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         """The positions of each view: ascending, int64, the same on all ranks; may communicate. By default all."""
         return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
         yield  # a generator that has nothing to wait for
 
-    def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
+    def values(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What this rank sends at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
-    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         """Take what was sent out of the residual."""
         take_out_(tensors["residual"], chosen, sent)
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
@@ -188,7 +194,7 @@ class CommonPositionsReducer(DensityReducer):
     def sum_at(
         self,
         indices: Sequence[Tensor],
-        views: Sequence[View],
+        views: Sequence[ParamView],
         found: Sequence[Condition],
         state: ReducerState,
         comm: Comm,
@@ -197,8 +203,8 @@ class CommonPositionsReducer(DensityReducer):
         """Send the values there, take them out of the residuals, write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
         names = [view.spec.name for view in views]
-        cuts = [view.cut for view in views] if views[0].spec.sharded else None
-        exchange = ValueSum(names, chosen, cuts, self.codec, comm, seed=step.seed)
+        rows = [view.row_numel for view in views] if views[0].spec.sharded else None
+        exchange = ValueSum(names, chosen, rows, self.codec, comm, seed=step.seed)
         for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
             observe_(view, tensors.get("residual"), condition, part, sent)
@@ -210,7 +216,7 @@ class CommonPositionsReducer(DensityReducer):
                 tensors["residual"].index_add_(0, part.indices, part.values, alpha=self.residual_gain or 1.0)
         write_sums_(views, [totals], comm.world_size)
 
-    def _chosen(self, view: View, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
+    def _chosen(self, view: ParamView, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
         if condition is Condition.LIVE:
             return Chosen(indices, self.values(view, state.get(view.spec.name, {}), indices))
         return Chosen(indices, filler(indices.numel(), condition, indices.device).values)
@@ -276,7 +282,9 @@ class CompactResidualReducer(WrappedReducer):
                 tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
         return state
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         opened: ReducerState = dict(state)
         before: StateTensors = {}
         for view in views:

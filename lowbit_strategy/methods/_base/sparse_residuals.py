@@ -21,15 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, StateTensors
+from lowbit_strategy.codecs.base import Codec, DenseCodec, StateTensors
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
-from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import ReducerState
 
 Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 _CODECS: dict[str, Codec] = {
@@ -95,20 +94,20 @@ def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
 
-def in_order(views: Sequence[View], state: ReducerState) -> list[View]:
+def in_order(views: Sequence[ParamView], state: ReducerState) -> list[ParamView]:
     """The views in the order of the model."""
     order = {name: i for i, name in enumerate(state)}
     return sorted(views, key=lambda view: order[view.spec.name])
 
 
-def layout_of(views: Sequence[View], owners: int | None = None) -> SparseLayout:
+def layout_of(views: Sequence[ParamView], owners: int | None = None) -> SparseLayout:
     """Where the views' parameters are in sparse messages: one per owner, about its rows; None: one for all ranks."""
-    rows = [(view.spec.name, view.cut.numel if owners is None else view.cut.row_numel) for view in views]
+    rows = [(view.spec.name, view.spec.numel if owners is None else view.row_numel) for view in views]
     names, spans = zip(*rows, strict=True)
     return sparse_layout(names, spans, owners or 1, views[0].x.device)
 
 
-def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
+def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
     """Add up what each source sent and write the result of each view: the mean, or its row's sum.
 
     Args:
@@ -130,7 +129,7 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
     return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
 
-def pending_sums(views: Sequence[View], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
+def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
     """The condition of each gradient, and ``h = g + e``: on a CPU still to be formed, elsewhere in the residual.
 
     A GPU would have to synchronize to see an overflow while choosing.
@@ -146,7 +145,7 @@ def pending_sums(views: Sequence[View], state: ReducerState) -> tuple[list[Condi
 
 
 def add_at_once_(
-    views: Sequence[View],
+    views: Sequence[ParamView],
     state: ReducerState,
     found: list[Condition],
     add_: Callable[[StateTensors, Tensor], object],
@@ -163,7 +162,7 @@ def add_at_once_(
             found[i] = condition
 
 
-def form_(views: Sequence[View], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:
+def form_(views: Sequence[ParamView], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:
     """Form pending sums; undo overflows, and mark them as not finite."""
     for i, (view, total) in enumerate(zip(views, totals, strict=True)):
         try:
@@ -173,7 +172,7 @@ def form_(views: Sequence[View], state: ReducerState, found: list[Condition], to
             found[i] = Condition.NONFINITE
 
 
-def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
+def accumulate_(views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
     """``h = g + e`` in the residuals of live gradients. Returns the condition of each gradient.
 
     A sum that overflows counts as not finite, and is dropped from the residual.
@@ -188,7 +187,7 @@ def undo_(residual: Tensor, gradient: Tensor) -> None:
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
+def observe_(view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
     """Fill in what monitors asked for, before the sent values are taken out of the residual."""
     if view.compensated is not None:
         view.compensated.zero_() if residual is None else view.compensated.copy_(residual)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
 

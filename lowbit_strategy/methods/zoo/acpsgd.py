@@ -10,6 +10,7 @@ import torch
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
@@ -22,8 +23,7 @@ from lowbit_strategy.methods._base.low_rank import (
     store_error_,
     store_factor_,
 )
-from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -50,7 +50,9 @@ class ACPSGDReducer(LowRankReducer):
             "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
         }
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         sends, keeps = ("p", "q") if step.index % 2 == 0 else ("q", "p")
         matrices = []
         for view in views:

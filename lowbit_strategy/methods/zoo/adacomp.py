@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
-from lowbit_strategy.methods._base.reducer import Reducer, View
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.sparse import ResidualDtype, SparseReducer, compact
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
@@ -65,7 +65,7 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, expected_per_bin(self.bin_size) * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         residual = total.formed()
         most = _MOST * expected_per_bin(self.bin_size)
         indices = select_in_bins(residual, view.flat().float(), self.bin_size, most)

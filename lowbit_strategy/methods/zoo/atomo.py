@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
-from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.gspar import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration
 
@@ -29,7 +29,9 @@ class ATOMOReducer(LowRankReducer):
     def label(self) -> str:
         return f"{self.rank} atoms"
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         own = []
         for view in views:
             g_NM = view.flat().float().view(matrix_shape(view.spec))

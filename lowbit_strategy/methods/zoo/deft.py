@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import num_kept
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _POSITION_NBYTES = 4
@@ -95,7 +95,7 @@ class DEFTReducer(CommonPositionsReducer):
     position_messages: ClassVar[int] = 2
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         residuals = [state[view.spec.name]["residual"] for view in views]
         sizes, leader = [view.spec.numel for view in views], step.index % comm.world_size

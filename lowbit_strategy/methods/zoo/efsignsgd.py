@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCoCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive, dense_method
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, Selector, check_positive
 from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import ResidualReducer
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -44,7 +44,9 @@ class GradiVeQReducer(ResidualReducer):
             tensors["basis"] = torch.zeros(self.slice_size, self.kept, dtype=torch.float32, device=device)
         return state
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
@@ -131,7 +133,7 @@ class GradiVeQ(Compressor):
 
     def assign(self, spec: TensorSpec) -> Assignment:
         if (assignment := self.exempted(spec)) is None and spec.numel < self.slice_size * self.slice_size:
-            return Assignment(dense_method(), "exempt", "its basis would not be much smaller")
+            return Assignment(DENSE, "exempt", "its basis would not be much smaller")
         return assignment or Assignment(self.method(spec), "compressed", self.name)
 
     def method(self, spec: TensorSpec) -> GradiVeQReducer:

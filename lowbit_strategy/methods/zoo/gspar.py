@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
 from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _ROUNDS = 16
@@ -65,12 +65,14 @@ class GSparReducer(SparseReducer):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         if views:
             fresh = zero_residuals([view.spec for view in views], views[0].x.device)
             yield from SparseReducer.reduce(self, views, fresh, comm, step)
 
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         g_N = total.formed()
         p_N = inclusion_probabilities(g_N.abs(), self.num_kept(view.spec))
         key = stream_key(step.seed, zlib.crc32(view.spec.name.encode()), CODE_STREAM)

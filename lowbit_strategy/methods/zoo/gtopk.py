@@ -8,15 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.base import DenseCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import DensityReducer, SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, filler, layout_of, observe_
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -37,7 +36,9 @@ class GTopKReducer(DensityReducer):
 
     title: ClassVar[str] = "global top-k"
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         if not views:
             return
         found = accumulate_(views, state)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.sparse import SparseCompressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.exdyna import ExclusiveReducer
 from lowbit_strategy.options.configuration import configuration
 

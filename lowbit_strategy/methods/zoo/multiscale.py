@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale, SharedScaleReducer, SharedViews, all_of_bits
 from lowbit_strategy.options.configuration import configuration
 
@@ -46,7 +46,7 @@ class MultiScaleReducer(SharedScaleReducer):
         return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1).row_numel // 8)
+        bits = 2 * (world_size - 1) * -(-spec.row_numel(world_size, 1) // 8)
         return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
-from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.compressor import Compressor, Selector, check_codes
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import Selector, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 stands for an all-zero block, 255 for a non-finite one

@@ -11,12 +11,12 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.select import sample_positions
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, conditions
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -38,11 +38,11 @@ class RandomKReducer(CommonPositionsReducer):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {} if self.scale else CommonPositionsReducer.init(self, specs, device)
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
+    def accumulate_(self, views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
         return conditions([view.x for view in views]) if self.scale else accumulate_(views, state)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         chosen = []
         for view in views:
@@ -51,14 +51,14 @@ class RandomKReducer(CommonPositionsReducer):
         return chosen
         yield  # a generator that has nothing to wait for
 
-    def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
+    def values(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         if not self.scale:
             return CommonPositionsReducer.values(self, view, tensors, indices)
         num = indices.numel()
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
 
-    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if not self.scale:
             CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
 

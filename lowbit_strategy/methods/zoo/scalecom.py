@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, Chosen, counts_nbytes
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import layout_of
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 Selection = Literal["exact", "chunk"]
@@ -57,7 +57,7 @@ class ScaleComReducer(CommonPositionsReducer):
         return largest_of_chunks(tensors["residual"], self._chunk)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         leader = step.index % comm.world_size
         layout = layout_of(views)
@@ -73,7 +73,7 @@ class ScaleComReducer(CommonPositionsReducer):
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
         return layout.positions(counts_SK[0], sizes_V, wire)
 
-    def update_residual_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:
             CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
             return

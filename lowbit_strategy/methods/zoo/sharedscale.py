@@ -15,12 +15,12 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import to_blocks, tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -93,7 +93,7 @@ class SharedViews:
     Blocks are counted from a parameter's first element in every layout and world size.
     """
 
-    def __init__(self, views: Sequence[View], comm: Comm, step: StepContext, block_size: int) -> None:
+    def __init__(self, views: Sequence[ParamView], comm: Comm, step: StepContext, block_size: int) -> None:
         self.views = [view for view in views if view.spec.numel]
         self.comm = comm
         self.step = step
@@ -155,7 +155,7 @@ class SharedViews:
     def unrows(self, rows_WN: Tensor) -> list[Tensor]:
         """The inverse of `rows`: flat values of every view."""
         if self.sharded:
-            parts = rows_WN.split([view.cut.row_numel for view in self.views], 1)
+            parts = rows_WN.split([view.row_numel for view in self.views], 1)
             return [part.reshape(-1)[: view.spec.numel] for part, view in zip(parts, self.views, strict=True)]
         sizes = [view.spec.numel for view in self.views]
         return list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
@@ -167,11 +167,11 @@ class SharedViews:
             for view, total, scale_N in zip(self.views, self.unrows(totals), scales, strict=True):
                 view.out.copy_(total * scale_N / world_size)
             return
-        own = totals.split([view.cut.row_numel for view in self.views])
+        own = totals.split([view.row_numel for view in self.views])
         for view, total, scale_N in zip(self.views, own, scales, strict=True):
-            start, length = rank * view.cut.row_numel, view.cut.row_length(rank)
+            start, length = rank * view.row_numel, view.row_length(rank)
             torch.mul(total[:length], scale_N[start : start + length], out=view.out[:length])
-            if length < view.cut.row_numel:
+            if length < view.row_numel:
                 view.out[length:] = 0
 
     def observe_(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
@@ -211,7 +211,9 @@ class SharedScaleReducer(Reducer):
     def nearest(self) -> SharedScaleReducer:
         return replace(self, rounding="nearest")
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         shared = SharedViews(views, comm, step, self.block_size)
         if not shared.views:
             return
@@ -243,7 +245,7 @@ class SharedScaleReducer(Reducer):
         return 2 if specs[0].sharded else 3  # norms; codes, on one hop or two
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        numel = spec.cut(world_size, 1).row_numel
+        numel = spec.row_numel(world_size, 1)
         codes = sum_nbytes(numel, self.limit, world_size, scatter=spec.sharded)
         norms = 2 * (world_size - 1) * -(-spec.numel // self.block_size) * 4 // world_size
         return codes + norms

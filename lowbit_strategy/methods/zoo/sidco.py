@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors, StepContext
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
 from lowbit_strategy.methods._base.sparse_residuals import nonzero, zero_residuals
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
@@ -146,7 +146,7 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1, dtype=torch.float32)
         return state
 
-    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         wanted = self.num_kept(view.spec)
         few = math.ceil(_SAMPLE_KEPT / self.density)
         num = max(_SAMPLE_NUMEL, few)

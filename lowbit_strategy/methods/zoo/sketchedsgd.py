@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.compressor import check_positive
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -75,7 +75,7 @@ class SketchReducer(CommonPositionsReducer):
         return self.columns_per_entry * self.num_kept(spec)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         sketches, tables = [], []
         for view in views:

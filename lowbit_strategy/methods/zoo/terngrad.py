@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sharedscale import SharedScaleReducer, clipped_absmax
 from lowbit_strategy.options.configuration import configuration
 

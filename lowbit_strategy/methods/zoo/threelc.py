@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 _ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242
@@ -56,7 +56,9 @@ class ThreeLCReducer(ResidualReducer):
     def label(self) -> str:
         return f"3lc, sparsity {self.sparsity:g}"
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
@@ -80,7 +82,7 @@ class ThreeLCReducer(ResidualReducer):
         for view, total in zip(views, totals, strict=True):
             view.out.copy_(total if view.spec.sharded else total / comm.world_size)
 
-    def _quantized(self, view: View, residual: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+    def _quantized(self, view: ParamView, residual: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """The scale and int32 trits of one parameter; their error becomes the residual."""
         largest = residual.abs().max()
         scale = largest * self.sparsity if condition is Condition.LIVE else torch.zeros_like(largest)

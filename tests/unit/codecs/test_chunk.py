@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowbit_strategy.codecs.base import Codec, StepContext
+from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import contracts, hard_blocks
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.kernels.format import BlockFormat, lloyd_max, ternary, uniform

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, StepContext
+from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
-from lowbit_strategy.collectives.layout import ParamView, dim0_cut, flat_cut
-from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from testing.worlds.simulated import SimulatedWorld
 
@@ -39,18 +36,14 @@ class Bucket:
 
     def __init__(self, parts: Sequence[Part], world_size: int, *, scatter: bool, prefix: str = "p") -> None:
         self.world, self.scatter = SimulatedWorld(world_size), scatter
-        cuts = [
-            dim0_cut(part.shape, world_size)
-            if scatter
-            else flat_cut(math.prod(part.shape), world_size, part.codec.block_size)
-            for part in parts
-        ]
-        self.row_numel, at = sum(cut.row_numel for cut in cuts), 0
+        specs = [TensorSpec(f"{prefix}{i}", part.shape, sharded=scatter) for i, part in enumerate(parts)]
+        rows = [spec.row_numel(world_size, part.codec.block_size) for spec, part in zip(specs, parts, strict=True)]
+        self.row_numel, at = sum(rows), 0
         self.slots: dict[ParamView, Codec] = {}
-        for i, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
-            slot = ParamView(f"{prefix}{i}", at, self.row_numel if scatter else cut.row_numel, cut)
+        for spec, part, row in zip(specs, parts, rows, strict=True):
+            slot = ParamView(spec, world_size, row, at, self.row_numel if scatter else row)
             self.slots[slot] = part.codec
-            at += cut.row_numel if scatter else cut.numel
+            at += row if scatter else spec.numel
         self.numel = at * world_size if scatter else at
         self.flags = [StepFlags(CPU) for _ in range(world_size)]
         self.exchanges = [
@@ -68,7 +61,7 @@ class Bucket:
     def chunk(self, slot: ParamView, rank: int) -> slice:
         """Where the chunk that `rank` owns of a parameter lies in a buffer."""
         start = slot.offset + rank * slot.row_stride
-        return slice(start, start + slot.cut.row_length(rank))
+        return slice(start, start + slot.row_length(rank))
 
     def fill(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Every rank's bucket; what no parameter fills is zero."""
@@ -76,7 +69,7 @@ class Bucket:
         for rank in range(self.world.size):
             x = torch.zeros(self.numel)
             for slot, owner in itertools.product(self.slots, range(self.world.size)):
-                values = torch.randn(slot.cut.row_length(owner), generator=generator)
+                values = torch.randn(slot.row_length(owner), generator=generator)
                 x[self.chunk(slot, owner)] = values * (rank + 1)
             buffers.append(x.to(dtype))
         return buffers
@@ -96,7 +89,7 @@ class Bucket:
     def owned(self, outs: Sequence[Tensor], slot: ParamView, rank: int) -> Tensor:
         """What the ranks' results hold of the chunk of `rank`."""
         if self.scatter:
-            return outs[rank][slot.offset : slot.offset + slot.cut.row_length(rank)]
+            return outs[rank][slot.offset : slot.offset + slot.row_length(rank)]
         return outs[0][self.chunk(slot, rank)]
 
 
@@ -154,7 +147,7 @@ def test_all_ranks_decode_the_same_bits_within_two_quantization_steps(parts: lis
     assert all(torch.equal(out, outs[0]) for out in outs)
     for slot, owner in itertools.product(bucket.slots, range(world_size)):
         chunk = bucket.chunk(slot, owner)
-        if slot.cut.row_length(owner):
+        if slot.row_length(owner):
             mean = total([x[chunk] for x in buffers]) / world_size
             largest = max(float(x[chunk].abs().amax()) for x in buffers)
             assert ((outs[0][chunk] - mean).abs() <= 2 * largest / 7).all()

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.kernels.format import uniform
 
@@ -22,7 +21,7 @@ _CODECS = [DenseCodec("float32"), DenseCodec("bfloat16"), BlockCodec(uniform(4, 
 
 def _layout(world_size: int, *, scatter: bool) -> SparseLayout:
     shapes = _SHAPES.values()
-    spans = [dim0_cut(shape, world_size).row_numel if scatter else torch.Size(shape).numel() for shape in shapes]
+    spans = [dim0_row_numel(shape, world_size) if scatter else torch.Size(shape).numel() for shape in shapes]
     return SparseLayout(list(_SHAPES), spans, world_size if scatter else 1, _CPU)
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import Accordion, AccordionBatch, Progress, Telemetry
 from lowbit_strategy.control.accordion import CriticalRegimes
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import preset
 from testing.controllers import matrices, run

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.adaqs import AdaQS, mean_to_deviation
 from lowbit_strategy.control.base import Progress, Telemetry
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 
 NUMEL = 40_000

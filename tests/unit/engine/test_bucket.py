@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo

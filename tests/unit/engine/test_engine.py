@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo

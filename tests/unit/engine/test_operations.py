@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.ranks.ranks import Ranks
@@ -37,7 +36,7 @@ def operations_of_a_reduce(
     entries, at = [], 0
     for spec in specs:
         entries.append((spec.name, at))
-        at += dim0_cut(spec.shape, world_size).row_numel if scatter else spec.numel
+        at += dim0_row_numel(spec.shape, world_size) if scatter else spec.numel
     layout = BucketLayout(tuple(entries), at if scatter else None)
     x = torch.randn(at * world_size if scatter else at, generator=torch.Generator().manual_seed(0))
     out = torch.empty(at) if scatter else x

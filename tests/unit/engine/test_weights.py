@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout
 from testing.worlds.simulated import SimulatedWorld
@@ -59,9 +58,9 @@ class Shards:
     def rows(self) -> Tensor:
         parts = []
         for spec in self.specs:
-            cut = dim0_cut(spec.shape, self.world.size)
+            row_numel = dim0_row_numel(spec.shape, self.world.size)
             flat = self.values[spec.name].reshape(-1)
-            padded = torch.nn.functional.pad(flat, (0, cut.row_numel * self.world.size - flat.numel()))
+            padded = torch.nn.functional.pad(flat, (0, row_numel * self.world.size - flat.numel()))
             parts.append(padded.view(self.world.size, -1))
         return torch.cat(parts, 1)
 
@@ -87,7 +86,7 @@ class Shards:
     def _whole(self, out: Tensor) -> dict[str, Tensor]:
         found, at = {}, 0
         for spec in self.specs:
-            row = dim0_cut(spec.shape, self.world.size).row_numel
+            row = dim0_row_numel(spec.shape, self.world.size)
             flat = out.view(self.world.size, -1)[:, at : at + row].reshape(-1)
             found[spec.name] = flat[: spec.numel].view(spec.shape).clone()
             at += row
@@ -99,7 +98,7 @@ class Shards:
 
 def by_definition(values: Tensor, world_size: int, bits: int, block_size: int = 128) -> Tensor:
     """Every shard coded by itself."""
-    row = dim0_cut(tuple(values.shape), world_size).row_numel
+    row = dim0_row_numel(tuple(values.shape), world_size)
     codec = BlockCodec(uniform(bits, block_size))
     parts = values.reshape(-1).split(row) if row else []
     decoded = [codec.decode_sum(codec.encode(part, seed=0)[None], part.numel()) for part in parts]

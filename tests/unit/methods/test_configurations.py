@@ -9,9 +9,9 @@ import torch
 
 import lowbit_strategy
 from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo

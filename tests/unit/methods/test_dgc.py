@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import LocalComm
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.feedback import MomentumCodec
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition, WarmUp

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
-from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels import native
-from lowbit_strategy.methods._base.reducer import Reducer, View
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.sparse import SparseCompressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.topk import TopK
@@ -40,7 +39,7 @@ def _run(compressor: SparseCompressor) -> list[tuple[Tensor, Tensor]]:
     for index, gradient in enumerate(_gradients()):
         if index == 4:
             state["weight"]["residual"][77] = gradient[77] = 3e38
-        view = View(spec, flat_cut(_NUMEL, 1, 1), gradient, gradient)
+        view = ParamView(spec, 1, _NUMEL, x=gradient, out=gradient)
         wait_for_all(reducer.reduce([view], state, LocalComm(), StepContext(index, index, index)))
         seen.append((gradient, state["weight"]["residual"].clone()))
     return seen

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods import exdyna as exclusive
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.sparse import round_to_bfloat16
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.topk import TopK

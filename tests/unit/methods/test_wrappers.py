@@ -12,11 +12,11 @@ import torch
 from lowbit_strategy.codecs.base import StatefulCodec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, MarkovCodec
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo

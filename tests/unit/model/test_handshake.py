@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition
 from lowbit_strategy.methods.qsgd import QSGD

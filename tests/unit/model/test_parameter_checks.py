@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import Dense, LoCo, Partition
-from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
+from lowbit_strategy.collectives.layout import MemoryOrder, in_memory_order
 from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_option, memory_options
 from lowbit_strategy.plan.gradients import ParamGroup
@@ -173,7 +173,7 @@ def test_every_choice_says_what_it_costs() -> None:
 def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
     """Llama-70B's embedding and head, 8 nodes of 8: 8.4 GB of float32 inside the node, 256 MiB at a time."""
     where = setup(LLAMA_70B, 8, 8)
-    parts = [where.topology.own_part(spec, sharded=True) for spec in LLAMA_70B]
+    parts = where.topology.own_parts(LLAMA_70B, sharded=True)
     root = ParamGroup(tuple(spec.name for spec in where.modules[""].specs), name="root")
     plan = make_plan(
         parts,

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy import DGC, PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
@@ -60,7 +60,7 @@ def modules(specs: list[TensorSpec]) -> dict[str, ModuleLayout]:
 
 def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> StepPlan:
     specs, topology = llama(), Topology(1000, (8,) * 125, node_size=size)
-    parts = [topology.own_part(spec, sharded=layout == "fsdp") for spec in specs]
+    parts = topology.own_parts(specs, sharded=layout == "fsdp")
     reduced = [ParamGroup(tuple(s.name for s in m.specs), 2, name) for name, m in modules(specs).items()]
     return make_plan(
         parts,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import QSGD, Dense, LoCo, PowerSGD, TopK
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 

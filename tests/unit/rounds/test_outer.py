@@ -21,10 +21,10 @@ from lowbit_strategy import (
     TopK,
 )
 from lowbit_strategy.codecs.chunk import ChunkTopK
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks

@@ -17,9 +17,9 @@ from lowbit_strategy import (
     OverlapLocalSGD,
 )
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.register import named

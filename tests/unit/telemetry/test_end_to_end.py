@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import LocalComm
-from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.sampling import spread_sample
-from lowbit_strategy.methods._base.reducer import View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.measure import MeanSample
 from testing.worlds.threaded import ThreadedWorld
 
@@ -21,11 +19,10 @@ CPU = torch.device("cpu")
 
 def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
     spec = TensorSpec("weight", tuple(gradient.shape))
-    cut = dim0_cut(spec.shape, 1)
     found = []
     for seed in seeds:
         out = gradient.flatten().clone()
-        sample = MeanSample([View(spec, cut, out, out)], LocalComm(), seed, out.device)
+        sample = MeanSample([ParamView(spec, 1, spec.numel, x=out, out=out)], LocalComm(), seed, out.device)
         for pending in sample.exchange():
             pending.wait()
         out.copy_(result.flatten())
@@ -76,7 +73,7 @@ def test_a_sample_of_a_tensor_beyond_two_to_the_31() -> None:
 def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
     """Three ranks, the last with a shorter row or none: their sums together are those of an all-reduce."""
     world = ThreadedWorld(3)
-    spec, cut = TensorSpec("weight", shape), dim0_cut(shape, 3)
+    spec, row_numel = TensorSpec("weight", shape), dim0_row_numel(shape, 3)
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(spec.numel, generator=generator) for _ in range(3)]
     total = sum(gradients)
@@ -85,12 +82,12 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
     def one(rank: int, scatter: bool) -> Tensor:
         x = gradients[rank].clone()
         if scatter:
-            padded = torch.nn.functional.pad(x, (0, 3 * cut.row_numel - spec.numel)).view(3, -1)
-            out = torch.zeros(cut.row_numel)
-            view = View(replace(spec, sharded=True), cut, padded, out)
+            padded = torch.nn.functional.pad(x, (0, 3 * row_numel - spec.numel)).view(3, -1)
+            out = torch.zeros(row_numel)
+            view = ParamView(replace(spec, sharded=True), 3, row_numel, x=padded, out=out)
         else:
             out = x
-            view = View(spec, cut, x, out)
+            view = ParamView(spec, 3, row_numel, x=x, out=out)
         sample = MeanSample([view], world.comms[rank], 7, torch.device("cpu"))
         for pending in sample.exchange():
             pending.wait()

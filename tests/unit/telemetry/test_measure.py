@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.comm import LocalComm
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS

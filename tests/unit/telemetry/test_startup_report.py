@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import WarmUp
 from lowbit_strategy.methods.powersgd import PowerSGD

@@ -9,9 +9,9 @@ import torch
 
 from lowbit_strategy.codecs import packed
 from lowbit_strategy.codecs.packed import parts_of
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD

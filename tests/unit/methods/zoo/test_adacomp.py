@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods.zoo.adacomp import AdaComp, select_in_bins
 
 

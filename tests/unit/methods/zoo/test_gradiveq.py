@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from lowbit_strategy import GradiVeQ
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE = (64, 128)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.reducer import View
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.zoo.sidco import (
     Distribution,
     SIDCo,
@@ -38,9 +36,9 @@ def _values(kind: str, seed: int = 1) -> Tensor:
     }[kind]
 
 
-def _view(spec: TensorSpec) -> View:
+def _view(spec: TensorSpec) -> ParamView:
     x = torch.zeros(spec.numel)
-    return View(spec, flat_cut(spec.numel, 1, 1), x, x)
+    return ParamView(spec, 1, spec.numel, x=x, out=x)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "cubed", "uniform"])
