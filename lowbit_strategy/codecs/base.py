@@ -190,10 +190,6 @@ class DenseCodec(Codec):
     def residual_gain(self) -> float | None:
         return math.inf if self.dtype == "float32" else None
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
-
     def wire_nbytes(self, numel: int) -> int:
         return numel * _DTYPES[self.dtype].itemsize
 
@@ -202,7 +198,7 @@ class DenseCodec(Codec):
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         total = torch.zeros(numel, dtype=torch.float32, device=wire_WB.device)
-        for row in wire_WB.view(self.torch_dtype):
+        for row in wire_WB.view(_DTYPES[self.dtype]):
             total += row
         return total
 
