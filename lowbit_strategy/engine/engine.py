@@ -96,8 +96,7 @@ class GradientSync:
         self.state = MethodState(specs, ranks, device, sharded=scatter)
         self.node_codes = node_codes_of(self.state, ranks, device)
         self.transactions = Transactions(self.state, keeps_all=rollback)
-        self._flags = StepFlags(device)
-        self._listeners = Listeners()
+        self._flags, self._listeners = StepFlags(device), Listeners()
         self._begun = False
         self._entered: set[BucketLayout] = set()  # in the current backward pass
         self._num_passes = 0  # of the step, with this one
@@ -277,14 +276,13 @@ class GradientSync:
         self._entered.add(layout)
         if self._collects:
             self._context.collector.announce(last=layout.last)
-        bucket = self._buckets.get(layout) or Bucket(self._context, layout)
-        self._buckets[layout], bucket.last_step = bucket, self.step_index
+        self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(self._context, layout)
+        bucket.last_step = self.step_index
         self.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
-        transactions = self.transactions
-        if transactions.keeps_all or transactions.thrown_away:
-            stages = self._keeping(transactions.to_keep(bucket.names), stages)
-        transactions.prepared |= bucket.names
+        if self.transactions.keeps_all or self.transactions.thrown_away:
+            stages = self._keeping(self.transactions.to_keep(bucket.names), stages)
+        self.transactions.prepared |= bucket.names
         return stages
 
     def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
