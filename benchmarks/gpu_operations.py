@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lowbit_strategy import PRESETS
-from testing.counting.operations import ALONE, ENVIRONMENT, STOCK, of_a_module
+from testing.counting.operations import ALONE, STOCK, of_a_module
 from testing.processes.ranks import run_ranks
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = run_ranks(of_a_module, 2, [ALONE, STOCK, *PRESETS], timeout=1800, env=ENVIRONMENT)[0]
+    found = run_ranks(of_a_module, 2, [ALONE, STOCK, *PRESETS], timeout=1800)[0]
     for name, operations in found.items():
         print(f"{name:20} {operations:8.1f}  {operations / found[STOCK]:.2f} of stock")
     if options.json:

@@ -5,6 +5,7 @@ Kernels count as one operation each, as Triton launches them; all else is the co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.kernels import backends, rotation
 
-ENVIRONMENT = {backends.OVERRIDE: "torch"}  # of the ranks: what has no kernel on a GPU is not to be C either
 STOCK = "stock"  # FSDP2 as it is
 ALONE = "alone"  # the model on one rank
 CORRECTED = ("efsignsgd", "loco1", "loco2", "loco_ternary")  # by default they correct Adam's second moment,
@@ -113,8 +113,9 @@ def _operations(name: str, num_blocks: int, first: int, num: int) -> float:
 
 
 def of_a_module(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
-    """For `run_ranks`, in `ENVIRONMENT`: operations of one more module in a step, by preset, `STOCK` or `ALONE`."""
+    """For `run_ranks`: operations of one more module in a step, by preset, `STOCK` or `ALONE`."""
     found = {}
+    os.environ[backends.OVERRIDE] = "torch"  # what has no kernel on a GPU is not to be C either
     for name in names:
         span = (SETTLED, 32) if name in CORRECTED else (2, 2)  # in the first step tables and memory are made
         found[name] = round((_operations(name, 3, *span) - _operations(name, 1, *span)) / 2, 1)

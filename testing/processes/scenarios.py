@@ -35,6 +35,12 @@ def none(**_: Any) -> bool:
     return False
 
 
+def all_but(**quick: Any) -> Callable[..., bool]:
+    """`slow` of all scenarios but those of these choices, each one value or a tuple of them."""
+    kept = {name: value if isinstance(value, tuple) else (value,) for name, value in quick.items()}
+    return lambda **chosen: any(chosen[name] not in values for name, values in kept.items())
+
+
 GROUP_TIMEOUT = timedelta(seconds=25)  # a rank that waits for one that has failed gives up after this long
 
 

@@ -17,7 +17,7 @@ from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.methods.registry import as_compressor
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.accelerated import (
     Job,
     Kind,
@@ -48,7 +48,7 @@ def compressed_and_not(folder: Path, kind: Kind) -> Facts:
     return {name: facts_of(job) for name, job in jobs.items()} | {"type": type(jobs["compressed"].model).__name__}
 
 
-@scenarios(compressed_and_not, kind=KINDS)
+@scenarios(compressed_and_not, kind=KINDS, slow=all_but(kind="fsdp"))
 def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
     for rank in facts:
         compressed, uncompressed = rank["compressed"], rank["uncompressed"]
@@ -82,7 +82,7 @@ def one_bit(folder: Path, kind: Kind) -> Facts:
     return energies
 
 
-@scenarios(one_bit, kind=KINDS)
+@scenarios(one_bit, kind=KINDS, slow=all_but(kind="ddp"))
 def test_the_second_moment_is_as_large_as_without_compression(facts: list[Facts]) -> None:
     for each in facts:
         off = {name: abs(each[name] / each["uncompressed"] - 1) for name in ("with", "without")}
@@ -129,7 +129,7 @@ def clipping_and_bf16(folder: Path, kind: Kind) -> Facts:
     return facts_of(job) | {"plain": facts_of(plain)["loss"]}
 
 
-@scenarios(clipping_and_bf16, kind=KINDS)
+@scenarios(clipping_and_bf16, kind=KINDS, slow=all_but(kind="ddp"))
 def test_clipping_and_mixed_precision(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["loss"] == pytest.approx(rank["plain"], rel=0.005)
@@ -345,6 +345,7 @@ def compiled(folder: Path) -> Facts:
     return {"steps": job.sync.step_index, "sent": job.sync.ranks.peers.sent_nbytes, "bits": fingerprint(job.model)}
 
 
+@pytest.mark.slow
 @scenarios(compiled)
 def test_a_compiled_model(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]

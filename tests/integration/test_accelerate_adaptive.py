@@ -25,7 +25,7 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.record import read_record
 from testing.training.accelerated import Job, Kind, loss_of, make, prepared, state_folder
 from testing.training.comparing import fingerprint
@@ -113,7 +113,9 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     return facts
 
 
-@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
+@scenarios(
+    adapting, kind=KINDS, controller=tuple(CONTROLLERS), slow=all_but(kind="ddp", controller=("accordion", "epochs"))
+)
 def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]
     assert facts[0]["print"] == facts[1]["print"]
@@ -152,7 +154,7 @@ def resuming(folder: Path, kind: Kind, controller: str) -> Facts:
 RESUMABLE = ("accordion", "epochs", "schedule", "guard")  # GraVAC goes by the clock on the wall
 
 
-@scenarios(resuming, kind=KINDS, controller=RESUMABLE)
+@scenarios(resuming, kind=KINDS, controller=RESUMABLE, slow=all_but(kind="fsdp", controller="guard"))
 def test_stopped_in_a_phase_and_resumed_is_as_never_stopped(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["resumed"] == rank["rest"]
@@ -223,7 +225,7 @@ def falling_rate(folder: Path, kind: Kind) -> Facts:
     return {"levels": [max(each.values()) for each in levels + go(job, 7, start=6)], "rates": job.sync.step_index}
 
 
-@scenarios(falling_rate, kind=KINDS)
+@scenarios(falling_rate, kind=KINDS, slow=all_but(kind="ddp"))
 def test_light_at_once_when_the_learning_rate_falls(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["levels"][-2:] == [1, 0]
@@ -251,7 +253,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     return facts
 
 
-@scenarios(monitoring, kind=KINDS)
+@scenarios(monitoring, kind=KINDS, slow=all_but(kind="ddp"))
 def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"] == rank["plain losses"]  # to be watched changes nothing
@@ -303,7 +305,7 @@ def growing_batches(folder: Path, kind: Kind) -> Facts:
     }
 
 
-@scenarios(growing_batches, kind=KINDS)
+@scenarios(growing_batches, kind=KINDS, slow=all_but(kind="ddp"))
 def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts]) -> None:
     for rank in facts:
         small = rank["during"].count(1e-3)

@@ -20,7 +20,7 @@ from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observer
 from testing.counting.traffic import count_traffic
 from testing.invariants.harness import SPECS, InvariantHarness
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 
 LAYOUTS = ("ddp", "fsdp")
 EXACT = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
@@ -138,6 +138,13 @@ def test_ranks_never_diverge(facts: list[Facts]) -> None:
 
 
 @pytest.mark.slow
-@scenarios(deciding, world_size=2, layout=LAYOUTS, controller=("gravac", "gravac-topk"), num_steps=(1000,))
+@scenarios(
+    deciding,
+    world_size=2,
+    layout=LAYOUTS,
+    controller=("gravac", "gravac-topk"),
+    num_steps=(1000,),
+    slow=all_but(layout="ddp", controller="gravac"),
+)
 def test_ranks_never_diverge_in_many_steps(facts: list[Facts]) -> None:
     check_agreement(facts)

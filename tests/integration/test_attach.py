@@ -20,7 +20,7 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.ddp_loop import CPU, Loop
 from testing.training.regression import KINDS, WIDTH, Kind, Regression, fit, mlp
 
@@ -198,7 +198,7 @@ def many(folder: Path, how: str) -> Facts:
     return {"held": held}
 
 
-@scenarios(many, how=("fit", "loop", "rounds"))
+@scenarios(many, how=("fit", "loop", "rounds"), slow=all_but(how=("loop", "rounds")))
 def test_attachments_give_back_their_threads_and_descriptors(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["held"][19] == rank["held"][4]

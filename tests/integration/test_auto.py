@@ -89,6 +89,7 @@ def test_declining_leaves_the_framework_alone(facts: list[Facts]) -> None:
     assert any("no compression: the hook is removed, because the test says so" in line for line in facts[0]["lines"])
 
 
+@pytest.mark.slow
 @scenarios(declining, kind=("hsdp",), world_size=4)
 def test_declining_hsdp(facts: list[Facts]) -> None:
     for rank in facts:
@@ -133,6 +134,7 @@ def test_the_chosen_one_stays(facts: list[Facts]) -> None:
     check_chosen(facts)
 
 
+@pytest.mark.slow
 @scenarios(choosing, kind=("hsdp",), world_size=4)
 def test_the_chosen_one_stays_under_hsdp(facts: list[Facts]) -> None:
     check_chosen(facts)
@@ -214,6 +216,7 @@ def test_nothing_is_lost_by_trying_and_declining(facts: list[Facts]) -> None:
     check_conserved(facts)
 
 
+@pytest.mark.slow
 @scenarios(conserving, kind=("hsdp",), world_size=4)
 def test_nothing_is_lost_under_hsdp(facts: list[Facts]) -> None:
     check_conserved(facts)

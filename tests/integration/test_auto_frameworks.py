@@ -9,7 +9,7 @@ import torch
 
 from lowbit_strategy import Auto
 from lowbit_strategy.config.section import plugin_from_section
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.accelerated import Kind, make, prepared, record_of
 from testing.training.accelerated import train as accelerated
 from testing.training.auto import STEPS, is_hooked, settled
@@ -32,7 +32,7 @@ def chosen_and_declined(folder: Path, kind: Kind) -> Facts:
     return found
 
 
-@scenarios(chosen_and_declined, kind=("ddp", "fsdp"))
+@scenarios(chosen_and_declined, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
 def test_accelerate(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["chosen"]["hook"]

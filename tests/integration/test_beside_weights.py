@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lowbit_strategy import DiLoCo, DivergenceError, LocalSGD, LoCo, PostLocalSGD
 from lowbit_strategy.lightning import LowBitDDPStrategy
 from testing.log import listen
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import checksum
 from testing.training.regression import OUTPUTS, WIDTH, ByStep, loader, mlp, trainer
 
@@ -75,7 +75,7 @@ def distilling(folder: Path, rule: str) -> Facts:
     }
 
 
-@scenarios(distilling, rule=tuple(RULES))
+@scenarios(distilling, rule=tuple(RULES), slow=all_but(rule=("localsgd", "streaming")))
 def test_it_is_averaged_or_saved_for_each_rank(facts: list[Facts]) -> None:
     first, second = facts
     assert first["same"] == second["same"] == [True] * 3

@@ -34,7 +34,7 @@ from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDP
 from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.telemetry.observe import Observer
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.record import read_record
 from testing.training.comparing import fingerprint
 from testing.training.regression import KINDS, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
@@ -55,7 +55,7 @@ def monitoring(folder: Path, kind: str) -> Facts:
     return facts
 
 
-@scenarios(monitoring, kind=KINDS)
+@scenarios(monitoring, kind=KINDS, slow=all_but(kind="ddp"))
 def test_figures_reach_every_logger_the_bar_and_the_record(facts: list[Facts]) -> None:
     assert facts[0]["last"] == facts[1]["last"]
     lead = facts[0]
@@ -94,7 +94,7 @@ def overhead(folder: Path, kind: str) -> Facts:
     return {"losses": losses, "steps": sorted(set(calls)), "files": [path.name for path in folder.iterdir()]}
 
 
-@scenarios(overhead, kind=KINDS)
+@scenarios(overhead, kind=KINDS, slow=all_but(kind="ddp"))
 def test_watching_changes_nothing_and_happens_on_its_steps_only(facts: list[Facts]) -> None:
     for fact in facts:
         assert fact["steps"] == [0, 5]
@@ -128,7 +128,7 @@ def adapting(folder: Path, kind: str, controller: str) -> Facts:
     return facts
 
 
-@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
+@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS), slow=all_but(kind="ddp"))
 def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]
     assert facts[0]["print"] == facts[1]["print"]
@@ -199,7 +199,7 @@ def resuming(folder: Path, kind: str, controller: str) -> Facts:
     return {"whole": runs[0], "resumed": runs[1]}
 
 
-@scenarios(resuming, kind=KINDS, controller=RESUMABLE)
+@scenarios(resuming, kind=KINDS, controller=RESUMABLE, slow=all_but(kind="ddp"))
 def test_stopped_in_a_phase_and_resumed_is_as_never_stopped(facts: list[Facts]) -> None:
     for fact in facts:
         whole, resumed = fact["whole"], fact["resumed"]
@@ -227,7 +227,7 @@ def growing_batches(folder: Path, kind: str) -> Facts:
     }
 
 
-@scenarios(growing_batches, kind=KINDS)
+@scenarios(growing_batches, kind=KINDS, slow=all_but(kind="ddp"))
 def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts]) -> None:
     for fact in facts:
         num_small = fact["during"].count(1e-3)
@@ -369,7 +369,7 @@ def fabric_loop(folder: Path, kind: str) -> Facts:
     return {"whole": whole, "resumed": resumed, "record": read_record(folder / "record-False")}
 
 
-@scenarios(fabric_loop, kind=KINDS)
+@scenarios(fabric_loop, kind=KINDS, slow=all_but(kind="ddp"))
 def test_under_fabric(facts: list[Facts]) -> None:
     for fact in facts:
         assert fact["resumed"] == {name: values[5:] for name, values in fact["whole"].items()}

@@ -16,7 +16,7 @@ from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.fabric import LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.fabric import Batches, batches, launch, setup, train
 from testing.training.regression import KINDS, MIN_SHARD_NUMEL, Kind, mlp
@@ -63,7 +63,7 @@ def apart(folder: Path, kind: Kind) -> Facts:
     return facts
 
 
-@scenarios(apart, kind=KINDS)
+@scenarios(apart, kind=KINDS, slow=all_but(kind="ddp"))
 def test_model_and_optimizer_set_up_together_or_apart(facts: list[Facts]) -> None:
     assert facts[0]["together"]["print"] == facts[1]["together"]["print"]
     for rank in facts:
@@ -88,7 +88,7 @@ def accumulation(folder: Path, kind: Kind) -> Facts:
     return {"calls": calls, "print": fingerprint(net), "steps": made.strategy.sessions[0].sync.step_index}
 
 
-@scenarios(accumulation, kind=KINDS)
+@scenarios(accumulation, kind=KINDS, slow=all_but(kind="ddp"))
 def test_accumulation_compresses_once_a_step(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     calls = facts[0]["calls"]
@@ -178,7 +178,7 @@ def weights_only(folder: Path, kind: Kind) -> Facts:
     return {"keys": keys, "same": fingerprint(other) == fingerprint(net)}
 
 
-@scenarios(weights_only, kind=KINDS)
+@scenarios(weights_only, kind=KINDS, slow=all_but(kind="ddp"))
 def test_checkpoint_loads_weights_only(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["keys"] == ["lowbit_strategy", "model"]
@@ -213,7 +213,7 @@ def two_models(folder: Path, kind: Kind) -> Facts:
     return {"steps": steps, "expected": expected, "resumed": step(pairs, batches(rank, 4, 8))}
 
 
-@scenarios(two_models, kind=KINDS)
+@scenarios(two_models, kind=KINDS, slow=all_but(kind="ddp"))
 def test_two_models(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == [8, 8]

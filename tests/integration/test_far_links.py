@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +27,7 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.transports import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.node_size import nodes_of
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.auto import STEPS, settled
 from testing.training.comparing import checksum, fingerprint
 from testing.training.regression import Kind, Regression, loader, strategy, trainer
@@ -70,7 +71,12 @@ def _of_four(world_size: int, **_: object) -> bool:
     return world_size == 4
 
 
-@scenarios(near_and_far, world_size=(2, 4), slow=_of_four, setting=tuple(SETTINGS))
+@scenarios(
+    near_and_far,
+    world_size=(2, 4),
+    slow=all_but(world_size=2, setting=("ddp", "fsdp", "hsdp")),
+    setting=tuple(SETTINGS),
+)
 def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["near"]["residuals"]
@@ -137,7 +143,12 @@ def threads(folder: Path, chosen: str) -> Facts:
     return {"threads": set(names[-6:]), "sent": made.strategy.sync.ranks.peers.sent_nbytes}
 
 
-@scenarios(threads, world_size=(2, 4), slow=_of_four, chosen=("by the user", "by the package"))
+@scenarios(
+    threads,
+    world_size=(2, 4),
+    slow=all_but(world_size=2, chosen="by the package"),
+    chosen=("by the user", "by the package"),
+)
 def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> None:
     """By a thread of their own, also where the package has chosen their compression."""
     for rank in facts:
@@ -201,7 +212,8 @@ def test_memory_is_announced(facts: list[Facts]) -> None:
     check_announced(facts)
 
 
-@scenarios(memory, world_size=(2, 4), slow=_of_four, kind=("fsdp",))
+@pytest.mark.slow
+@scenarios(memory, world_size=(2, 4), kind=("fsdp",))
 def test_memory_of_fsdp_is_announced(facts: list[Facts]) -> None:
     check_announced(facts)
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lowbit_strategy import DiLoCo, LocalSGD, LoCo, PostLocalSGD
 from lowbit_strategy.control import Phase, Schedule
 from lowbit_strategy.lightning import AdaptiveCompression, LowBitDDPStrategy
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.regression import ByStep, loader, trainer
 
@@ -54,7 +54,7 @@ def finder(folder: Path, rule: str) -> Facts:
     return {"same": (found, with_finder) == (without, losses), "bits": found}
 
 
-@scenarios(finder, rule=tuple(RULES))
+@scenarios(finder, rule=tuple(RULES), slow=all_but(rule=("localsgd", "streaming")))
 def test_a_run_goes_on_as_if_nothing_had_been_tried(facts: list[Facts]) -> None:
     assert all(rank["same"] for rank in facts)
     assert facts[0]["bits"] == facts[1]["bits"]

@@ -14,7 +14,7 @@ from torch.distributions import Normal
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.custom_loop import compress
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import fingerprint
 
 
@@ -84,7 +84,7 @@ def outputs(folder: Path, kind: str, form: str, evaluates: bool) -> Facts:
     }
 
 
-@scenarios(outputs, kind=("ddp", "fsdp"), form=tuple(FORMS), evaluates=(False, True), slow=lambda **_: False)
+@scenarios(outputs, kind=("ddp", "fsdp"), form=tuple(FORMS), evaluates=(False, True), slow=all_but(evaluates=True))
 def test_trains_as_with_a_tensor_in_training_mode(facts: list[Facts]) -> None:
     """After a skipped step too: the step begins before gradients are added."""
     for found in facts:

@@ -24,7 +24,7 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import full, full_parameters
 from testing.training.regression import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, mlp
 
@@ -209,7 +209,7 @@ def test_what_came_in_was_sent_or_is_carried_over(facts: list[Facts]) -> None:
         assert rank["without"] > 1e-3
 
 
-@scenarios(conservation, kind=KINDS, net=("mixture",), world_size=3)
+@scenarios(conservation, kind=KINDS, net=("mixture",), world_size=3, slow=all_but(kind="ddp"))
 def test_what_came_in_was_sent_or_is_carried_over_on_three_ranks(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["prints"] == facts[0]["prints"]

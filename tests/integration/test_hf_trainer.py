@@ -18,7 +18,7 @@ from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
 from lowbit_strategy.telemetry.run_record import is_of_group
 from lowbit_strategy.transformers import attach
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.record import read_record
 from testing.training.accelerated import Kind, record_of
 from testing.training.comparing import fingerprint
@@ -53,7 +53,7 @@ def compressed_and_not(folder: Path, kind: Kind) -> Facts:
     return facts_of(compressed) | {"plain": losses(plain)}
 
 
-@scenarios(compressed_and_not, kind=KINDS)
+@scenarios(compressed_and_not, kind=KINDS, slow=all_but(kind="ddp"))
 def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"][-1] == pytest.approx(rank["plain"][-1], rel=0.005)
@@ -142,7 +142,7 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     return facts | {"board": [path.name for path in folder.rglob("events*")]}
 
 
-@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
+@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS), slow=all_but(kind="ddp", controller="epochs"))
 def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     expected = {"steps": [0] * 6 + [1] * 2, "epochs": [0] * 4 + [1] * 4, "fraction": [0] * 6 + [1] * 2}
     for rank in facts:

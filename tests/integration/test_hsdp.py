@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -30,7 +31,7 @@ from lowbit_strategy.ranks.topology import hybrid_mesh
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.node_size import nodes_of
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.accelerated import fresh_state, fsdp_plugin, prepared, train
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.hf_trainer import losses as hf_losses
@@ -132,7 +133,7 @@ def resume(folder: Path, distributed: bool) -> Resumed:
     )
 
 
-@scenarios(resume, world_size=4, distributed=(False, True))
+@scenarios(resume, world_size=4, distributed=(False, True), slow=all_but(distributed=True))
 def test_resume_is_as_if_never_stopped(facts: list[Resumed]) -> None:
     for rank in facts:
         assert rank.again.losses == rank.whole.losses[6:]
@@ -182,6 +183,7 @@ def with_accelerate(folder: Path) -> Accelerated:
     return Accelerated(**runs, again=Run.of(job.losses, job.model, job.sync), batches=batches)
 
 
+@pytest.mark.slow
 @scenarios(with_accelerate, world_size=4)
 def test_accelerate(facts: list[Accelerated]) -> None:
     for rank in facts:
@@ -205,6 +207,7 @@ def with_trainer(folder: Path) -> dict[str, Run]:
     return runs
 
 
+@pytest.mark.slow
 @scenarios(with_trainer, world_size=4)
 def test_hf_trainer(facts: list[dict[str, Run]]) -> None:
     for rank in facts:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -99,7 +100,13 @@ class AnchorsInBetween(L.Callback):
                 pl_module(dataset()[:4][0])
 
 
-@scenarios(validates_anchors, world_size=4, by=("trainer", "callback"), weights=("exact", "code8"))
+@pytest.mark.slow
+@scenarios(
+    validates_anchors,
+    world_size=4,
+    by=("trainer", "callback"),
+    weights=("exact", "code8"),
+)
 def test_local_steps_are_the_same_with_and_without_validation(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank[True] == rank[False]

@@ -41,11 +41,12 @@ EVERYWHERE = {
     "rotate",
     "sharedscale",
     "signsgd",
-    "top-k of chunks, gathered",
     "topk",
     "warmup",
 }
 
+
+RECOMMENDED = {"loco", "loco4", "loco1", "topk", "powersgd"}
 
 # Where tensors are cut and sums are formed, or what each rank keeps, which on two and five ranks is as on three.
 Part = Literal["cuts", "state"]
@@ -59,17 +60,16 @@ def _cases(world_size: int, layout: LayoutName, part: Part, preset: str) -> tupl
 
 
 def _items() -> Iterator[Any]:
-    """Quick: `EVERYWHERE` on one and three ranks, and under FSDP2 on five, where shards are empty; of all others the
-    first part on three ranks under DDP.
+    """Quick: on three ranks all under DDP with the first part, `EVERYWHERE` under FSDP2 with both, `RECOMMENDED` with
+    all; on one rank `EVERYWHERE` under DDP; under FSDP2 on five, where shards are empty, `RECOMMENDED`.
     """
     for world_size, layout, part in itertools.product(WORLD_SIZES, LAYOUTS, PARTS):
         if part == "state" and world_size not in (1, 3):
             continue
         for preset in sorted(CONFIGURATIONS):
-            if preset in EVERYWHERE:
-                quick = world_size in (1, 3) or (world_size, layout) == (5, "fsdp")
-            else:
-                quick = (world_size, layout, part) == (3, "ddp", "cuts")
+            quick = (world_size, layout, part) == (3, "ddp", "cuts")
+            quick |= preset in EVERYWHERE and (world_size, layout) in ((1, "ddp"), (3, "fsdp"))
+            quick |= preset in RECOMMENDED and (world_size == 3 or (world_size, layout) == (5, "fsdp"))
             yield pytest.param(world_size, layout, part, preset, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -29,6 +29,7 @@ LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]
 STOCK_ON_CPU = {"ACCELERATE_USE_CPU": "true"}  # which Accelerate's own launcher alone takes for one process
 SECTION: dict[str, Any] = {"compressor": "loco", "bits": 4}
+ON_CPU_WITH_SECTION = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
 SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm.py"
 RESTARTABLE = REPOSITORY / "tests" / "integration" / "scripts" / "restartable.py"
 TRAINER_SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm_trainer.py"
@@ -62,7 +63,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The script without a section."""
     folder = tmp_path_factory.mktemp("uncompressed")
-    run_ranks(as_main, 2, SCRIPT, ["--out", folder], STOCK_ON_CPU, folder, process_group=None)
+    run_ranks(as_main, 2, SCRIPT, ["--out", folder], STOCK_ON_CPU, folder, timeout=280, process_group=None)
     return facts(folder)
 
 
@@ -77,6 +78,22 @@ def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
         return folder, run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", folder], timeout=280).stderr
 
     return launched
+
+
+@pytest.fixture
+def with_section(
+    by_lowbit_launch: Callable[[str], tuple[Path, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[dict[str, Any]]]:
+    """The script with the section: under DDP in ranks that are started without a launcher."""
+
+    def ran(kind: str) -> list[dict[str, Any]]:
+        if kind == "fsdp":
+            return facts(by_lowbit_launch(kind)[0])
+        folder = tmp_path_factory.mktemp("with_section")
+        run_ranks(as_main, 2, SCRIPT, ["--out", folder], ON_CPU_WITH_SECTION, folder, timeout=280, process_group=None)
+        return facts(folder)
+
+    return ran
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +138,9 @@ def stock_config(folder: Path, kind: str, **more: Any) -> Path:
     return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
 
 
-@pytest.mark.slow  # as test_an_unmodified_trainer_script
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_stock_launcher_trains_the_same_bits(
-    kind: str,
-    tmp_path: Path,
-    uncompressed: list[dict[str, Any]],
-    by_lowbit_launch: Callable[[str], tuple[Path, str]],
+    kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]], with_section: Callable[[str], list[dict[str, Any]]]
 ) -> None:
     job = stock_config(tmp_path, kind, lowbit_config=SECTION)
     done = run_script(
@@ -139,7 +152,7 @@ def test_the_stock_launcher_trains_the_same_bits(
     assert "compressed gradient" in done.stderr  # the start-up report
     ranks = facts(tmp_path)
     check(ranks, uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
-    assert ranks[0]["bits"] == facts(by_lowbit_launch(kind)[0])[0]["bits"]
+    assert ranks[0]["bits"] == with_section(kind)[0]["bits"]
 
 
 @pytest.mark.slow
@@ -205,9 +218,7 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, t
     assert [line["step"] for line in records[0] if line["kind"] == "observation"] == [0, 4, 8]
 
 
-def trained_with_the_stock_launcher(kind: str, folder: Path, **fsdp: Any) -> list[dict[str, Any]]:
-    job = stock_config(folder, kind, lowbit_config=SECTION, **fsdp)
-    run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", folder], env=STOCK_ON_CPU, timeout=280)
+def checked_trainer(kind: str, folder: Path) -> list[dict[str, Any]]:
     ranks = facts(folder)
     for rank in ranks:
         assert rank["losses"][-1] < rank["losses"][0] - 0.3
@@ -220,7 +231,10 @@ def trained_with_the_stock_launcher(kind: str, folder: Path, **fsdp: Any) -> lis
 
 
 def test_an_unmodified_trainer_script(tmp_path: Path) -> None:
-    trained_with_the_stock_launcher("ddp", tmp_path)
+    run_ranks(
+        as_main, 2, TRAINER_SCRIPT, ["--out", tmp_path], ON_CPU_WITH_SECTION, tmp_path, timeout=280, process_group=None
+    )
+    checked_trainer("ddp", tmp_path)
 
 
 @pytest.mark.slow
@@ -230,7 +244,9 @@ def test_a_trainer_script_under_each_launcher(
 ) -> None:
     more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
-    ranks = trained_with_the_stock_launcher(kind, tmp_path, **fsdp)
+    job = stock_config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
+    run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", tmp_path], env=STOCK_ON_CPU, timeout=280)
+    ranks = checked_trainer(kind, tmp_path)
     for rank, plain in zip(ranks, uncompressed_trainer, strict=True):
         assert rank["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.005)
         assert rank["losses"] != plain["losses"]
@@ -376,8 +392,7 @@ print("callbacks", sum(isinstance(each, ResidualCallback) for each in trainer.ca
 def printed_with_the_section(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What two ranks print that run `script` with the section in their environment."""
     (folder / "train.py").write_text(script)
-    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
-    run_ranks(as_main, 2, "train.py", [], env, folder, process_group=None)
+    run_ranks(as_main, 2, "train.py", [], ON_CPU_WITH_SECTION, folder, timeout=280, process_group=None)
     return capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.telemetry.startup_report import build_report
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.processes.scripts import run_script
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.regression import KINDS, Kind, Regression, fit, loader, strategy, trainer
@@ -98,7 +98,7 @@ def by_class(folder: Path, kind: Kind) -> Facts:
     }
 
 
-@scenarios(by_class, kind=KINDS)
+@scenarios(by_class, kind=KINDS, slow=all_but(kind="ddp"))
 def test_by_class(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["compressor"]
@@ -117,7 +117,7 @@ def accumulation(folder: Path, kind: Kind) -> Facts:
     return {"calls": calls, "print": fingerprint(model), "steps": made.strategy.sync.step_index}
 
 
-@scenarios(accumulation, kind=KINDS)
+@scenarios(accumulation, kind=KINDS, slow=all_but(kind="ddp"))
 def test_accumulation_compresses_once_a_step(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["calls"][1] == facts[0]["calls"][4] > 3
@@ -274,7 +274,7 @@ def loops(folder: Path, kind: Kind) -> Facts:
     return seen | {"print": fingerprint(model)}
 
 
-@scenarios(loops, kind=KINDS)
+@scenarios(loops, kind=KINDS, slow=all_but(kind="fsdp"))
 def test_second_fit_and_other_loops(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["test"] == facts[0]["after"] < facts[0]["before"]
@@ -330,7 +330,7 @@ def tuned(folder: Path, kind: Kind) -> Facts:
     }
 
 
-@scenarios(tuned, kind=KINDS)
+@scenarios(tuned, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_learning_rate_finder_and_then_a_fit(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["suggested"]

@@ -16,7 +16,7 @@ from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import fingerprint, full
 from testing.training.regression import MIN_SHARD_NUMEL, ByStep, Regression, loader, mlp, trainer
 
@@ -83,7 +83,7 @@ def not_finite(folder: Path, rule: str) -> Facts:
     }
 
 
-@scenarios(not_finite, rule=tuple(RULES))
+@scenarios(not_finite, rule=tuple(RULES), slow=all_but(rule="streaming"))
 def test_a_rank_whose_weights_are_not_finite_is_left_out_of_its_turn(facts: list[Facts]) -> None:
     first, second = facts
     assert first["print"] == second["print"] == first["resumed"] == second["resumed"]
@@ -237,6 +237,7 @@ def check_regrouped(facts: list[Facts], step: int) -> None:
             assert 0 < rank["same weights"] == rank["same momenta"] < 6
 
 
+@pytest.mark.slow
 @scenarios(other_nodes, world_size=4, step=(7, 8), policy=("reset", "fold"))
 def test_local_steps_go_on_with_another_number_of_ranks_per_node(
     facts: list[Facts], request: pytest.FixtureRequest

@@ -16,7 +16,7 @@ from lowbit_strategy.fabric import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.regression import WIDTH, Regression, dataset, fit, mlp
 
@@ -64,7 +64,7 @@ def in_precision(folder: Path, precision: str) -> Facts:
     return runs | {"ddp": plain.losses}
 
 
-@scenarios(in_precision, precision=("bf16-mixed", "bf16-true", "32-true"))
+@scenarios(in_precision, precision=("bf16-mixed", "bf16-true", "32-true"), slow=all_but(precision="bf16-mixed"))
 def test_weights_travel_and_compute_in_the_trainers_type(facts: list[Facts], request: Any) -> None:
     precision = request.node.callspec.id
     for rank in facts:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowbit_strategy import PRESETS
-from testing.counting.operations import ALONE, CORRECTED, ENVIRONMENT, STOCK, of_a_module
+from testing.counting.operations import ALONE, CORRECTED, STOCK, of_a_module
 from testing.processes.ranks import run_ranks
 
 RECORDED: dict[str, Any] = json.loads(
@@ -43,12 +43,12 @@ def test_no_preset_takes_more_than_is_written_down(names: tuple[str, ...]) -> No
     """Nor fewer: ``python -m benchmarks.gpu_operations --json`` writes that file."""
     if torch.__version__ != RECORDED["torch"]:
         pytest.skip(f"what torch {RECORDED['torch']} does was written down")
-    found = run_ranks(of_a_module, 2, [ALONE, STOCK, *names], timeout=600, env=ENVIRONMENT)[0]
+    found = run_ranks(of_a_module, 2, [ALONE, STOCK, *names], timeout=600)[0]
     wanted = {name: RECORDED["operations"][name] for name in found}
     assert found == pytest.approx(wanted, rel=0.03)
 
 
 @pytest.mark.slow
 def test_correcting_the_second_moment_stays_below_three_times_as_well() -> None:
-    found = run_ranks(of_a_module, 2, [STOCK, *CORRECTED], timeout=1200, env=ENVIRONMENT)[0]
+    found = run_ranks(of_a_module, 2, [STOCK, *CORRECTED], timeout=1200)[0]
     assert {name for name in CORRECTED if found[name] > MOST * found[STOCK]} == set()

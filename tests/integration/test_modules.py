@@ -243,6 +243,7 @@ def compiled(folder: Path, kind: Kind, what: str) -> Facts:
     return facts
 
 
+@pytest.mark.slow
 @scenarios(compiled, kind=KINDS, what=("submodule", "inner"))
 def test_compiled_parts_give_the_same_bits_under_the_same_names(facts: list[Facts]) -> None:
     for rank in facts:

@@ -26,7 +26,7 @@ from lowbit_strategy import (
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from testing.log import listen
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.record import read_record
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.regression import ByStep, Regression, dataset, loader, trainer
@@ -102,7 +102,7 @@ def training(folder: Path, rule: str) -> Facts:
     }
 
 
-@scenarios(training, rule=tuple(RULES))
+@scenarios(training, rule=tuple(RULES), slow=all_but(rule=("diloco", "eager", "both ends")))
 def test_ranks_train_by_themselves_and_end_with_the_same_weights(facts: list[Facts]) -> None:
     first, second = facts
     assert first["print"] == second["print"]
@@ -127,7 +127,7 @@ def resume(folder: Path, rule: str) -> Facts:
     return {"same": same}
 
 
-@scenarios(resume, rule=tuple(RULES))
+@scenarios(resume, rule=tuple(RULES), slow=all_but(rule=("streaming", "averaged")))
 def test_resume_in_the_middle_of_a_round_is_as_if_never_stopped(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["same"] == [{"bits": True, "losses": True}] * 3

@@ -299,7 +299,7 @@ def _programs(rank: int, world_size: int, folder: Path, kind: str, seeds: list[i
     return wrong
 
 
-QUICK = [("ddp", 6), ("fsdp", 4), ("local", 4)]
+QUICK = [("ddp", 2), ("fsdp", 1), ("local", 2)]
 SLOW = [(kind, at) for kind in ("ddp", "fsdp", "local") for at in range(10)]
 
 

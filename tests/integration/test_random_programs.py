@@ -205,10 +205,10 @@ LAYOUTS = {"fsdp": (2, None), "two levels": (4, None), "hsdp": (4, 2)}
 
 
 QUICK = [
-    ("fsdp", "code", range(4)),
-    ("fsdp", "exact", range(2)),
-    ("two levels", "code", range(2)),
-    ("hsdp", "code", range(2)),
+    ("fsdp", "code", range(2)),
+    ("fsdp", "exact", range(1)),
+    ("two levels", "code", range(1, 2)),
+    ("hsdp", "code", range(1, 2)),
 ]
 SLOW = [(layout, kind, range(at, at + 50)) for layout in LAYOUTS for kind in KEEPS for at in (0, 50)]
 

@@ -219,7 +219,7 @@ def _programs(rank: int, world_size: int, folder: Path, local: bool, seeds: rang
 
 
 # 288: loaded while a part was frozen, each rank with weights of its own, and trained later.
-QUICK = [(False, range(3)), (True, range(3)), (True, range(288, 289))]
+QUICK = [(False, range(2)), (True, range(2)), (True, range(288, 289))]
 SLOW = [(local, range(at, at + 75)) for local in (False, True) for at in range(0, 300, 75)]
 
 

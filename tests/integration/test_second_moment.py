@@ -22,7 +22,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.squares import EVERY
 from testing.log import listen
 from testing.processes.node_size import nodes_of
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import checksum, fingerprint, full
 from testing.training.regression import Kind, Regression, loader, strategy, trainer
 
@@ -112,7 +112,7 @@ def moments(folder: Path, layout: str) -> Facts:
     }
 
 
-@scenarios(moments, layout=tuple(LAYOUTS), slow=lambda layout, **_: layout not in ("ddp", "fsdp"))
+@scenarios(moments, layout=tuple(LAYOUTS), slow=all_but(layout="ddp"))
 def test_it_is_near_that_of_exact_gradients(facts: list[Facts]) -> None:
     for each in facts:
         assert_better(each)
@@ -266,7 +266,7 @@ def by_default(folder: Path, kind: Kind) -> Facts:
     return found | {"four bits": four[-1] == fitted(kind, LoCo(), 12, second_moment=False)[2][-1]}
 
 
-@scenarios(by_default, kind=("ddp", "fsdp", "hsdp"), slow=is_slow)
+@scenarios(by_default, kind=("ddp", "fsdp", "hsdp"), slow=all_but(kind="ddp"))
 def test_two_bits_have_it_by_default(facts: list[Facts]) -> None:
     for each in facts:
         assert each["default"][:3] == each["asked"][:3]
@@ -323,7 +323,7 @@ def of_another_kind(folder: Path, kind: Kind) -> Facts:
     return found
 
 
-@scenarios(of_another_kind, kind=("ddp", "fsdp"), slow=is_slow)
+@scenarios(of_another_kind, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
 def test_it_ends_with_the_first_step_of_an_optimizer_of_another_kind(facts: list[Facts]) -> None:
     for rank, each in enumerate(facts):
         for default, off in each.values():

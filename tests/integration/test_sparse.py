@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,6 +37,7 @@ from lowbit_strategy.methods.zoo.sidco import SIDCo
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
+from testing.processes.scenarios import Facts, scenarios
 
 _CPU = torch.device("cpu")
 _ALL = {"exempt": (), "high_precision": ()}
@@ -63,17 +65,9 @@ TRAINED_STEPS = 30
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-class Trained(NamedTuple):
-    first: float  # the mean loss of five steps
-    last: float
-    weights: int
-    nbytes: int
-    numel: int
-
-
-def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
+def training(folder: Path, name: str, layout: str) -> Facts:
     """Steps of a small network on a linear target."""
-    torch.manual_seed(0)
+    compressor, comm = TRAINED[name], GroupComm(dist.new_group())
     model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 10))
     specs = describe_parameters(model)
     sync = GradientSync(compressor, specs, Ranks.flat(comm), _CPU, scatter=layout == "fsdp")
@@ -102,31 +96,20 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
     bits = torch.cat([w.detach().reshape(-1) for w in weights]).numpy().tobytes()
     if layout == "ddp":
         hook.close()
-    return Trained(
-        sum(losses[:5]) / 5, sum(losses[-5:]) / 5, zlib.crc32(bits), comm.sent_nbytes, sum(s.numel for s in specs)
-    )
+    return {
+        "first": sum(losses[:5]),
+        "last": sum(losses[-5:]),
+        "weights": zlib.crc32(bits),
+        "sent": comm.sent_nbytes,
+        "numel": sum(spec.numel for spec in specs),
+    }
 
 
-def _train_all(rank: int, world_size: int) -> dict[tuple[str, str], Trained]:
-    results = {}
-    for name, compressor in TRAINED.items():
-        for layout in LAYOUTS:
-            results[name, layout] = _train(compressor, layout, GroupComm(dist.new_group()))
-    return results
-
-
-@functools.cache
-def trained() -> list[dict[tuple[str, str], Trained]]:
-    return run_ranks(_train_all, 2, timeout=200)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", TRAINED)
-def test_training_falls_and_ranks_agree(name: str, layout: str) -> None:
-    ranks = [results[name, layout] for results in trained()]
-    assert sum(r.last for r in ranks) < 0.6 * sum(r.first for r in ranks)
-    assert len({r.weights for r in ranks}) == 1
-    assert all(r.nbytes < 0.5 * TRAINED_STEPS * 4 * r.numel for r in ranks)
+@scenarios(training, name=tuple(TRAINED), layout=LAYOUTS)
+def test_training_falls_and_ranks_agree(facts: list[Facts]) -> None:
+    assert sum(rank["last"] for rank in facts) < 0.6 * sum(rank["first"] for rank in facts)
+    assert len({rank["weights"] for rank in facts}) == 1
+    assert all(rank["sent"] < 0.5 * TRAINED_STEPS * 4 * rank["numel"] for rank in facts)
 
 
 # -- definitions ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.checkpoint import residual_files
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, loader, strategy, trainer
 
@@ -71,7 +71,7 @@ def top_k(folder: Path, kind: Kind) -> Facts:
     return {"files": _files(folder)}
 
 
-@scenarios(top_k, kind=KINDS)
+@scenarios(top_k, kind=KINDS, slow=all_but(kind="ddp"))
 def test_residuals_are_removed_with_their_checkpoint(facts: list[Facts]) -> None:
     assert facts[0]["files"] == [
         name
@@ -94,7 +94,7 @@ def overwritten(folder: Path, kind: Kind) -> Facts:
     return {"files": _files(folder)}
 
 
-@scenarios(overwritten, kind=KINDS)
+@scenarios(overwritten, kind=KINDS, slow=all_but(kind="ddp"))
 def test_an_overwritten_checkpoint_keeps_only_its_own_residuals(facts: list[Facts]) -> None:
     assert facts[0]["files"] == ["one.ckpt", *(f"one.ckpt.lowbit/step-5-rank-{rank}-of-2.pt" for rank in (0, 1))]
 
@@ -110,7 +110,7 @@ def last(folder: Path, kind: Kind, how: Any) -> Facts:
     return {"is_link": is_link, "resumed": model.losses, "whole": whole.losses, "files": _files(folder)}
 
 
-@scenarios(last, kind=KINDS, how=(True, "link"))
+@scenarios(last, kind=KINDS, how=(True, "link"), slow=all_but(kind="fsdp", how="link"))
 def test_resume_from_the_last_checkpoint_which_may_be_a_link(facts: list[Facts]) -> None:
     for rank in facts:
         assert len(rank["resumed"]) == 2
@@ -156,7 +156,7 @@ def uncompressed(folder: Path, kind: Kind) -> Facts:
     return {"steps": made.strategy.sync.step_index, "compressed": len(model.losses), "plain": len(plain.losses)}
 
 
-@scenarios(uncompressed, kind=KINDS)
+@scenarios(uncompressed, kind=KINDS, slow=all_but(kind="ddp"))
 def test_from_an_uncompressed_checkpoint_and_back(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"steps": 3, "compressed": 3, "plain": 2}
@@ -179,7 +179,7 @@ def another_configuration(folder: Path, kind: Kind) -> Facts:
     return {"error": ((look.residual / (1 - 0.8) - unsent).norm() / unsent.norm()).item()}
 
 
-@scenarios(another_configuration, kind=KINDS)
+@scenarios(another_configuration, kind=KINDS, slow=all_but(kind="ddp"))
 def test_residuals_are_converted_for_another_configuration(facts: list[Facts]) -> None:
     for rank in facts:
         assert 0 < rank["error"] < 0.02  # rounded to 8 bits
@@ -206,7 +206,7 @@ def frozen_since(folder: Path, kind: Kind) -> Facts:
     return {"kept": bool(carryover.any()) and torch.equal(carryover, kept), "steps": made.strategy.sync.step_index}
 
 
-@scenarios(frozen_since, kind=KINDS)
+@scenarios(frozen_since, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_residual_outlives_the_freezing_of_its_parameter(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"kept": True, "steps": 8}
@@ -277,7 +277,7 @@ def damaged(folder: Path, kind: Kind, what: str) -> Facts:
     }
 
 
-@scenarios(damaged, kind=KINDS, what=tuple(_DAMAGE))
+@scenarios(damaged, kind=KINDS, what=tuple(_DAMAGE), slow=all_but(kind="ddp"))
 def test_a_damaged_residual_file_is_an_error_on_all_ranks_or_a_fresh_start_on_all(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == 6
@@ -321,7 +321,7 @@ def stamps(folder: Path, kind: Kind) -> Facts:
     return {"errors": same_path, "steps": steps, "lines": lines}
 
 
-@scenarios(stamps, kind=KINDS)
+@scenarios(stamps, kind=KINDS, slow=all_but(kind="ddp"))
 def test_ranks_agree_on_what_a_checkpoint_says_of_its_residuals(facts: list[Facts]) -> None:
     assert facts[0]["errors"] == facts[1]["errors"]
     errors = facts[0]["errors"]
@@ -355,7 +355,7 @@ def full_disk(folder: Path, kind: Kind) -> Facts:
     return {"error": error, "kept": _files(folder) == before, "step": torch.load(path)["global_step"]}
 
 
-@scenarios(full_disk, kind=KINDS)
+@scenarios(full_disk, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_full_disk_on_one_rank(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["error"].startswith("ResidualFileError: rank 1: the residuals of rank 1 cannot be written to ")
@@ -383,7 +383,7 @@ def second_run(folder: Path, kind: Kind) -> Facts:
     return {"between": between, "same": model.losses == reference.losses[3:], "files": _files(folder)}
 
 
-@scenarios(second_run, kind=KINDS)
+@scenarios(second_run, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_run_does_not_replace_the_residuals_of_another_before_its_checkpoint(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["between"] == 5

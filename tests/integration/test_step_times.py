@@ -14,7 +14,7 @@ from lowbit_strategy import Dense
 from lowbit_strategy.telemetry import step_times
 from testing.log import listen
 from testing.processes.node_size import nodes_of
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import fingerprint, random_numbers
 from testing.training.regression import BATCH, Kind, Regression, loader, strategy, trainer
 
@@ -56,7 +56,7 @@ def with_and_without(kind: Kind, options: dict[str, Any]) -> Facts:
     return found
 
 
-@scenarios(reports, setup=SETUPS)
+@scenarios(reports, setup=SETUPS, slow=all_but(setup=("ddp", "fsdp")))
 def test_it_is_reported_once_and_changes_nothing(facts: list[Facts]) -> None:
     check(facts, 1)
     found = LINE.search(facts[0]["with"]["lines"][0])
@@ -89,6 +89,7 @@ def two_levels(folder: Path) -> Facts:
         return with_and_without("ddp", {"two_level": True})
 
 
+@pytest.mark.slow
 @scenarios(two_levels, world_size=4)
 def test_with_two_levels(facts: list[Facts]) -> None:
     check(facts, 1)

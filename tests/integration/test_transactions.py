@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD, TopK
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
 from testing.log import listen
-from testing.processes.scenarios import Facts, none, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, none, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
 from testing.training.optimizers import Lookahead
@@ -85,7 +85,7 @@ def thrown_away(folder: Path, kind: str, compressor: str, to_none: bool) -> Fact
     }
 
 
-@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False), slow=none)
+@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False))
 def test_a_reduction_whose_gradients_are_cleared_leaves_nothing_behind(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["weights"]
@@ -123,7 +123,7 @@ def two_networks(folder: Path, kind: str) -> Facts:
     return {"error": ((total / 60 - exact).norm() / exact.norm()).item()}
 
 
-@scenarios(two_networks, kind=("ddp", "fsdp"))
+@scenarios(two_networks, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
 def test_a_critic_does_not_get_what_its_generators_passes_left(facts: list[Facts]) -> None:
     assert facts[0]["error"] < 0.05
 
@@ -191,7 +191,7 @@ def uneven(folder: Path, kind: Any, num_steps: int) -> Facts:
     return {"print": [p.sum().item() for p in local_values(model.parameters())], "steps": made.strategy.sync.step_index}
 
 
-@scenarios(uneven, kind=("ddp", "hsdp"), num_steps=(18, 20), slow=none)
+@scenarios(uneven, kind=("ddp", "hsdp"), num_steps=(18, 20))
 def test_optimizers_of_different_frequency_end_local_steps_alike(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
     assert facts[0]["steps"] == 18, "24 steps of optimizers in 18 batches"
@@ -214,13 +214,16 @@ def test_local_steps_of_two_optimizers_resume(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
 
 
+STEPS_IN_TURNS = 192
+
+
 def in_turns(folder: Path) -> Facts:
     """Two networks train in turns: a bucket comes in every second step."""
     torch.manual_seed(0)
     parts = nn.ModuleList([mlp(), mlp()])
     loop = Loop(Chosen(parts), PRESETS["loco1"], SyncOptions(second_moment=True), find_unused_parameters=True)
     optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
-    for step in range(320):
+    for step in range(STEPS_IN_TURNS):
         loop.net.at = step % 2
         optimizers[step % 2].zero_grad()
         loop.session.begin_step()
@@ -244,7 +247,7 @@ class Chosen(nn.Module):
 
 @scenarios(in_turns)
 def test_networks_in_turns_go_on_exchanging_squares(facts: list[Facts]) -> None:
-    assert facts[0]["last"] >= 320 - 2 * 32
+    assert facts[0]["last"] >= STEPS_IN_TURNS - 2 * 32
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
@@ -316,9 +319,7 @@ def loop_of(folder: Path, kind: str, how: str, outer: Any, num_forwards: int) ->
     return {"same": all(map(torch.equal, one, other)), "sent": sent == expected, "steps": steps}
 
 
-@scenarios(
-    loop_of, kind=("ddp", "fsdp"), how=("one call", "never ended"), outer=(None,), num_forwards=(1, 2), slow=none
-)
+@scenarios(loop_of, kind=("ddp", "fsdp"), how=("one call", "never ended"), outer=(None,), num_forwards=(1, 2))
 def test_a_loop_trains_alike_however_it_tells_its_steps(facts: list[Facts]) -> None:
     assert facts[0]["same"]
     assert facts[0]["sent"]

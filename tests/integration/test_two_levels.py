@@ -19,7 +19,7 @@ from lowbit_strategy.control import GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.log import listen
 from testing.processes.node_size import nodes_of
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.record import read_record
 from testing.training.accelerated import make, prepared, train
 from testing.training.comparing import fingerprint, full_parameters
@@ -141,7 +141,7 @@ def fit_from(path: Path, kind: Kind, model: ByStep, **options: Any) -> Any:
     return made
 
 
-@scenarios(resume, world_size=4, kind=BOTH)
+@scenarios(resume, world_size=4, kind=BOTH, slow=all_but(kind="ddp"))
 def test_resume_with_a_monitor_and_a_controller(facts: list[Resumed]) -> None:
     for rank in facts:
         assert rank.again.losses == rank.whole.losses[4:]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit_strategy import Dense, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
-from testing.processes.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.ddp_loop import CPU
 
 WIDTH, STEPS = 48, 6
@@ -200,7 +200,7 @@ def run_otherwise(folder: Path, family: str, how: str) -> Facts:
     run_otherwise,
     family=tuple(FAMILIES),
     how=("reentrant", "recomputed", "compiled", "compiled and recomputed"),
-    slow=lambda how, **_: "compiled" in how,
+    slow=all_but(how="recomputed"),
 )
 def test_blocks_that_are_recomputed_or_compiled(facts: list[Facts]) -> None:
     check([rank["compared"] for rank in facts])

@@ -309,7 +309,7 @@ SCRIPTS = {
         two_passes_of_one_step,
     )
 }
-QUICK = tuple(SCRIPTS)[:4]
+QUICK = tuple(SCRIPTS)[:2]
 
 
 def compared(folder: Path, script: str) -> Facts:
@@ -344,6 +344,6 @@ def test_as_without_this_package(facts: list[Facts], request: Any) -> None:
 
 
 @pytest.mark.slow
-@scenarios(compared, script=tuple(SCRIPTS)[4:])
+@scenarios(compared, script=tuple(SCRIPTS)[2:])
 def test_more_scripts_as_without_this_package(facts: list[Facts], request: Any) -> None:
     assert too_far(request.node.callspec.id, facts) == [{}, {}]

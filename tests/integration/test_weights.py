@@ -18,7 +18,7 @@ from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.methods.weights import WeightCoding
 from testing.log import listen
-from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.ddp_loop import CPU, Loop
 from testing.training.regression import ByStep, Regression, fit, loader, mlp, strategy, trainer
@@ -211,7 +211,7 @@ def trained_by_hand(folder: Path, weights: str) -> Facts:
     return {"losses": model.losses, "weights": weights}
 
 
-@scenarios(trained_by_hand, weights=("exact", "code8", "delta4"))
+@scenarios(trained_by_hand, weights=("exact", "code8", "delta4"), slow=all_but(weights="code8"))
 def test_updates_through_data_reach_the_model(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"][-1] < 0.7 * rank["losses"][0]
@@ -313,7 +313,7 @@ def validated(folder: Path, weights: str) -> Facts:
     }
 
 
-@scenarios(validated, weights=("exact", "code8", "delta4"))
+@scenarios(validated, weights=("exact", "code8", "delta4"), slow=all_but(weights="delta4"))
 def test_the_trainer_tests_exact_weights(facts: list[Facts]) -> None:
     for rank in facts:
         assert abs(rank["tested"] / rank["expected"] - 1) < 1e-5

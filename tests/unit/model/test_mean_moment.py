@@ -33,7 +33,9 @@ def second_moment(num_ranks: int, mean: float, noise: float, beta1: float, *, st
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("made", [Adam, AdamW, NAdam, RAdam])
+@pytest.mark.parametrize(
+    "made", [Adam, *(pytest.param(each, marks=pytest.mark.slow) for each in (AdamW, NAdam, RAdam))]
+)
 @pytest.mark.parametrize("beta1", [0.9, 0.95])
 @pytest.mark.parametrize("num_ranks", [2, 4, 16])
 def test_it_is_that_of_mean_gradients(num_ranks: int, beta1: float, made: type) -> None:

@@ -130,7 +130,7 @@ class Calls:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_messages_in_series_are_the_collectives_of_a_step(name: str, layout: Any, world_size: int) -> None:
     """Every method, all parameters in one bucket: as many collectives as planned, one after the other."""
     world = ThreadedWorld(world_size)

@@ -110,6 +110,7 @@ def test_switched_off() -> None:
     assert show(first, {"LOWBIT_AUTOLOAD": "0"}) == ["BoundFunctionWrapper"]
 
 
+@pytest.mark.slow
 def test_isolated() -> None:
     assert show("import torch; show(len(loaded()))", flags=("-I",)) == [len(LIGHT)]
 
