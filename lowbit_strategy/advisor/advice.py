@@ -100,10 +100,7 @@ def kept(workload: Workload) -> list[fitting.MemoryOption]:
     """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
     compressor = PRESETS["loco"]
     setup = fitting.Setup(
-        specs=workload.specs,
-        topology=topology_for(workload, "fsdp"),
-        layout="fsdp",
-        modules=workload.modules,
+        specs=workload.specs, topology=topology_for(workload, "fsdp"), layout="fsdp", modules=workload.modules
     )
     coding = default_weights(compressor)
     return list(fitting.memory_options(compressor, coding, setup, may_recode=True))

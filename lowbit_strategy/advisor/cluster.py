@@ -197,13 +197,7 @@ class Cluster:
         return replace(self, inter_node=replace(link, work=now.work, window_nbytes=now.window_nbytes), rings=None)
 
     def scaled(
-        self,
-        *,
-        link: float = 1.0,
-        latency: float = 1.0,
-        window: float = 1.0,
-        inside: float = 1.0,
-        coding: float = 1.0,
+        self, *, link: float = 1.0, latency: float = 1.0, window: float = 1.0, inside: float = 1.0, coding: float = 1.0
     ) -> Cluster:
         """The cluster with each figure multiplied: of links between nodes and inside them, of coding."""
         rings, near = self.rings, min(latency, _MOST_INSIDE)

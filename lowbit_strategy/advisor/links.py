@@ -298,12 +298,7 @@ def _measure(
     comm.sent_nbytes = counted
     work = Work(turns.cpu_oversubscription * waking / in_series, turns.cpu_oversubscription * nbyte_s)
     return Link(
-        latency / in_series,
-        rate_of(measured),
-        tuple(measured),
-        work,
-        latency_spread=unsure,
-        rate_spread=rate_unsure,
+        latency / in_series, rate_of(measured), tuple(measured), work, latency_spread=unsure, rate_spread=rate_unsure
     )
 
 

@@ -107,11 +107,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
 
 
 def restore(
-    sync: GradientSync,
-    saved: Saved,
-    *,
-    load_rank: Callable[[int], Saved],
-    on_world_size_change: OnWorldSizeChange,
+    sync: GradientSync, saved: Saved, *, load_rank: Callable[[int], Saved], on_world_size_change: OnWorldSizeChange
 ) -> None:
     """Restore saved state.
 

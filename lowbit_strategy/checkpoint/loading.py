@@ -62,10 +62,7 @@ def _difference(saved: Shapes | None, module: nn.Module) -> str:
     held = {canonical_name(name): shape for name, shape in saved.items()}
     here = {canonical_name(name): tuple(value.shape) for name, value in module.state_dict().items()}
     parts = []
-    for what, names in (
-        ("it lacks", here.keys() - held.keys()),
-        ("the model lacks", held.keys() - here.keys()),
-    ):
+    for what, names in (("it lacks", here.keys() - held.keys()), ("the model lacks", held.keys() - here.keys())):
         if names:
             parts.append(f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}")
     for name in [name for name, shape in here.items() if name in held and held[name] != shape][:3]:

@@ -158,14 +158,6 @@ def group_of(name: str, by: GroupBy = "kind") -> str:
     return name.rpartition(".")[0] or name if by == "module" else name
 
 
-def check_group_by(by: GroupBy) -> None:
-    """Raises:
-    ValueError: Neither a known way nor a function.
-    """
-    if not callable(by) and by not in ("kind", "module", "parameter"):
-        raise ValueError(f"group_by must be 'kind', 'module', 'parameter' or a function of a name, got {by!r}")
-
-
 def grouped(names: Iterable[str], by: GroupBy) -> dict[str, list[str]]:
     """Names by group, in the order in which groups first occur."""
     groups: dict[str, list[str]] = {}

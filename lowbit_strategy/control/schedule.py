@@ -146,9 +146,7 @@ class Schedule(Controller):
         phase = self.phases[at]
         reasons = dict.fromkeys(names, f"phase {at + 1} of {len(self.phases)}, from {phase.unit} {phase.start:g}")
         return Decision(
-            state={"names": names, "phase": at},
-            levels=levels,
-            switches=self.switches(before, levels, reasons),
+            state={"names": names, "phase": at}, levels=levels, switches=self.switches(before, levels, reasons)
         )
 
     def _check_phases(self, progress: Progress) -> None:

@@ -32,12 +32,7 @@ from lowbit_strategy.options.conversion import nearest
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAUNCHERS = (
-    "prepare_simple_launcher_cmd_env",
-    "prepare_multi_gpu_env",
-    "prepare_deepspeed_cmd_env",
-    "prepare_tpu",
-)
+_LAUNCHERS = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env", "prepare_tpu")
 _AXES = ("tp_size", "cp_size", "sp_size")
 _OTHER_WAYS = tuple(  # of training compressed
     f"lowbit_strategy.{name}"

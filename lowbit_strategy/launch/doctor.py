@@ -51,9 +51,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def doctor(
-    strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False,
-) -> None:
+def doctor(strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False) -> None:
     """Report what this machine will use, and what would not work."""
     findings = list(examine())
     console = Console()

@@ -134,12 +134,7 @@ def memory_option(
         squares=setup.squares,
     )
     return MemoryOption(
-        compressor=compressor,
-        weights=weights,
-        memory=plan.memory,
-        squares=setup.squares,
-        differs=differs,
-        costs=costs,
+        compressor=compressor, weights=weights, memory=plan.memory, squares=setup.squares, differs=differs, costs=costs
     )
 
 

@@ -21,12 +21,7 @@ from lowbit_strategy.plan.rounds import buckets_of
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 # Numerator, and the square of the denominator; Adamax divides by the last one itself.
-_RATIOS = (
-    ("exp_avg", "exp_avg_sq"),
-    ("exp_avg", "max_exp_avg_sq"),
-    ("grad_avg", "square_avg"),
-    ("exp_avg", "exp_inf"),
-)
+_RATIOS = (("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("grad_avg", "square_avg"), ("exp_avg", "exp_inf"))
 
 # By parameter name: the options of its group, overridden by the optimizer's state of it.
 States = Mapping[str, Mapping[str, Any]]

@@ -23,11 +23,7 @@ _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has 
 NUM_SUMS = 2  # of `MeanSample.sums`
 _SAMPLE = 2048  # elements per parameter, at most
 # One parameter for each method that a configuration may give: compressed, high precision, exempt.
-_SPECS = (
-    TensorSpec("matrix", (128, 512)),
-    TensorSpec("table", (128, 512), "embedding"),
-    TensorSpec("vector", (96,)),
-)
+_SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
 _DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be shows in the first step
 
 

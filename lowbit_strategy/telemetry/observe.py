@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.control.base import GroupBy, State, check_group_by, grouped
+from lowbit_strategy.control.base import GroupBy, State, grouped
 from lowbit_strategy.control.guard import Bounds, Reading
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -155,7 +155,6 @@ class Observer:
         group_by: GroupBy = "kind",
         on_observation: Callable[[Observation], None] | None = None,
     ) -> None:
-        check_group_by(group_by)
         self.sync = sync
         self.wants = wants
         self.group_by = group_by

@@ -44,16 +44,9 @@ def is_of_group(name: str) -> bool:
 def observation_metrics(observation: Observation) -> dict[str, float]:
     """An observation: totals first, then each group that is compressed."""
     values: dict[str, float] = {what: getattr(observation.total, what) for what in _PER_GROUP}
-    values |= {
-        "wire_nbytes": observation.sent_nbytes,
-        "codec_ms": observation.codec_ms,
-        "comm_ms": observation.comm_ms,
-    }
+    values |= {"wire_nbytes": observation.sent_nbytes, "codec_ms": observation.codec_ms, "comm_ms": observation.comm_ms}
     if observation.inside_nbytes:
-        values |= {
-            "between_nodes_nbytes": observation.between_nbytes,
-            "inside_node_nbytes": observation.inside_nbytes,
-        }
+        values |= {"between_nodes_nbytes": observation.between_nbytes, "inside_node_nbytes": observation.inside_nbytes}
     if observation.drift is not None:
         values["drift"] = observation.drift
     metrics = {metric_name(what): value for what, value in values.items()}

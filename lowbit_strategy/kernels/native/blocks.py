@@ -127,11 +127,7 @@ def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
 
 
 def call_struct(
-    x: Tensor,
-    wire_WB: Tensor,
-    segments: Segments,
-    fmt: BlockFormat | DenseFormat,
-    feedback: Feedback | None = None,
+    x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, feedback: Feedback | None = None
 ) -> tuple[CallStruct, Extent]:
     """The part that encode and decode share. A call without a block format is about floats as they are.
 

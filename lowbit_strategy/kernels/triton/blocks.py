@@ -211,13 +211,7 @@ def encode_(
 
 
 def decode_sum_(
-    wire_WB: Tensor,
-    out: Tensor,
-    segments: Segments,
-    fmt: BlockFormat,
-    *,
-    alpha: float,
-    launch: Launch | None = None,
+    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float, launch: Launch | None = None
 ) -> None:
     wire_WB = aligned(wire_WB)
     sources, stride = wire_WB.shape[0], wire_WB.stride(0)

@@ -8,13 +8,7 @@ import triton.language as tl
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
 from lowbit_strategy.kernels.reference.rng import GOLDEN as _GOLDEN
-from lowbit_strategy.kernels.triton.device_functions import (
-    HAS_PTX,
-    bits_of,
-    elements_in_rows,
-    largest_bits,
-    tree_sum,
-)
+from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, bits_of, elements_in_rows, largest_bits, tree_sum
 
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(0x00800000)

@@ -111,11 +111,6 @@ def test_detach() -> None:
     assert observer.last is None
 
 
-def test_unknown_grouping() -> None:
-    with pytest.raises(ValueError, match="group_by must be"):
-        Observer(engine(COMPRESSOR), wants=lambda step: True, group_by="layer")
-
-
 def test_a_gradient_that_is_not_a_number_shows() -> None:
     sync = engine(COMPRESSOR)
     observer = Observer(sync, wants=lambda step: True, group_by="parameter")
