@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 
 from lowbit_strategy.autoload import VARIABLE, serve
-from lowbit_strategy.config.section import export, plugin_from_section, read_section, section_from_environment
 from lowbit_strategy.launch.dry_run import DryRun, Linked, Planned
+from lowbit_strategy.launch.section import export, plugin_from_section, read_section, section_from_environment
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -106,7 +106,7 @@ def hand_on(args: argparse.Namespace) -> None:
     if not source:
         return
     from lowbit_strategy.accelerate.options import check_served
-    from lowbit_strategy.config.section import export, plugin_from_section, read_section
+    from lowbit_strategy.launch.section import export, plugin_from_section, read_section
 
     section = read_section(source)
     plugin_from_section(section)
@@ -159,7 +159,7 @@ def _accelerator_made(wrapped: Callable[..., None], instance: Any, args: Any, kw
 
 @functools.cache
 def _plugin(source: str) -> Any:
-    from lowbit_strategy.config.section import plugin_from_section, read_section
+    from lowbit_strategy.launch.section import plugin_from_section, read_section
 
     return plugin_from_section(read_section(source))
 

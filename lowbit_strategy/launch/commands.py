@@ -48,8 +48,8 @@ def config(
     ] = None,
 ) -> None:
     """Ask what to compress and how, and write a configuration file for accelerate launch."""
-    from lowbit_strategy.config import wizard
-    from lowbit_strategy.config.section import read_section
+    from lowbit_strategy.launch import wizard
+    from lowbit_strategy.launch.section import read_section
 
     with errors_of("config"):
         given = (

@@ -27,9 +27,9 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 
 from lowbit_strategy.autoload import SECTION, VARIABLE, problem
-from lowbit_strategy.config.section import read_config, section_of
 from lowbit_strategy.launch.accelerate_hooks import hand_on
 from lowbit_strategy.launch.dry_run import Linked, Planned
+from lowbit_strategy.launch.section import read_config, section_of
 
 # Parsed, but what they are for is refused.
 _NOT_SHOWN = ("DeepSpeed Arguments", "Megatron-LM Arguments", "ParallelismConfig Arguments", "TPU", "AWS Arguments")

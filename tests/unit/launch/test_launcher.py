@@ -15,8 +15,8 @@ import yaml
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config import config_args
 
-from lowbit_strategy.config.section import read_section
 from lowbit_strategy.launch import launcher
+from lowbit_strategy.launch.section import read_section
 
 Launch = Callable[[list[str]], None]
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": 0}

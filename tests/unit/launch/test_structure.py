@@ -9,7 +9,6 @@ import yaml
 
 from lowbit_strategy import PRESETS, LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
-from lowbit_strategy.config.section import plugin_from_section, read_section
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -22,6 +21,7 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
+from lowbit_strategy.launch.section import plugin_from_section, read_section
 from lowbit_strategy.options.conversion import convert
 
 LOCO2 = PRESETS["loco2"]

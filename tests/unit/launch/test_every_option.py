@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor, WeightCoding
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.cli import app
-from lowbit_strategy.config.section import OTHER_KEYS, plugin_from_section, read_section
-from lowbit_strategy.config.wizard import with_section
+from lowbit_strategy.launch.section import OTHER_KEYS, plugin_from_section, read_section
+from lowbit_strategy.launch.wizard import with_section
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.weights import CHOICES
 

@@ -16,7 +16,7 @@ from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.default import write_basic_config
 
 from lowbit_strategy.accelerate.options import check_served
-from lowbit_strategy.config.section import OTHER_KEYS, SECTION, Section, plugin_from_section, read_config
+from lowbit_strategy.launch.section import OTHER_KEYS, SECTION, Section, plugin_from_section, read_config
 from lowbit_strategy.methods.registry import PRESETS, preset
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app, main
-from lowbit_strategy.config import wizard
+from lowbit_strategy.launch import wizard
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
 
