@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from lowbit_strategy.control.base import Controller, GroupBy, Progress
+from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
@@ -39,7 +39,7 @@ from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.observe import BoundsObserver, Observation, Observer
+from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import (
     FILE_NAME,
     RunRecord,
@@ -135,7 +135,7 @@ class ModelControl:
         self.folder: Path | None = None
         self.begun = False
         self._record: RunRecord | None = None
-        self._bounds: BoundsObserver | None = None
+        self._bounds: State = {}  # how often groups have left theirs
         self._fresh: Observation | None = None  # not reported yet
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
@@ -189,7 +189,9 @@ class ModelControl:
             group_by=options.group_by,
             on_observation=self._take,
         )
-        self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
+        if options.bounds is not None:
+            self._bounds = options.bounds.init()
+            self.sync.save_with("bounds", self)
         return self.observer
 
     # -- moments ------------------------------------------------------------------------------------------------------
@@ -303,8 +305,7 @@ class ModelControl:
     def _report_observation(self, observation: Observation) -> None:
         if self.log is not None:
             self.log(observation_metrics(observation), observation.step)
-        texts = self._bounds.check(observation) if self._bounds is not None else []
-        texts += self._not_finite(observation)
+        texts = self._out_of_bounds(observation) + self._not_finite(observation)
         if self._record is None:
             return
         progress = self._progress or Progress(step=observation.step)
@@ -317,6 +318,25 @@ class ModelControl:
         )
         for text in texts:
             self._record.write("warning", observation.step, text=text)
+
+    def _out_of_bounds(self, observation: Observation) -> list[str]:
+        """A sentence for each group that leaves its bounds or is within them again; a warning on rank 0."""
+        if self.options is None or (bounds := self.options.bounds) is None:
+            return []
+        found = bounds.update({group: each.reading for group, each in observation.groups.items()}, self._bounds)
+        self._bounds = found.state
+        texts = [f"{group}: {reason}, {bounds.patience} times in a row" for group, reason in found.raised.items()]
+        texts += [f"{group}: within its bounds again" for group in found.cleared]
+        for text in texts if self.sync.ranks.rank == 0 else ():
+            _log.warning("step %d: compression of %s", observation.step, text)
+        return texts
+
+    def state_dict(self) -> State:
+        """Of the bounds, saved with the residuals."""
+        return self._bounds
+
+    def load_state_dict(self, state: State) -> None:
+        self._bounds = state
 
     def _not_finite(self, observation: Observation) -> list[str]:
         """A sentence if gradients were infinite or not a number, for the record too; warned of on rank 0."""

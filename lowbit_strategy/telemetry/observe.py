@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.control.base import GroupBy, State, grouped
-from lowbit_strategy.control.guard import Bounds, Reading
+from lowbit_strategy.control.base import GroupBy, grouped
+from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
@@ -22,7 +21,6 @@ from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.telemetry.measure import NUM_ENERGIES, NUM_SUMS, MeanSample, energies, sum_over_ranks, table
 from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
 
-_log = logging.getLogger("lowbit_strategy")
 _WIDTH = NUM_ENERGIES + 1 + NUM_SUMS + 1  # energies, the residual's square, the end-to-end sums, bytes sent
 
 
@@ -58,6 +56,12 @@ class Figures:
     wire_nbytes: float
     method: str
     compressed: bool
+
+    @property
+    def reading(self) -> Reading:
+        """What bounds are about."""
+        ratio = self.residual_norm / self.compensated_norm if self.compensated_norm > 0 else 0.0
+        return Reading(self.relative_error, ratio, self.end_to_end_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,41 +299,3 @@ class Observer:
 def _ratio(square: float, of: float) -> float:
     """The ratio of two norms, given their squares; 0 of nothing, and NaN stays NaN."""
     return math.sqrt(square / of) if of > 0 else 0.0 * of
-
-
-class BoundsObserver:
-    """Finds the groups that have left their bounds, observation by observation; saved with the residuals.
-
-    Args:
-        sync: The engine that is observed.
-        bounds: What a group's error and residual may be.
-    """
-
-    def __init__(self, sync: GradientSync, bounds: Bounds) -> None:
-        self._rank = sync.ranks.rank
-        self._bounds = bounds
-        self._state: State = bounds.init()
-        sync.save_with("bounds", self)
-
-    def check(self, observation: Observation) -> list[str]:
-        """A sentence for each group that leaves its bounds or is within them again; logged as a warning on rank 0."""
-        readings = {group: _reading(figures) for group, figures in observation.groups.items()}
-        verdict = self._bounds.update(readings, self._state)
-        self._state = verdict.state
-        times = f"{self._bounds.patience} times in a row"
-        texts = [f"{group}: {reason}, {times}" for group, reason in verdict.raised.items()]
-        texts += [f"{group}: within its bounds again" for group in verdict.cleared]
-        for text in texts if self._rank == 0 else ():
-            _log.warning("step %d: compression of %s", observation.step, text)
-        return texts
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-
-def _reading(figures: Figures) -> Reading:
-    ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
-    return Reading(figures.relative_error, ratio, figures.end_to_end_error)
