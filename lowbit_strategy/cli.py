@@ -9,9 +9,8 @@ import typer
 
 from lowbit_strategy.advisor.advise import advise, estimate
 from lowbit_strategy.advisor.bench import bench
-from lowbit_strategy.launch.commands import PASS_ON, config, launch, lighthouse
+from lowbit_strategy.launch.commands import PASS_ON, config, launch, lighthouse, report
 from lowbit_strategy.launch.doctor import doctor
-from lowbit_strategy.report.command import report
 from lowbit_strategy.version import __version__
 
 app = typer.Typer(
