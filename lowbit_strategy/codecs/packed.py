@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar, cast
 
@@ -57,13 +59,21 @@ class Packed:
 
     def collect(self, x: Tensor) -> Tensor:
         """float32 [numel]: the pieces of `x`, zeros between."""
-        packed = torch.zeros(self.numel, dtype=torch.float32, device=x.device)
-        _copy(pieces_of(packed, self.segments, "x_offset"), pieces_of(x, self.source, "x_offset"))
+        return self.join(pieces_of(x, self.source, "x_offset"), x.device)
+
+    def join(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same of pieces that lie in different tensors."""
+        packed = torch.zeros(self.numel, dtype=dtype, device=device)
+        _copy(self.pieces(packed), parts)
         return packed
+
+    def pieces(self, packed: Tensor) -> list[Tensor]:
+        """A view of each piece, without its padding."""
+        return pieces_of(packed, self.segments, "x_offset")
 
     def spread_(self, packed: Tensor, x: Tensor) -> None:
         """Write the pieces back to their places in `x`."""
-        _copy(pieces_of(x, self.source, "x_offset"), pieces_of(packed, self.segments, "x_offset"))
+        _copy(pieces_of(x, self.source, "x_offset"), self.pieces(packed))
 
     def collect_state(self, arena: Tensor, unit: int = 1) -> Tensor:
         """A copy of the pieces' part of an arena, whole blocks; `unit` elements per entry."""
@@ -84,9 +94,13 @@ class Packed:
         parts = self._wire(wire, payload.shape[1])
         _copy(parts, payload.reshape(-1).split([part.numel() for part in parts]))
 
+    def counts(self, device: torch.device) -> Tensor:
+        """int32 [num_blocks]: elements that are not padding."""
+        return self._blocks(device).count_K
+
     def valid(self, device: torch.device) -> Tensor:
         """Boolean [num_blocks, block_size]: False on padding."""
-        return torch.arange(self.block_size, device=device) < self._blocks(device).count_K[:, None]
+        return torch.arange(self.block_size, device=device) < self.counts(device)[:, None]
 
     def idle(self, packed: Tensor) -> Tensor:
         """Boolean [numel]: True in pieces that are zero throughout."""
@@ -106,7 +120,7 @@ class Packed:
         key_K = stream_key(seed, blocks.salt_S, stream)[blocks.piece_K]
         inside_B = torch.arange(self.block_size, device=device)
         noise_KB = torch.empty(self.num_blocks, self.block_size, dtype=torch.float32, device=device)
-        num_blocks = max(1, _HASHED_AT_ONCE // self.block_size)
+        num_blocks = max(1, min(_HASHED_AT_ONCE, PART_NUMEL[device.type == "cuda"]) // self.block_size)
         for first in range(0, self.num_blocks, num_blocks):
             run = slice(first, first + num_blocks)
             index_KB = first_K[run, None] * self.block_size + inside_B
@@ -145,6 +159,14 @@ def kept_with(segments: Segments, key: tuple[Hashable, ...], make: Callable[[], 
 def pack_segments(segments: Segments, block_size: int) -> Packed:
     """The packing of a table."""
     return kept_with(segments, ("packed", block_size), lambda: Packed(segments, block_size))
+
+
+@lru_cache(maxsize=256)
+def pack_parameters(parameters: tuple[tuple[str, int], ...], block_size: int) -> Packed:
+    """The packing of whole parameters, by name and size, each in a tensor by itself: for `Packed.join`."""
+    return Packed(
+        Segments(Segment(0, numel, 0, 0, zlib.crc32(name.encode())) for name, numel in parameters), block_size
+    )
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:

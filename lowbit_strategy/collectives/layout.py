@@ -175,7 +175,8 @@ class ParamView(NamedTuple):
     def rows(self, values_N: Tensor) -> Tensor:
         """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
         padding = self.row_numel * self.world_size - self.spec.numel
-        return torch.nn.functional.pad(values_N, (0, padding)).view(self.world_size, self.row_numel)
+        padded_N = torch.nn.functional.pad(values_N, (0, padding)) if padding else values_N
+        return padded_N.view(self.world_size, self.row_numel)
 
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
         """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""

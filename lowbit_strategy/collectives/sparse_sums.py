@@ -149,20 +149,24 @@ class ValueSum:
         if self.exact and rows is None:
             self.sent = [part.values for part in chosen]
             return
-        self._tables(names, list(map(self._edges, self.indices, rows or itertools.repeat(None))))
+        self._tables(names, self._edges())
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
         self._encode_(self._values_E, self._wire, self._all)
         sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
         self.sent = list(sent_E.split(self.counts))
 
-    def _edges(self, indices: Tensor, row_numel: int | None) -> list[int]:
-        """Where each rank's share of a parameter's values begins, and the end."""
-        world_size, k = self.comm.world_size, indices.numel()
-        if row_numel is not None:
-            starts = torch.arange(world_size + 1, device=indices.device) * row_numel
-            return [*torch.searchsorted(indices, starts)[:-1].tolist(), k]
-        row = round_up(-(-k // world_size), self.codec.block_size)
-        return [min(r * row, k) for r in range(world_size + 1)]
+    def _edges(self) -> list[list[int]]:
+        """Where each rank's share of each parameter's values begins, and the end."""
+        world_size, counts = self.comm.world_size, self.counts
+        if self.rows is None:
+            rows = [round_up(-(-k // world_size), self.codec.block_size) for k in counts]
+            return [[min(r * row, k) for r in range(world_size + 1)] for row, k in zip(rows, counts, strict=True)]
+        rows_V = torch.tensor(self.rows, device=self.device)
+        counts_V = torch.tensor(counts, device=self.device)
+        view_E = torch.arange(len(counts), device=self.device).repeat_interleave(counts_V, output_size=sum(counts))
+        share_E = view_E * world_size + joined(self.indices) // rows_V.index_select(0, view_E)
+        shares_V = torch.bincount(share_E, minlength=len(counts) * world_size).view(-1, world_size).tolist()
+        return [list(itertools.accumulate(shares, initial=0)) for shares in shares_V]
 
     def _tables(self, names: Sequence[str], edges_V: Sequence[Sequence[int]]) -> None:
         """Segments of all messages and of the own share. Messages of an all-reduce all have the size of the first."""

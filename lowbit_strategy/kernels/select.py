@@ -66,7 +66,7 @@ def select_above(
         return indices, values
     if is_long:
         return _select_long(x, threshold)
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or x.numel() <= _CHUNK:
         return reference.select_above(x, threshold)
     found = [reference.select_above(piece, threshold) for piece in x.split(_CHUNK)]
     positions = [part + at * _CHUNK for at, (part, _) in enumerate(found)]

@@ -167,16 +167,18 @@ class DGCReducer(SparseReducer):
         norm = math.sqrt(sum(squares))
         return limit / norm if norm > limit else 1.0
 
-    def _add_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
-        velocity = tensors["residual"]
-        if not self.momentum:
-            velocity.add_(gradient, alpha=factor)
-        elif self.nesterov:
-            velocity.add_(tensors["momentum"].add_(gradient, alpha=factor).mul_(self.momentum)).add_(
-                gradient, alpha=factor
-            )
-        else:
-            velocity.add_(tensors["momentum"].mul_(self.momentum).add_(gradient, alpha=factor))
+    def _add_(self, tensors: list[StateTensors], gradients: list[Tensor], factor: float) -> None:
+        velocities = [each["residual"] for each in tensors]
+        if self.momentum:
+            momenta = [each["momentum"] for each in tensors]
+            if self.nesterov:
+                torch._foreach_add_(momenta, gradients, alpha=factor)
+            torch._foreach_mul_(momenta, self.momentum)
+            if not self.nesterov:
+                torch._foreach_add_(momenta, gradients, alpha=factor)
+            torch._foreach_add_(velocities, momenta)
+        if self.nesterov or not self.momentum:
+            torch._foreach_add_(velocities, gradients, alpha=factor)
 
     def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
         """Undo an overflow, up to rounding; what is not finite is dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tens
     values_MK.copy_(x_MC.gather(1, chosen_MK).masked_fill(is_free_MK, 0.0))
 
 
+@lru_cache(maxsize=8)  # parameters of equal size have the same in a step
 def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> Tensor:
     """int64 [num]: one position in each of `num` equal strata, at a place that a hash of (seed, stratum) gives.
 

@@ -54,10 +54,8 @@ def peaks(tensors: Sequence[Tensor]) -> list[float]:
     """The largest magnitude of each, one look at the device for all; infinity where one has inf or NaN."""
     if not tensors:
         return []
-    ends = [end for x in tensors for end in torch.aminmax(x if x.numel() else x.new_zeros(1))]
-    values = torch.stack(ends).tolist()
-    largest = [max(abs(low), abs(high)) for low, high in zip(values[::2], values[1::2], strict=True)]
-    return [math.inf if math.isnan(value) else value for value in largest]
+    largest = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], math.inf)
+    return [math.inf if math.isnan(value) else value for value in torch.stack(largest).tolist()]
 
 
 def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
+from lowbit_strategy.codecs.packed import Packed, pack_parameters
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
 
 ReducerState = dict[str, StateTensors]  # by parameter name
+
+
+def packed_views(views: Sequence[ParamView], block_size: int) -> tuple[Packed, Tensor]:
+    """How the views' parameters lie one after the other in whole blocks, and their gradients so, float32 [K, B]."""
+    packed = pack_parameters(tuple((view.spec.name, view.spec.numel) for view in views), block_size)
+    return packed, packed.join([view.flat() for view in views], views[0].x.device).view(-1, block_size)
 
 
 class Reducer(Method):

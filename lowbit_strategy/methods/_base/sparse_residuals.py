@@ -26,6 +26,7 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.kernels import sparse
+from lowbit_strategy.kernels.backends import is_native
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.methods._base.reducer import ReducerState
@@ -130,14 +131,14 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
-    """The condition of each gradient, and ``h = g + e``: on a CPU still to be formed, elsewhere in the residual.
+    """The condition of each gradient, and ``h = g + e``: with kernels in C still to be formed, else in the residual.
 
     A GPU would have to synchronize to see an overflow while choosing.
     """
     found = conditions([view.x for view in views])
-    pending = views[0].x.device.type == "cpu"
+    pending = is_native(views[0].x.device)
     if not pending:
-        add_at_once_(views, state, found, lambda t, g: t["residual"].add_(g), lambda t, g: undo_(t["residual"], g))
+        add_at_once_(views, state, found, _add_, lambda tensors, gradient: undo_(tensors["residual"], gradient))
     return found, [
         Sum(state[view.spec.name]["residual"], view.flat() if pending and condition is Condition.LIVE else None)
         for view, condition in zip(views, found, strict=True)
@@ -148,18 +149,23 @@ def add_at_once_(
     views: Sequence[ParamView],
     state: ReducerState,
     found: list[Condition],
-    add_: Callable[[StateTensors, Tensor], object],
+    add_: Callable[[list[StateTensors], list[Tensor]], object],
     take_back_: Callable[[StateTensors, Tensor], object],
 ) -> None:
     """Add live gradients to the state; undo overflows, and mark them as not finite."""
     live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
-    for i in live:
-        add_(state[views[i].spec.name], views[i].flat())
-    now = conditions([state[views[i].spec.name]["residual"] for i in live])
-    for i, condition in zip(live, now, strict=True):
+    if not live:
+        return
+    tensors, gradients = [state[views[i].spec.name] for i in live], [views[i].flat() for i in live]
+    add_(tensors, gradients)
+    for at, condition in enumerate(conditions([each["residual"] for each in tensors])):
         if condition is Condition.NONFINITE:
-            take_back_(state[views[i].spec.name], views[i].flat())
-            found[i] = condition
+            take_back_(tensors[at], gradients[at])
+            found[live[at]] = condition
+
+
+def _add_(tensors: list[StateTensors], gradients: list[Tensor]) -> None:
+    torch._foreach_add_([each["residual"] for each in tensors], gradients)
 
 
 def form_(views: Sequence[ParamView], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:

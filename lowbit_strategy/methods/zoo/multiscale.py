@@ -24,22 +24,14 @@ class MultiScaleReducer(SharedScaleReducer):
 
     temporary_nbytes: ClassVar[float] = 33.0
 
-    def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        widths = [shared.spread(norm_K, i) for i, norm_K in enumerate(agreed)]
-        fits = [h.abs() * self.ratio <= width_N for h, width_N in zip(shared.gradients, widths, strict=True)]
-        finer = yield from self._agree_where(shared, fits)
-        return [
-            torch.where(fine, width_N / (self.limit * self.ratio), width_N / self.limit)
-            for fine, width_N in zip(finer, widths, strict=True)
-        ]
-
-    def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """For every view, flat booleans: where the finer scale fits on all ranks. One bit per element and direction."""
-        rows_WN = shared.rows(fits)
+    def _scale(self, shared: SharedViews, norm_K1: Tensor) -> Generator[Pending, None, Tensor]:
+        """One bit per element and direction says where the finer scale fits on all ranks."""
+        rows_WN = shared.rows(shared.h_KB.abs() * self.ratio <= norm_K1)
         numel = rows_WN.shape[1]
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
         agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
-        return shared.unrows(unpack_bits(agreed)[:, :numel])
+        is_fine_KB = shared.unrows(unpack_bits(agreed)[:, :numel])
+        return torch.where(is_fine_KB, norm_K1 / (self.limit * self.ratio), norm_K1 / self.limit)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         where_it_fits = 2

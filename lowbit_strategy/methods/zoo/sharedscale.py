@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,10 +16,10 @@ from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
-from lowbit_strategy.kernels.reference.blocks import to_blocks, tree_sum
-from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, packed_views
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -88,7 +87,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class SharedViews:
-    """The views of one reduction: gradients as flat float32, one norm for every block of every parameter.
+    """The views of one reduction: gradients as float32 blocks, one norm for every block of every parameter.
 
     Blocks are counted from a parameter's first element in every layout and world size.
     """
@@ -97,90 +96,76 @@ class SharedViews:
         self.views = [view for view in views if view.spec.numel]
         self.comm = comm
         self.step = step
-        self.block_size = block_size
         self.sharded = any(view.spec.sharded for view in views)
-        self.gradients = [view.flat().float() for view in self.views]
+        if self.views:
+            self.packed, self.h_KB = packed_views(self.views, block_size)
+            self.at_once = max(1, PART_NUMEL[self.h_KB.is_cuda] // block_size)
 
-    def agree(self, norms: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
+    def agree(self, norm_K: Tensor) -> Generator[Pending, None, Tensor]:
         """The largest norm over ranks of every block; NaN if any rank's is not finite.
 
         NaN travels as infinity: backends differ in the maximum of NaN.
         """
-        local = torch.cat(list(norms))
-        agreed = torch.where(local.isfinite(), local, torch.inf)
-        yield self.comm.all_reduce_max(agreed)
-        agreed = torch.where(agreed.isinf(), torch.nan, agreed)
-        return list(agreed.split([norm.numel() for norm in norms]))
+        agreed_K = norm_K.nan_to_num(torch.inf, torch.inf)
+        yield self.comm.all_reduce_max(agreed_K)
+        return agreed_K.masked_fill_(agreed_K.isinf(), torch.nan)
 
-    def spread(self, values_K: Tensor, index: int) -> Tensor:
-        """From one number per block to one per element, flat [numel]."""
-        return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
-
-    def round(
-        self, index: int, scale_N: Tensor, limit: int, rounding: Rounding, bound_N: Tensor | None = None
-    ) -> Tensor:
-        """int32 [numel]: gradient over `scale_N` as a whole number; 0 where that is 0 or NaN.
+    def round(self, scale_KB: Tensor, limit: int, rounding: Rounding, bound_K1: Tensor | None = None) -> Tensor:
+        """int32 [K, B]: gradient over scale as a whole number; 0 where that is 0 or NaN.
 
         Args:
-            index: Of the view.
-            scale_N: Value of 1.
+            scale_KB: Value of 1, also [K, 1].
             limit: Largest magnitude of the result.
             rounding: ``stochastic``: without bias.
-            bound_N: Clip the gradient to these magnitudes first; None: no clipping.
+            bound_K1: Clip the gradient to these magnitudes first; None: no clipping.
         """
-        name, gradient = self.views[index].spec.name, self.gradients[index]
-        key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
-        code_N = torch.empty(gradient.numel(), dtype=torch.int32, device=gradient.device)
-        at_once = PART_NUMEL[gradient.is_cuda]
-        for first in range(0, gradient.numel(), at_once):
-            run = slice(first, first + at_once)
-            y, scale = gradient[run], scale_N[run]
-            if bound_N is not None:
-                y = y.clamp(-bound_N[run], bound_N[run])
+        device = self.h_KB.device
+        noise_KB = self.packed.noise(self.step.seed, CODE_STREAM, device) if rounding == "stochastic" else None
+        code_KB = torch.empty(self.h_KB.shape, dtype=torch.int32, device=device)
+        for first in range(0, len(code_KB), self.at_once):
+            run = slice(first, first + self.at_once)
+            y, scale = self.h_KB[run], scale_KB[run]
+            if bound_K1 is not None:
+                y = y.clamp(-bound_K1[run], bound_K1[run])
             usable = scale >= _TINY
             y = torch.where(usable, y, 0.0) / torch.where(usable, scale, 1.0)
-            if rounding == "stochastic":
-                y += dither(first, y.numel(), key, y.device)
-            code_N[run] = y.round().clamp(-limit, limit)
-        return code_N
+            if noise_KB is not None:
+                y += noise_KB[run]
+            code_KB[run] = y.round_().clamp_(-limit, limit)
+        return code_KB
 
-    def rows(self, values: Sequence[Tensor]) -> Tensor:
-        """[W, n]: every view's flat values, cut over the ranks."""
-        world_size = self.comm.world_size
+    def rows(self, values_KB: Tensor) -> Tensor:
+        """[W, n]: every view's values, cut over the ranks."""
+        world_size, parts = self.comm.world_size, self.packed.pieces(values_KB.reshape(-1))
         if self.sharded:
-            return torch.cat([view.rows(value) for view, value in zip(self.views, values, strict=True)], 1)
-        flat = torch.cat(list(values))
+            return torch.cat([view.rows(part) for view, part in zip(self.views, parts, strict=True)], 1)
+        flat = torch.cat(parts)
         return torch.nn.functional.pad(flat, (0, -flat.numel() % world_size)).view(world_size, -1)
 
-    def unrows(self, rows_WN: Tensor) -> list[Tensor]:
-        """The inverse of `rows`: flat values of every view."""
-        if self.sharded:
-            parts = rows_WN.split([view.row_numel for view in self.views], 1)
-            return [part.reshape(-1)[: view.spec.numel] for part, view in zip(parts, self.views, strict=True)]
+    def unrows(self, rows_WN: Tensor) -> Tensor:
+        """The inverse of `rows`: [K, B]."""
         sizes = [view.spec.numel for view in self.views]
-        return list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
+        if self.sharded:
+            rows = rows_WN.split([view.row_numel for view in self.views], 1)
+            parts = [part.reshape(-1)[:numel] for part, numel in zip(rows, sizes, strict=True)]
+        else:
+            parts = list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
+        return self.packed.join(parts, rows_WN.device, rows_WN.dtype).view_as(self.h_KB)
 
-    def write_(self, totals: Tensor, scales: Sequence[Tensor]) -> None:
-        """Every view's mean from the integer sums of `sum_integers` and their scales."""
-        world_size, rank = self.comm.world_size, self.comm.rank
-        if not self.sharded:
-            for view, total, scale_N in zip(self.views, self.unrows(totals), scales, strict=True):
-                view.out.copy_(total * scale_N / world_size)
-            return
-        own = totals.split([view.row_numel for view in self.views])
-        for view, total, scale_N in zip(self.views, own, scales, strict=True):
-            start, length = rank * view.row_numel, view.row_length(rank)
-            torch.mul(total[:length], scale_N[start : start + length], out=view.out[:length])
-            if length < view.row_numel:
-                view.out[length:] = 0
+    def write_(self, totals: Tensor, scale_KB: Tensor) -> None:
+        """Every view's mean from the integer sums of `sum_integers` and their scales, also [K, 1]."""
+        scale_WN = self.rows(scale_KB.expand_as(self.h_KB))
+        mean = totals * scale_WN[self.comm.rank] if self.sharded else totals * scale_WN / self.comm.world_size
+        sizes = [view.out.numel() for view in self.views]
+        parts = mean.view(-1)[: sum(sizes)].split(sizes)
+        torch._foreach_copy_([view.out for view in self.views], list(parts))
 
-    def observe_(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    def observe_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
         """For feedback and monitors: the gradient, and what the other ranks decode."""
-        for view, gradient, code, scale_N in zip(self.views, self.gradients, codes, scales, strict=True):
-            if view.compensated is not None:
-                view.compensated.copy_(gradient)
-            if view.sent is not None:
-                view.sent.copy_(code * scale_N)
+        for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
+            for view, values in zip(self.views, self.packed.pieces(values_KB.view(-1)), strict=True):
+                if (target := getattr(view, key)) is not None:
+                    target.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,28 +202,26 @@ class SharedScaleReducer(Reducer):
         shared = SharedViews(views, comm, step, self.block_size)
         if not shared.views:
             return
-        norms = [self._norm(gradient) for gradient in shared.gradients]
-        agreed = yield from shared.agree(norms)
-        scales = yield from self._scales(shared, agreed)
-        bounds = [None if self.clip_sigmas is None else shared.spread(norm_K, i) for i, norm_K in enumerate(norms)]
-        codes = [shared.round(i, scale_N, self.limit, self.rounding, bounds[i]) for i, scale_N in enumerate(scales)]
-        shared.observe_(codes, scales)
-        totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.sharded)
-        shared.write_(totals, scales)
+        norm_K = self._norm(shared)
+        scale_KB = yield from self._scale(shared, (yield from shared.agree(norm_K))[:, None])
+        bound_K1 = None if self.clip_sigmas is None else norm_K[:, None]
+        code_KB = shared.round(scale_KB, self.limit, self.rounding, bound_K1)
+        shared.observe_(code_KB, scale_KB)
+        totals = yield from sum_integers(shared.rows(code_KB), self.limit, comm, scatter=shared.sharded)
+        shared.write_(totals, scale_KB)
 
-    def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """For every view the step of each element, from the common norms."""
+    def _scale(self, shared: SharedViews, norm_K1: Tensor) -> Generator[Pending, None, Tensor]:
+        """The step of each block, from the common norms; [K, B] where it differs in a block."""
         yield from ()
-        return [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
+        return norm_K1 / self.limit
 
-    def _norm(self, gradient_N: Tensor) -> Tensor:
+    def _norm(self, shared: SharedViews) -> Tensor:
         """float32 [K]: largest magnitude of each block after clipping; not finite if the block is not."""
-        h_KB = to_blocks(gradient_N, self.block_size)
+        h_KB = shared.h_KB
         if self.clip_sigmas is None:
             return h_KB.abs().amax(-1)
-        counts_K = torch.full((h_KB.shape[0],), float(self.block_size), dtype=torch.float32, device=h_KB.device)
-        counts_K[-1] -= h_KB.numel() - gradient_N.numel()
-        norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
+        runs = zip(h_KB.split(shared.at_once), shared.packed.counts(h_KB.device).split(shared.at_once), strict=True)
+        norm_K = torch.cat([clipped_absmax(*run, self.clip_sigmas) for run in runs])
         return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
