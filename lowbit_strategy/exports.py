@@ -10,9 +10,16 @@ from lowbit_strategy.methods.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition, WarmUp
-from lowbit_strategy.methods.outer.diloco import DiLoCo, EagerDiLoCo, StreamingDiLoCo
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
-from lowbit_strategy.methods.outer.localsgd import LocalSGD, OverlapLocalSGD, PostLocalSGD, SparseLoCo
+from lowbit_strategy.methods.outer.published import (
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    PostLocalSGD,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.powersgd import PowerSGD

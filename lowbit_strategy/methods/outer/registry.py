@@ -9,9 +9,16 @@ from typing import Any, TypeVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.outer.diloco import DiLoCo, EagerDiLoCo, StreamingDiLoCo
 from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
-from lowbit_strategy.methods.outer.localsgd import LocalSGD, OverlapLocalSGD, PostLocalSGD, SparseLoCo
+from lowbit_strategy.methods.outer.published import (
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    PostLocalSGD,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.conversion import (
