@@ -202,10 +202,9 @@ def _compile(kernel: Any, types: dict[str, Any], constants: dict[str, Any], laun
         if (types[param.name].startswith("*") and not param.do_not_specialize_on_alignment) or param.name == "stride"
     }
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
-    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     target = GPUTarget("cuda", arch, 32)
     with patch.object(driver, "_active", SimpleNamespace(get_current_target=lambda: target)):  # which kernels ask
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = triton.compile(source, target=target, options=launch.options())
     usage, sass = _inspect(compiled.asm["cubin"])
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     return Resources(

@@ -191,8 +191,7 @@ def encode_(
         chosen = launch or encode_launch(device, kept, dithered=how.stochastic_residual)
         tiles = tiles_of(segments, fmt, chosen.tile(fmt.block_size), x.device)
         constants = (device, *chosen.shapes(device), how)
-        options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
-        return Program(encode_kernel, tiles, x.device, constants, **options)
+        return Program(encode_kernel, tiles, x.device, constants, **chosen.options())
 
     table = codebook_table(fmt, x.device)
     program_of(segments, ("encode", fmt, x.dtype, x.device, kept, how, launch), program).launch(
@@ -222,8 +221,7 @@ def decode_sum_(
         chosen = launch or decode_launch(device)
         tiles = tiles_of(segments, fmt, chosen.tile(fmt.block_size), out.device)
         constants = (loops.unrolled, device, *chosen.shapes(device))
-        options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
-        return Program(decode_sum_kernel, tiles, out.device, constants, **options)
+        return Program(decode_sum_kernel, tiles, out.device, constants, **chosen.options())
 
     table = codebook_table(fmt, out.device)
     program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride, launch), program).launch(

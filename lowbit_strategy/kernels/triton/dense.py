@@ -147,7 +147,7 @@ def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, fl
         tile = LAUNCH.tile(fmt.block_size)
         constants = (fmt.code_nbytes == 2, tile)
         tiles = tiles_of(segments, fmt, tile, x.device)
-        return Program(encode_kernel, tiles, x.device, constants, num_warps=LAUNCH.num_warps)
+        return Program(encode_kernel, tiles, x.device, constants, **LAUNCH.options())
 
     program_of(segments, ("encode", fmt, x.dtype, x.device), program).launch(
         x, wire, flag, aligned=wire.data_ptr() % 16 == 0
@@ -163,8 +163,9 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
     def program() -> Program:
         tile = LAUNCH.tile(fmt.block_size)
         constants = (loops.unrolled, fmt.code_nbytes == 2, tile)
-        options = {"num_warps": LAUNCH.num_warps, "enable_fp_fusion": False}
-        return Program(decode_sum_kernel, tiles_of(segments, fmt, tile, out.device), out.device, constants, **options)
+        return Program(
+            decode_sum_kernel, tiles_of(segments, fmt, tile, out.device), out.device, constants, **LAUNCH.options()
+        )
 
     program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride), program).launch(
         wire_WB, stride, out, float(alpha), loops.groups, loops.singles, aligned=wire_WB.data_ptr() % 16 == 0

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+MAGNITUDE, TWO_MAGNITUDES = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF7FFF)
 HAS_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 # four bytes of a register to float32, an instruction each; Triton would extend each byte's sign first
 BYTES_PTX = tl.constexpr(
@@ -20,6 +20,7 @@ BYTES_PTX = tl.constexpr(
     "bfe.s32 a, $4, 0, 8; bfe.s32 b, $4, 8, 8; bfe.s32 c, $4, 16, 8; bfe.s32 d, $4, 24, 8;"
     "cvt.rn.f32.s32 $0, a; cvt.rn.f32.s32 $1, b; cvt.rn.f32.s32 $2, c; cvt.rn.f32.s32 $3, d; }"
 )
+PAIR_PTX = tl.constexpr("mov.b32 $0, $2; mov.b32 $1, 0;")
 
 
 @triton.jit
@@ -112,10 +113,23 @@ def either(a, b):
 @triton.jit
 def any_nonzero(parts):
     """Bool [rows]."""
-    bits = bits_of(parts[0])
+    bits = registers(parts[0])
     for p in tl.static_range(1, len(parts)):
-        bits = bits | bits_of(parts[p])
-    return (tl.reduce(bits, 1, either) & MAGNITUDE) != 0
+        bits = bits | registers(parts[p])
+    MASK: tl.constexpr = MAGNITUDE if parts[0].dtype == tl.float32 else TWO_MAGNITUDES
+    return (tl.reduce(bits, 1, either) & MASK) != 0
+
+
+@triton.jit
+def registers(x):
+    """int32: the bits of elements; where two share a register, both in the place of the first one, and 0."""
+    if x.dtype == tl.float32:
+        bits = bits_of(x)
+    elif HAS_PTX:
+        bits = tl.inline_asm_elementwise(PAIR_PTX, "=r,=r,r", [x.to(tl.int16, bitcast=True)], tl.int32, True, 2)
+    else:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.int32)
+    return bits
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
     any_nonzero,
     as_float32,
-    bits_of,
     elements_in_rows,
     is_plain,
     load_parts,
@@ -27,7 +26,8 @@ from lowbit_strategy.kernels.triton.quantize import (
     inverse,
     quantize,
     residual_scale,
-    round_parts,
+    rounded_int8,
+    scaled,
     stream_key,
 )
 
@@ -45,7 +45,7 @@ class How(NamedTuple):
 
 
 class StepArguments(NamedTuple):
-    """What all tiles of a segment have in common in one step."""
+    """What all tiles of a segment have in common in one step; `zero` is for `nearest_e2m1`."""
 
     beta_old: tl.tensor
     beta_new: tl.tensor
@@ -53,6 +53,7 @@ class StepArguments(NamedTuple):
     seed: tl.tensor
     salt: tl.tensor
     table: tl.tensor
+    zero: tl.tensor
     flag: tl.tensor
 
 
@@ -133,13 +134,13 @@ def store_int8_residual(
     scale = residual_scale(updated, RESIDUAL_INVERSE_QMAX, RESIDUAL_MAX_SCALE_BITS)
     scale_inverse, usable = inverse(scale, RESIDUAL_MAX_SCALE_BITS)
     key = stream_key(step.seed, step.salt, RESIDUAL_STREAM) if how.stochastic_residual else 0
-    q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, how.stochastic_residual)
     at = offsets(fmt.block, fmt, shape)
     written = rows & ~keep & usable
     zeroed = rows & tl.where(keep, reset, ~usable)
-    for p in tl.static_range(len(q)):
+    for p in tl.static_range(len(updated)):
         place = residual + (at + p * fmt.length)
-        value = bits_of(q[p]).to(tl.int8)  # the low byte
+        y = scaled(updated, p, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, how.stochastic_residual)
+        value = rounded_int8(y, fmt)
         tl.store(place, value, mask=written[:, None])
         tl.store(place, tl.zeros_like(value), mask=zeroed[:, None])
     store_scale(scale_at, tl.where(keep, old_scale, scale), rows, shape, False)
@@ -176,9 +177,10 @@ def encode_tile(
         h = as_float32(load_parts(x, left, fmt, shape, PLAIN))
     else:
         reset = (tl.zeros([K], tl.int32) + step.reset) != 0
-        g = as_float32(load_parts(x, left, fmt, shape, PLAIN))
+        loaded = load_parts(x, left, fmt, shape, PLAIN)
+        g = as_float32(loaded)
         e, old_scale = load_residual(residual, residual_scale, left, rows, reset, fmt, shape, PLAIN)
-        busy = any_nonzero(g)  # an idle block sends nothing and keeps its residual
+        busy = any_nonzero(loaded)  # an idle block sends nothing and keeps its residual
         h = ()
         for p in tl.static_range(len(g)):
             h = h + (g[p] + e[p],)
@@ -186,7 +188,7 @@ def encode_tile(
     scale, finite = block_scale(h, left, fmt, shape, PLAIN)
     if residual is not None:
         scale = tl.where(busy, scale, 0.0)
-    codes, values, usable = quantize(h, scale, first, step.seed, step.salt, step.table, fmt, shape, how.stochastic)
+    codes, values, usable = quantize(h, scale, first, step, fmt, shape, how.stochastic)
     store_codes(codes_at, codes, usable, rows, fmt, shape)
     store_scale(scales_at, scale, rows, shape, fmt.code_nbytes % 2 != 0)
     raise_flag(step.flag, rows & ~finite, shape)
@@ -228,7 +230,8 @@ def encode_kernel(
     block = ahead(tl.load(row + 1), tile, shape.rows)
     codes = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
+    zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it
+    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, zero, flag)
     first = tile * TILE
     if residual is not None:
         residual += block * fmt.block

@@ -173,12 +173,14 @@ class Launch:
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
         vector: Neighboring elements of a thread, at most. 4 float32 are one 16-byte access.
         pieces: That a tile with a tail or unaligned floats is worked off in: more are fewer registers, and less code.
+        max_registers: Of a thread, on NVIDIA's GPUs: fewer are more warps at a time.
     """
 
     elements_per_thread: int
     num_warps: int
     vector: int
     pieces: int = 4
+    max_registers: int | None = None
 
     def tile(self, block: int) -> int:
         return max(block, self.elements_per_thread * self.num_warps * 32)
@@ -187,6 +189,12 @@ class Launch:
         """Of a whole tile, and of the pieces that one with masks is worked off in."""
         rows = self.tile(fmt.block) // fmt.block
         return self._shape(fmt, rows), self._shape(fmt, max(1, rows // self.pieces))
+
+    def options(self) -> dict[str, object]:
+        """Of the compiler."""
+        limited = self.max_registers is not None and torch.version.hip is None
+        limit = {"maxnreg": self.max_registers} if limited else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **limit}
 
     def _shape(self, fmt: DeviceFormat, rows: int) -> TileShape:
         per_thread = max(1, rows * fmt.length // (self.num_warps * 32))
@@ -277,7 +285,8 @@ def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dit
         return Launch(elements_per_thread=16, num_warps=4, vector=16)
     if dithered and fmt.codebook_size > 0 and fmt.parts < 8:  # else the hashes and the codebook need every register
         return Launch(elements_per_thread=16, num_warps=4, vector=16 // fmt.parts)
-    return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts)
+    fits = 96 if fmt.words and not dithered else None
+    return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts, max_registers=fits)
 
 
 def decode_launch(fmt: DeviceFormat) -> Launch:

@@ -5,11 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.device_functions import bits_of, offsets
+from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, bits_of, offsets
 from lowbit_strategy.kernels.triton.layout import signed
 from lowbit_strategy.kernels.triton.quantize import ROUND, ROUND_BITS
 
 ZERO_TRITS = tl.constexpr(121)  # five middle trits
+# `e2m1_word`: two values to a register as bfloat16, times 2**-127, which has the magnitude in bits 6 to 8
+E2M1_WORD_PTX = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, scale, zero, magnitudes, signs;"
+    "mov.b32 scale, 0x00400040; mov.b32 zero, 0x80008000;"
+    "cvt.rn.bf16x2.f32 a, $3, $1; cvt.rn.bf16x2.f32 b, $7, $5;"
+    "cvt.rn.bf16x2.f32 c, $4, $2; cvt.rn.bf16x2.f32 d, $8, $6;"
+    + "".join(f"fma.rn.bf16x2 {x}, {x}, scale, zero;" for x in "abcd")
+    + "shr.u32 a, a, 6; shr.u32 b, b, 2; add.u32 a, a, b;"
+    "shr.u32 c, c, 6; shr.u32 d, d, 2; add.u32 c, c, d;"
+    "prmt.b32 magnitudes, a, c, 0x6240; prmt.b32 signs, a, c, 0x7351; shr.u32 signs, signs, 1;"
+    "add.u32 magnitudes, magnitudes, signs; add.u32 magnitudes, magnitudes, 0x77777777;"
+    "mul.lo.u32 signs, signs, 15; xor.b32 $0, magnitudes, signs; }"
+)
 FOUR_ROUND_BITS = tl.constexpr(signed(ROUND_BITS.value * 0x01010101))
 
 
@@ -89,14 +102,14 @@ def quarters(x):
 
 @triton.jit
 def integer_word(codes, fmt: tl.constexpr):
-    """Sum of number * 2**k, where codes are ROUND + number - qmax. Bits of a float near ROUND count up with it, and
-    sums of bits wrap: what ROUND's own bits add is known, and taken off at the end.
+    """Sum of number * 2**k, where codes are number - qmax, plus ROUND in the first part. Bits of a float near ROUND
+    count up with it, and sums of bits wrap: what ROUND's own bits add is known, and taken off at the end.
     """
     PARTS: tl.constexpr = fmt.parts
     total = codes[0]
     for p in tl.static_range(1, PARTS):
         power = tl.full(total.shape, 1.0 * (1 << (p * fmt.bits)), tl.float32)
-        total = tl.fma(codes[p] - ROUND, power, total)
+        total = tl.fma(codes[p], power, total)
     a, b, c, d = quarters(bits_of(total))
     word = ((d * 256 + c) * 256 + b) * 256 + a
     return word - FOUR_ROUND_BITS + fmt.zero_word
@@ -105,12 +118,24 @@ def integer_word(codes, fmt: tl.constexpr):
 @triton.jit
 def two_bytes(low, high, next_low, next_high):
     """Magnitudes in the lowest of each two bytes, signs in the other, two bits higher."""
-    return ((low >> 22) + (high >> 18) + (next_low >> 6) + (next_high >> 2)).to(tl.int32, bitcast=True)
+    total = (tiny(low) >> 22) + (tiny(high) >> 18) + (tiny(next_low) >> 6) + (tiny(next_high) >> 2)
+    return total.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def tiny(value):
+    """uint32: sign in bit 31, magnitude in bits 22 to 24, others 0: a float whose smallest are below the normal range,
+    as E2M1's are.
+    """
+    return bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def e2m1_word(low, high):
-    """Of the numbers that `e2m1_code` gives: those of the bytes' low and of their high halves."""
+    """Of the values of the bytes' low and of their high halves."""
+    if HAS_PTX:
+        values = [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+        return tl.inline_asm_elementwise(E2M1_WORD_PTX, "=r,r,r,r,r,r,r,r,r", values, tl.int32, True, 1)
     even, odd = two_bytes(low[0], high[0], low[2], high[2]), two_bytes(low[1], high[1], low[3], high[3])
     magnitudes = (even & 0x00FF00FF) | ((odd & 0x00FF00FF) << 8)
     signs = ((even >> 9) & 0x00110011) | ((odd >> 1) & 0x11001100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
@@ -18,7 +19,14 @@ THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
 ROUND_BITS = tl.constexpr(0x4B400000)
 EXPONENT = tl.constexpr(0x7F800000)
+# Four floats to the bytes of a register. From sm_90 on both conversions of two floats are one instruction.
+INT8_PTX = tl.constexpr(
+    "{ .reg .b32 a, b, c, d; "
+    "cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3; cvt.rni.s32.f32 d, $4;"
+    "cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
+)
 STEP_OF_2 = tl.constexpr((22 << 23) + (1 << 22))  # from the exponent of numbers below 4 to ROUND, on to its multiples
+POWER_PTX = tl.constexpr("{ .reg .b32 a; and.b32 a, $1, 0x7F800000; add.s32 a, a, $2; max.s32 $0, a, 0x4B400000; }")
 GOLDEN = tl.constexpr(_GOLDEN)
 CODE_STREAM = tl.constexpr(_CODE_STREAM)
 
@@ -110,19 +118,18 @@ def inverse(scale, MAX_SCALE_BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize(h, scale, first, seed, salt, table, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
+def quantize(h, scale, first, step, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and what they stand for in units of the scale, as float32; and the blocks that have any, bool [rows].
 
-    On the uniform grid the values are the integers -qmax ... qmax, the codes the same plus ROUND; otherwise codes are
-    the numbers of values, from 0; those of E2M1 are `e2m1_code`.
+    On the uniform grid the values are the integers -qmax ... qmax, and codes the same plus ROUND (of words, those of
+    the first part alone); of E2M1 they are the values; otherwise they are the numbers of values, from 0.
     """
     scale_inverse, usable = inverse(scale, fmt.max_scale_bits)
     if fmt.codebook_size > 0:
-        codes, values = nearest_values(h, scale_inverse, table, fmt)
+        codes, values = nearest_values(h, scale_inverse, step.table, step.zero, fmt)
     else:
-        key = stream_key(seed, salt, CODE_STREAM) if STOCHASTIC else 0
-        codes = round_parts(h, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC)
-        values = integers(codes)
+        key = stream_key(step.seed, step.salt, CODE_STREAM) if STOCHASTIC else 0
+        codes, values = round_parts(h, scale_inverse, first, key, fmt, shape, STOCHASTIC)
     return codes, values, usable
 
 
@@ -132,42 +139,63 @@ def round_parts(
     scale_inverse,
     first,
     key,
+    fmt: tl.constexpr,
+    shape: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The uniform grid: codes and values, as `quantize` gives them."""
+    codes, values = (), ()
+    for p in tl.static_range(len(parts)):
+        y = scaled(parts, p, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC)
+        if fmt.words and p > 0 and HAS_PTX:
+            value = tl.inline_asm_elementwise("cvt.rni.f32.f32 $0, $1;", "=r,r", [y], tl.float32, True, 1)
+            codes = codes + (value,)
+        else:
+            value = y + ROUND - ROUND
+            codes = codes + ((value if fmt.words and p > 0 else y + ROUND),)
+        values = values + (value,)
+    return codes, values
+
+
+@triton.jit
+def scaled(
+    parts,
+    P: tl.constexpr,
+    scale_inverse,
+    first,
+    key,
     QMAX: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The uniform grid: ROUND + q, whose low bits are the integer q. Only dither can leave the range -QMAX ... QMAX."""
-    rounded = ()
-    for p in tl.static_range(len(parts)):
-        y = parts[p] * scale_inverse[:, None]
-        if STOCHASTIC:
-            at = tl.arange(0, shape.rows)[:, None] * fmt.block + tl.arange(0, fmt.length)[None, :] + p * fmt.length
-            y = add_dither(y, at.to(tl.uint32) + first.to(tl.uint32), key)
-            y = tl.minimum(tl.maximum(y, -QMAX * 1.0), QMAX * 1.0)
-        rounded = rounded + (y + ROUND,)
-    return rounded
+    """Part P in units of the scale, to be rounded. Only dither can leave the range -QMAX ... QMAX."""
+    y = parts[P] * scale_inverse[:, None]
+    if STOCHASTIC:
+        at = tl.arange(0, shape.rows)[:, None] * fmt.block + tl.arange(0, fmt.length)[None, :] + P * fmt.length
+        y = add_dither(y, at.to(tl.uint32) + first.to(tl.uint32), key)
+        y = tl.minimum(tl.maximum(y, -QMAX * 1.0), QMAX * 1.0)
+    return y
 
 
 @triton.jit
-def integers(rounded):
-    """What `round_parts` rounded to, as float32."""
-    values = ()
-    for p in tl.static_range(len(rounded)):
-        values = values + (rounded[p] - ROUND,)
-    return values
+def rounded_int8(y, fmt: tl.constexpr):
+    """The nearest integers, from -127 to 127, the even one in the middle."""
+    if HAS_PTX and fmt.words and cuda_capability_geq(9):  # others have no registers left
+        return tl.inline_asm_elementwise(INT8_PTX, "=r,r,r,r,r", [y], tl.int8, True, 4)
+    return bits_of(y + ROUND).to(tl.int8)  # the low byte
 
 
 @triton.jit
-def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
-    """Fitted codebook: the numbers of its values and the values. Sums of 1 and of `steps` are exact."""
+def nearest_values(parts, scale_inverse, table, zero, fmt: tl.constexpr):
+    """Codes and values of a codebook. Sums of 1 and of `steps` are exact."""
     codes, values = (), ()
     for p in tl.static_range(len(parts)):
         y = parts[p] * scale_inverse[:, None]
         code = tl.zeros_like(y)
         if fmt.e2m1:
-            value = nearest_e2m1(y)
-            code = e2m1_code(value)
+            value = nearest_e2m1(y, zero)
+            code = value
         elif len(fmt.codebook) > 0:
             value = tl.full(y.shape, fmt.codebook[0], tl.float32)
             for i in tl.static_range(len(fmt.thresholds)):
@@ -187,7 +215,7 @@ def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
 
 
 @triton.jit
-def nearest_e2m1(y):
+def nearest_e2m1(y, zero):
     """The nearest float of 4 bits, in the middle the lower one, as the number of thresholds below y tells them.
 
     Adding a power of two rounds to a step of 1 below 4, of 2 below 8, and of 4 above. In the middle the product, not
@@ -195,17 +223,13 @@ def nearest_e2m1(y):
     """
     bits = bits_of(y)
     bits += (bits.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
-    power = tl.maximum((bits & EXPONENT) + STEP_OF_2, ROUND_BITS).to(tl.float32, bitcast=True)
+    if HAS_PTX:
+        power = tl.inline_asm_elementwise(POWER_PTX, "=r,r,r", [bits, zero + STEP_OF_2], tl.int32, True, 1)
+    else:
+        power = tl.maximum((bits & EXPONENT) + STEP_OF_2, ROUND_BITS)
+    power = power.to(tl.float32, bitcast=True)
     below_one = tl.full(y.shape, 1 - 2.0**-24, tl.float32)
     return tl.fma(bits.to(tl.float32, bitcast=True), below_one, power) - power
-
-
-@triton.jit
-def e2m1_code(value):
-    """uint32: sign in bit 31, magnitude in bits 22 to 24, others 0: a float whose smallest are below the normal range,
-    as E2M1's are.
-    """
-    return bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
