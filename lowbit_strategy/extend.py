@@ -14,8 +14,6 @@ from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.register import register_compressor
 
-View = ParamView  # what reducers are given
-
 __all__ = [
     "Codec",
     "CodecPair",
@@ -29,7 +27,6 @@ __all__ = [
     "StatefulCodec",
     "StepContext",
     "TensorSpec",
-    "View",
     "configuration",
     "ordered_nbytes",
     "register_compressor",

@@ -48,7 +48,7 @@ class DionReducer(extend.Reducer):
 
     def reduce(
         self,
-        views: Sequence[extend.View],
+        views: Sequence[extend.ParamView],
         state: dict[str, dict[str, Tensor]],
         comm: extend.Comm,
         step: extend.StepContext,
