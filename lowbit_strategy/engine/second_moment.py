@@ -99,15 +99,16 @@ class _ParamStats:
     average: Tensor | None = None
     pending: tuple[Tensor, Tensor, Tensor, int] | None = None
 
-    def begin_pass(self, step: int) -> None:
-        """A backward pass: the first one in a step after an exchange opens a window."""
+    def begin_pass(self, step: int) -> bool:
+        """Whether this backward pass is the first in its step. The first one after an exchange opens a window."""
         if self.last_step == step:
-            return
+            return False
         if self.exchanged is not None and self.exchanged == self.last_step:
             self.sums, self.decoded_sums, self.num_sums, self.gap = None, None, 0, 0
         self.age += 1
         self.gap += 1
         self.last_step = step
+        return True
 
     def update(self, beta2: float) -> None:
         """The optimizer has stepped. Statistics that are not finite are ignored."""
@@ -203,9 +204,7 @@ class SecondMoment:
             return
         views = [param.within(x, out) for param in params]
         all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
-        begun = [known.last_step != step.index for known in all_known]
-        for known in all_known:
-            known.begin_pass(step.index)
+        begun = [known.begin_pass(step.index) for known in all_known]
         age, offset = all_known[0].age, self._places[params[0].name]
         listens = any(is_due(age + later, offset) for later in range(WINDOW))
         if listens:
