@@ -46,7 +46,8 @@ def receive(comm: MemberComm, rank: int) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return local_part(value).cpu()
+        local = local_part(value.detach()).cpu()
+        return local.clone() if local.nbytes < local.untyped_storage().nbytes() else local  # all of it would be saved
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} cannot be sent to another replica: numbers, texts and tensors can")

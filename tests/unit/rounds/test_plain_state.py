@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit_strategy.rounds.plain_state import receive, send
 
@@ -51,6 +51,16 @@ def test_what_is_sent_arrives() -> None:
     line: Any = Line()
     send(STATE, line, 1)
     assert _same(receive(line, 0), STATE)
+
+
+def test_a_part_of_a_large_tensor_travels_alone() -> None:
+    line: Any = Line()
+    large = nn.Parameter(torch.randn(1 << 20))
+    send([large[:100]], line, 1)
+    assert line.messages[1].numel() < 4 * 100 + 2000
+    (part,) = receive(line, 0)
+    assert torch.equal(part, large[:100])
+    assert not part.requires_grad
 
 
 def test_what_arrives_runs_no_code() -> None:
