@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.reference import rotation as reference
 from lowbit_strategy.kernels.reference.rng import dither
 
 MAX_SIZE = 512  # of a row that one warp holds in its registers
@@ -36,4 +35,22 @@ def rotate(x_KN: Tensor, *, inverse: bool = False) -> Tensor:
         from lowbit_strategy.kernels.triton import rotation
 
         return rotation.rotate(x_KN, signs_N, inverse=inverse)
-    return reference.rotate(x_KN, signs_N, inverse=inverse)
+    return rotate_rows(x_KN, signs_N, inverse=inverse)
+
+
+def rotate_rows(x_KN: Tensor, signs_N: Tensor, *, inverse: bool) -> Tensor:
+    """The definition, in plain PyTorch, bit for bit."""
+    return hadamard(x_KN) * signs_N if inverse else hadamard(x_KN * signs_N)
+
+
+def hadamard(x_KN: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the rows, its own inverse. By butterflies: the same bits for any K."""
+    size = x_KN.shape[1]
+    y = x_KN
+    half = 1
+    while half < size:
+        pairs = y.view(-1, size // (2 * half), 2, half)
+        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack((upper + lower, upper - lower), 2)
+        half *= 2
+    return y.reshape(-1, size) * size**-0.5

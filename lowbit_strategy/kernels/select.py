@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.native import select as native_select
-from lowbit_strategy.kernels.reference import select as reference
+from lowbit_strategy.kernels.native import sparse as native
+from lowbit_strategy.kernels.reference import sparse as reference
 
 CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 MAX_INT32_NUMEL = 2**31 - 1
@@ -60,7 +60,7 @@ def select_above(
             raise OverflowedSum
         addend = None
     if is_native:
-        indices, values, finite = native_select.select_above(x, threshold, expected, addend)
+        indices, values, finite = native.select_above(x, threshold, expected, addend)
         if not finite:
             raise OverflowedSum
         return indices, values
@@ -88,7 +88,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
     if num >= x.numel():
         return x.abs() if addend is None else (x + addend).abs_()
     if _is_plain(x, addend) and backends.is_native(x.device):
-        return native_select.sample_magnitudes(x, num, seed, addend)
+        return native.sample_magnitudes(x, num, seed, addend)
     # index_select: on the CPU ten times faster than x[...]
     places = reference.sample_positions(x.numel(), num, seed, x.device)
     sample = x.index_select(0, places)
@@ -128,7 +128,7 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
     if k > x.numel():
         raise ValueError(f"top_k: k is {k} but there are only {x.numel()} elements")
     if _is_small(x, k) and _is_plain(x, addend):
-        chosen, finite = native_select.top_k_(x, addend, k, x.numel() // _GROUP)
+        chosen, finite = native.top_k_(x, addend, k, x.numel() // _GROUP)
         if addend is not None and not finite:
             raise OverflowedSum
         if chosen is not None:
@@ -246,7 +246,7 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
     values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=x.device)
     if not kept_M.numel():
         return positions, values
-    backends.implementation("select", x.device).chunk_top_k(x, kept_M, positions, values)
+    backends.implementation("sparse", x.device).chunk_top_k(x, kept_M, positions, values)
     return positions, values
 
 

@@ -58,8 +58,8 @@ def _counting() -> Iterator[_Counted]:
             **{name: launched(found[name]) for name in ("encode_", "decode_sum_", "chunk_top_k") if name in found}
         )
 
-    rotate = launched(rotation.reference.rotate)
-    with patch.object(backends, "implementation", kernels), patch.object(rotation.reference, "rotate", rotate), counted:
+    rotate = launched(rotation.rotate_rows)
+    with patch.object(backends, "implementation", kernels), patch.object(rotation, "rotate_rows", rotate), counted:
         yield counted
 
 

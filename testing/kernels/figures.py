@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbia
 from lowbit_strategy.kernels.triton import dense, rotation
 from lowbit_strategy.kernels.triton.blocks import loops_of
 from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch
-from lowbit_strategy.kernels.triton.select import CHUNK
+from lowbit_strategy.kernels.triton.sparse import CHUNK
 from testing.kernels import offline
 from testing.kernels.offline import Resources
 

@@ -26,7 +26,7 @@ from lowbit_strategy.kernels.triton import blocks, dense, encode, rotation
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import Launch, device_format
-from lowbit_strategy.kernels.triton.select import CHUNK, NUM_WARPS, chunk_top_k_kernel
+from lowbit_strategy.kernels.triton.sparse import CHUNK, NUM_WARPS, chunk_top_k_kernel
 
 _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8"}
 _ALIGNED = [["tt.divisibility", 16]]

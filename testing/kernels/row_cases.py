@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.reference import rotation as reference_rotation
-from lowbit_strategy.kernels.reference import select as reference_select
-from lowbit_strategy.kernels.rotation import signs
+from lowbit_strategy.kernels.reference import sparse as reference_select
+from lowbit_strategy.kernels.rotation import rotate_rows, signs
 
 ROTATIONS = ((1, 2), (5, 32), (300, 32), (33, 128), (3, 512), (1, 512))
 LARGE_ROTATIONS = ((131_077, 32), (4097, 512))  # many programs, and a rest
@@ -23,7 +22,7 @@ def check_rotations(fast: Any, device: str, sizes: tuple[tuple[int, int], ...] =
         x = torch.randn(num_rows, size, generator=generator)
         x *= 10.0 ** torch.randint(-30, 30, (num_rows, 1), generator=generator)
         for inverse in (False, True):
-            wanted = reference_rotation.rotate(x, signs(size, x.device), inverse=inverse)
+            wanted = rotate_rows(x, signs(size, x.device), inverse=inverse)
             on_device = x.to(device)
             found = fast.rotate(on_device, signs(size, on_device.device), inverse=inverse).cpu()
             if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):

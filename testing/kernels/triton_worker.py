@@ -14,7 +14,7 @@ import sys
 import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from lowbit_strategy.kernels.triton import blocks, dense, rotation, select
+from lowbit_strategy.kernels.triton import blocks, dense, rotation, sparse
 from lowbit_strategy.kernels.triton.layout import device_format, encode_launch
 from testing.kernels.cases import (
     check_case,
@@ -45,7 +45,7 @@ def main(which: str, part: int, num_parts: int) -> None:
         print(*wrong, "cases: 2", sep="\n")
         return
     if which == "rows":
-        wrong = check_rotations(rotation, "cpu") + check_chunks(select, "cpu")
+        wrong = check_rotations(rotation, "cpu") + check_chunks(sparse, "cpu")
         print(*wrong, "cases: 2", sep="\n")
         return
     chosen = {"quick": quick_cases, "core": core_cases, "other": other_cases}[which]()[part::num_parts]

@@ -51,9 +51,9 @@ def test_rotations_are_the_references() -> None:
 
 
 def test_the_largest_of_chunks_are_the_references() -> None:
-    from lowbit_strategy.kernels.triton import select
+    from lowbit_strategy.kernels.triton import sparse
 
-    assert check_chunks(select, "cuda") == []
+    assert check_chunks(sparse, "cuda") == []
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -1,4 +1,4 @@
-/* The sum of a tensor's 64-bit words, each times a weight of its position. See kernels/reference/digest.py. */
+/* The sum of a tensor's 64-bit words, each times a weight of its position. See kernels/digest.py. */
 #include <stdint.h>
 #include <string.h>
 

@@ -11,7 +11,7 @@ from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.reference import select as reference
+from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 

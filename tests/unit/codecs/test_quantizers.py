@@ -19,7 +19,7 @@ from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.kernels.format import lloyd_max, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
-from lowbit_strategy.kernels.reference.rotation import hadamard
+from lowbit_strategy.kernels.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec

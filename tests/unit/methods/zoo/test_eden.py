@@ -9,8 +9,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import hard_blocks
 from lowbit_strategy.kernels.format import unbiased_lloyd_max
-from lowbit_strategy.kernels.reference.rotation import hadamard
-from lowbit_strategy.kernels.rotation import signs
+from lowbit_strategy.kernels.rotation import hadamard, signs
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 
 SIZE = 128
