@@ -24,7 +24,9 @@ from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 T = TypeVar("T")
 
 _GRACE_S = 0.05
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name that torch 2.13 deprecates
+_all_gather_single = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # the name that torch 2.13 deprecates
 
 # gloo's threads need the GIL to let go of a collective that backward started (PyTorch 2.13). One that asks for it when
 # the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
@@ -62,13 +64,11 @@ class Comm(ABC):
         group: The process group; None where there is none.
         sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
         num_near: How many of the other ranks are on the same node.
-        counts: Whether `sent_nbytes` is kept.
         describe_step: Says which step an exchange belongs to, for errors.
         is_far: Whether latency is so high that all messages are sent before any is waited for.
     """
 
     group: dist.ProcessGroup | None = None
-    counts: ClassVar[bool] = True
     is_far: ClassVar[bool] = False
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -102,34 +102,54 @@ class Comm(ABC):
             nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
             self.group = nobody
 
-    @abstractmethod
+    # -- collectives: counted here, sent by what is derived ---------------------------------------------------------
+
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         """Row r of `x_WB` goes to rank r; row r of `out_WB` comes from rank r."""
+        self.sent_nbytes += (self.world_size - 1) * x_WB[0].nbytes
+        return self._all_to_all(out_WB, x_WB)
 
-    @abstractmethod
     def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
         """Consecutive runs of `x` of `in_splits` elements go to the ranks in order."""
+        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
+        return self._all_to_all_uneven(out, x, out_splits, in_splits)
 
-    @abstractmethod
     def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         """`x_B` of rank r becomes row r of `out_WB` on every rank."""
+        self.sent_nbytes += (self.world_size - 1) * x_B.nbytes
+        return self._all_gather(out_WB, x_B)
 
-    @abstractmethod
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Reduce over ranks by `op`, in place. Bytes are counted as for a ring: twice (W - 1) / W of the tensor."""
+        self.sent_nbytes += ring_nbytes(x, self.world_size)
+        return self._all_reduce(x, op)
 
-    @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> Pending:
         """Copy the tensor of group rank `source` to all ranks, in place."""
+        self.sent_nbytes += (self.world_size - 1) * x.nbytes * (self.rank == source)
+        return self._broadcast(x, source)
 
     def all_reduce_max(self, x: Tensor) -> Pending:
         """Replace each element by the largest of all ranks' values, in place; they must not be NaN."""
         return self.all_reduce(x, dist.ReduceOp.MAX)
 
+    @abstractmethod
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending: ...
+    @abstractmethod
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending: ...
+    @abstractmethod
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending: ...
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending: ...
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int) -> Pending: ...
+
 
 def ring_nbytes(x: Tensor, world_size: int) -> int:
     """What each rank of a ring sends to reduce `x`."""
-    return 2 * (world_size - 1) * x.numel() * x.element_size() // world_size
+    return 2 * (world_size - 1) * x.nbytes // world_size
 
 
 class GroupComm(Comm):
@@ -145,30 +165,26 @@ class GroupComm(Comm):
         self._backends: dict[str, str] = {}
         self._num_exchanges = 0
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
-        self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         return self._begin("all-to-all", x_WB, dist.all_to_all_single, out_WB, x_WB)
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
         return self._begin("all-to-all", x, dist.all_to_all_single, out, x, list(out_splits), list(in_splits))
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
-        self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         backend = self._backends.get(x_B.device.type) or self._backend(x_B.device)
         if backend == "gloo":  # its all-gather of bytes is slower than its all-to-all
             copies = x_B.reshape(1, -1).expand(self.world_size, -1).contiguous()
             return self._begin("all-gather", x_B, dist.all_to_all_single, out_WB, copies)
         # flat: some backends take a stacked output only where it has one more dim than the input
-        return self._begin("all-gather", x_B, _all_gather, out_WB.view(-1), x_B.reshape(-1))
+        return self._begin("all-gather", x_B, _all_gather_single, out_WB.view(-1), x_B.reshape(-1))
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        self.sent_nbytes += ring_nbytes(x, self.world_size)
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         return self._begin("all-reduce", x, dist.all_reduce, x, op)
 
-    def broadcast(self, x: Tensor, source: int) -> Pending:
-        if self.rank == source:
-            self.sent_nbytes += x.numel() * x.element_size() * (self.world_size - 1)
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
         return self._begin("broadcast", x, dist.broadcast, x, group_src=source)
 
     def _begin(self, kind: str, x: Tensor, collective: Callable[..., Any], *values: Any, **options: Any) -> Pending:
@@ -226,29 +242,29 @@ class LocalComm(Comm):
         world_size: Ranks in all. With one, results are what the method makes of this rank's tensors alone.
     """
 
-    counts: ClassVar[bool] = False
-
     def __init__(self, world_size: int = 1) -> None:
         super().__init__(rank=0, world_size=world_size)
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         out_WB.copy_(x_WB[:1].expand_as(out_WB))
         return _Done()
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
         out.view(self.world_size, -1).copy_(x[: in_splits[0]].expand(self.world_size, -1))
         return _Done()
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         out_WB.view(self.world_size, -1).copy_(x_B.reshape(1, -1).expand(self.world_size, -1))
         return _Done()
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         if op == dist.ReduceOp.SUM and self.world_size > 1:
             x.mul_(self.world_size)
         return _Done()
 
-    def broadcast(self, x: Tensor, source: int) -> Pending:
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
         return _Done()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -254,6 +254,11 @@ class _Hop(NamedTuple):
     state: StateTensors
     encoded: tuple[Segments, ...]
     decoded: tuple[Segments, ...]
+
+
+def message_nbytes(sizes: Iterable[int]) -> int:
+    """Of a message with a header and sections of these sizes."""
+    return HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
 def layout_header(layout: bytes, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm, Pending, UnderWay, ring_nbytes
+from lowbit_strategy.collectives.comm import Comm, GroupComm, Pending, UnderWay
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 _NUM_TAGS = 2**20  # of a communicator
@@ -53,18 +53,17 @@ class FarComm(GroupComm):
         """Memory of receives that are posted ahead, now."""
         return sum(channel.nbytes for channel in (*self._channels.values(), *self._ending))
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
-        self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         rows = x_WB.contiguous().view(self.world_size, -1)
         return self._exchange("all-to-all", out_WB.view(self.world_size, -1), list(rows))
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
-        self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         row = x_B.reshape(-1)
         return self._exchange("all-gather", out_WB.view(self.world_size, -1), [row] * self.world_size)
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
         channel = self._channel("uneven", 0)
         came, sent = list(out.split(list(out_splits))), list(x.split(list(in_splits)))
         under_way = self._under_way("uneven all-to-all", x.nbytes)
@@ -75,14 +74,13 @@ class FarComm(GroupComm):
             under_way.works += [channel.send(sent[r], r) for r in self._others() if sent[r].numel()]
         return under_way
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         """In two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
         taken in the order of ranks, by one of them: its bits are the same on all, but not those of gloo's.
         """
         if op not in _REDUCTIONS:
-            return super().all_reduce(x, op)
+            return super()._all_reduce(x, op)
         reduce = _REDUCTIONS[op]
-        self.sent_nbytes += ring_nbytes(x, self.world_size)
         padded_N = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.world_size))
         rows_WN = padded_N.view(self.world_size, -1)
         came_WN, result_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
@@ -276,27 +274,24 @@ class MemberComm(Comm):
         super().__init__(members.rank(), members.size())
         self._members = members
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
-        self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
-        return self._all_to_all(out_WB, x_WB, [], [])
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+        return self._all_to_all_uneven(out_WB, x_WB, [], [])
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
-        return self._all_to_all(out, x, list(out_splits), list(in_splits))
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
+        splits = list(out_splits), list(in_splits)
+        return self._begin("alltoall_base", out, x, *splits, dist.AllToAllOptions())
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
-        self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
-        return self._all_to_all(out_WB, x_B.reshape(1, -1).expand(self.world_size, -1).contiguous(), [], [])
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
+        return self._all_to_all_uneven(out_WB, x_B.reshape(1, -1).expand(self.world_size, -1).contiguous(), [], [])
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        self.sent_nbytes += ring_nbytes(x, self.world_size)
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [x], options)
 
-    def broadcast(self, x: Tensor, source: int) -> Pending:
-        if self.rank == source:
-            self.sent_nbytes += x.numel() * x.element_size() * (self.world_size - 1)
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._begin("broadcast", [x], options)
@@ -309,9 +304,6 @@ class MemberComm(Comm):
     def receive(self, x: Tensor, source: int) -> Pending:
         """What one member sends."""
         return self._begin("recv", [x], source, 0)
-
-    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int]) -> Pending:
-        return self._begin("alltoall_base", out, x, out_splits, in_splits, dist.AllToAllOptions())
 
     def _begin(self, operation: str, *values: Any) -> Pending:
         with as_failed_exchange():

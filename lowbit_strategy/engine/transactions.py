@@ -110,7 +110,7 @@ class ByteCheck:
 
     def begin_step(self, *, checks: bool) -> None:
         """Call last in `begin_step`. `checks`: only the methods will send in this step."""
-        self._checks, self._before = checks and self._comm.counts, self._comm.sent_nbytes
+        self._checks, self._before = checks, self._comm.sent_nbytes
 
     def add_untracked(self, nbytes: int) -> None:
         """`nbytes` have been sent that belong to no bucket."""

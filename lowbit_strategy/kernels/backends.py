@@ -60,19 +60,12 @@ def choose(device: torch.device) -> Backend:
     raise RuntimeError(f"no kernels for device type {device.type!r}: use CPU or CUDA")
 
 
-def implementation(stem: str, device: torch.device) -> ModuleType:
-    """The file called `stem` of the backend that serves `device`: all backends have the same functions in it.
+@cache
+def implementation(stem: str, backend: Backend) -> ModuleType:
+    """The file called `stem` of a backend, as `choose` says: all backends have the same functions in it.
 
     It is imported when it is asked for, since Triton is not there on every machine.
-
-    Raises:
-        RuntimeError: As `choose` does.
     """
-    return _module(stem, choose(device))
-
-
-@cache
-def _module(stem: str, backend: Backend) -> ModuleType:
     return import_module(f"lowbit_strategy.kernels.{'reference' if backend == 'torch' else backend}.{stem}")
 
 

@@ -52,7 +52,7 @@ def encode_(
     if not (x.dtype in _FLOATS and wire.dtype == torch.uint8 and x.device == wire.device and x.is_contiguous()):
         raise _what_is_wrong(x, wire)
     if isinstance(fmt, DenseFormat):
-        backends.implementation("dense", x.device).encode_(x, wire, segments, fmt, flag=flag)
+        backends.implementation("dense", backends.choose(x.device)).encode_(x, wire, segments, fmt, flag=flag)
         return
     if feedback is not None and not 0.0 <= feedback.beta < 1.0:
         raise ValueError(f"beta must be in [0, 1), got {feedback.beta}")
@@ -60,7 +60,7 @@ def encode_(
         raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
-    backends.implementation("blocks", x.device).encode_(
+    backends.implementation("blocks", backends.choose(x.device)).encode_(
         x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback
     )
 
@@ -82,4 +82,4 @@ def decode_sum_(
     ):
         raise _what_is_wrong(out, wire_WB)
     stem = "dense" if isinstance(fmt, DenseFormat) else "blocks"
-    backends.implementation(stem, out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+    backends.implementation(stem, backends.choose(out.device)).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

@@ -246,7 +246,7 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
     values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=x.device)
     if not kept_M.numel():
         return positions, values
-    backends.implementation("sparse", x.device).chunk_top_k(x, kept_M, positions, values)
+    backends.implementation("sparse", backends.choose(x.device)).chunk_top_k(x, kept_M, positions, values)
     return positions, values
 
 

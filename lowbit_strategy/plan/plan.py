@@ -14,8 +14,14 @@ from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, ParamGroup, ReductionPlan, ddp_buckets, gradient_transfers
-from lowbit_strategy.plan.inside import part_numel
+from lowbit_strategy.plan.gradients import (
+    Layout,
+    ParamGroup,
+    ReductionPlan,
+    ddp_buckets,
+    gradient_transfers,
+    part_numel,
+)
 from lowbit_strategy.plan.messages import (
     TransferGroup,
     ahead_nbytes,

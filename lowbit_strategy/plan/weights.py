@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
+from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
@@ -77,7 +77,7 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
         codecs = [coding.codec(spec) for spec in layout.specs]
         sizes = [row * itemsize if c is None else c.wire_nbytes(row) for c, row in zip(codecs, rows, strict=True)]
     own = sum(sizes)
-    row_framing = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) - size for size in sizes) if coded else 0
+    row_framing = message_nbytes(sizes) - own if coded else 0
     keep = "nothing" if not coded and coding.keep == "codes" else coding.keep
     kept = {"nothing": 0, "codes": own, "replica": exact}[keep] * world_size
     framing = HEADER_NBYTES + ALIGNMENT * len(rows)

@@ -52,8 +52,8 @@ def _counting() -> Iterator[_Counted]:
 
         return run
 
-    def kernels(stem: str, device: torch.device) -> SimpleNamespace:
-        found = vars(implementation(stem, device))
+    def kernels(stem: str, backend: backends.Backend) -> SimpleNamespace:
+        found = vars(implementation(stem, backend))
         return SimpleNamespace(
             **{name: launched(found[name]) for name in ("encode_", "decode_sum_", "chunk_top_k") if name in found}
         )

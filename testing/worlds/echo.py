@@ -20,28 +20,28 @@ class _Arrived:
 class EchoComm(Comm):
     """Rank 0 of any number. Collectives count as none of the operations that a dispatch mode sees."""
 
-    counts = False
-
     def __init__(self, world_size: int) -> None:
         super().__init__(rank=0, world_size=world_size)
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         with _disable_current_modes():
             out_WB.copy_(x_WB[:1].expand_as(out_WB))
         return _Arrived()
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
         raise NotImplementedError("not needed by codecs")
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         with _disable_current_modes():
             out_WB.view(self.world_size, -1).copy_(x_B.reshape(1, -1).expand(self.world_size, -1))
         return _Arrived()
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         return _Arrived()
 
-    def broadcast(self, x: Tensor, source: int) -> Pending:
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
         return _Arrived()
 
 

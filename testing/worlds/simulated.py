@@ -37,25 +37,21 @@ class SimulatedComm(Comm):
         super().__init__(rank, world.size)
         self.world = world
 
-    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
-        self.sent_nbytes += x_WB[0].nbytes * (self.world_size - 1)
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         return self.world.post(self.rank, (out_WB, x_WB), _all_to_all)
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
+    def _all_to_all_uneven(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
         return self.world.post(self.rank, (out.split(list(out_splits)), x.split(list(in_splits))), _all_to_all)
 
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
-        self.sent_nbytes += x_B.nbytes * (self.world_size - 1)
+    def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         return self.world.post(self.rank, (out_WB, x_B), _all_gather)
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        self.sent_nbytes += 2 * (self.world_size - 1) * x.nbytes // self.world_size
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         return self.world.post(self.rank, (x, x), _maximum if op == dist.ReduceOp.MAX else _sum)
 
-    def broadcast(self, x: Tensor, source: int) -> Pending:
-        if self.rank == source:
-            self.sent_nbytes += x.nbytes * (self.world_size - 1)
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
         return self.world.post(self.rank, (x, x), lambda buffers: _broadcast(buffers, source))
 
 
