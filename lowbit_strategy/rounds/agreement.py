@@ -1,19 +1,28 @@
-"""What replicas agree on when they meet: torchft's `Manager` votes inside one replica, and compares step numbers alone.
+"""What replicas agree on and hand over when they meet; torchft's `Manager` votes inside one, and compares step numbers.
 
 With it one replica commits while another does not, and two with other weights after the same number of steps continue
 as two runs. Here a synchronization is committed in two steps: all have received everything (they are prepared), and all
 know it. If a member is lost in between, some know and some do not. So each member has a history, a number that names
 all synchronizations committed so far, and a prepared one knows what it would become. When members meet again, those who
-have committed tell the others by their history. Pure functions of numbers.
+have committed tell the others by their history.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.transports import MemberComm
 from lowbit_strategy.kernels.reference.rng import hash32
+from lowbit_strategy.model.parameters import local_part
 
 NO_HISTORY = 0
 
@@ -72,6 +81,14 @@ class Agreement:
     steps: int
     position: int
     exchanges: bool
+
+
+def gathered_states(comm: Comm, mine: MemberState) -> list[MemberState]:
+    """Every rank's."""
+    numbers = torch.tensor(astuple(mine), dtype=torch.int64)
+    everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
+    comm.all_gather(everyone, numbers).wait()
+    return [MemberState(*row) for row in everyone.tolist()]
 
 
 def merge_ranks(states: Sequence[MemberState]) -> MemberState:
@@ -147,3 +164,44 @@ class MembersChange:
             f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
             f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
         )
+
+
+def send(state: Any, comm: MemberComm, rank: int) -> None:
+    """Dicts, lists, numbers, texts, None and tensors, to one member, as torch saves them: torchft pickles them, and
+    loading a pickle may run code.
+
+    Raises:
+        ExchangeFailedError: It is lost.
+        TypeError: The state has something else in it.
+    """
+    buffer = io.BytesIO()
+    torch.save(tree_map(_plain, state), buffer)
+    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    comm.send(torch.tensor([data.numel()]), rank).wait()
+    comm.send(data, rank).wait()
+
+
+def receive(comm: MemberComm, rank: int) -> Any:
+    """From one member; tensors are on the CPU.
+
+    Raises:
+        ExchangeFailedError: It is lost.
+        ValueError: It has sent something else.
+    """
+    size = torch.empty(1, dtype=torch.int64)
+    comm.receive(size, rank).wait()
+    data = torch.empty(int(size), dtype=torch.uint8)
+    comm.receive(data, rank).wait()
+    try:
+        return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    except Exception as error:  # other bytes fail in any of the ways of pickle
+        raise ValueError(f"a state that has arrived is damaged ({error})") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        local = local_part(value.detach()).cpu()
+        return local.clone() if local.nbytes < local.untyped_storage().nbytes() else local  # all of it would be saved
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} cannot be sent to another replica: numbers, texts and tensors can")

@@ -13,13 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.outer.interval import Seconds
@@ -30,18 +29,41 @@ from lowbit_strategy.rounds.agreement import (
     MembersChange,
     MemberState,
     agree,
+    gathered_states,
     history_after,
     merge_ranks,
+    receive,
     sample_weights,
+    send,
 )
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.fragment_sync import InFlight, PendingCommit
+from lowbit_strategy.rounds.fragment import FragmentSync
 from lowbit_strategy.rounds.outer import OuterSync
-from lowbit_strategy.rounds.plain_state import receive, send
 
 _KEPT_CHANGES = 1000
 
 _log = logging.getLogger("lowbit_strategy")
+
+
+class PendingCommit(NamedTuple):
+    """A fragment that this replica has received completely, without knowing whether all have.
+
+    Args:
+        in_flight: The fragment.
+        history: What the history becomes if it is committed.
+        before: Next fragment, steps since the last one and length of the round, to roll back to.
+        done: This replica trains no more.
+    """
+
+    in_flight: FragmentSync
+    history: int
+    before: tuple[int, int, int]
+    done: bool
+
+    @property
+    def ends(self) -> bool:
+        """Whether all members have stopped training: there is no next meeting."""
+        return self.done and self.in_flight.all_done
 
 
 class ElasticOuterSync(OuterSync):
@@ -97,18 +119,19 @@ class ElasticOuterSync(OuterSync):
         """As `OuterSync`; with rounds in seconds, the steps taken if time is up, else one more."""
         return max(1, self._since + self._has_time) if isinstance(self.rule.every, Seconds) else super().sync_interval
 
-    def after_step(self, learning_rate: float | None = None) -> bool:
+    def after_step(self, learning_rate: float | None = None) -> None:
         self._trained += self._counted or 1
         self._counted = 0
-        if isinstance(self.rule.every, Seconds):
-            left = self.rule.every.seconds / len(self.fragments) - (time.monotonic() - self._last_sync)
+        timed = self.rule.every if isinstance(self.rule.every, Seconds) else None
+        if timed is not None:
+            left = timed.seconds / len(self.fragments) - (time.monotonic() - self._last_sync)
             self._has_time = self.membership.decide(left > 0)
         before, since = self.num_syncs, self._since + 1
-        moved = super().after_step(learning_rate)
+        super().after_step(learning_rate)
         if self.num_syncs > before:
             self._last_sync = time.monotonic()
-            self._every = since * len(self.fragments) if isinstance(self.rule.every, Seconds) else self._every
-        return moved
+            if timed is not None:
+                self.round_length = since * len(self.fragments)
 
     def count_samples(self, number: int) -> None:
         """`number` more before the next optimizer step, by which the mean is weighted; never called: one per step."""
@@ -138,15 +161,15 @@ class ElasticOuterSync(OuterSync):
         """Before training: meet the others, who may be in the middle of it. Takes up to a round."""
         self.on_join()
         while self._rendezvous(due=False):
-            if self._attempt(None, done=False) is not None:
+            if self._attempt(done=False) is not None:
                 self.apply()
                 break
         self._last_sync = time.monotonic()
 
-    def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
+    def _launch(self, *, done: bool) -> FragmentSync:
         while True:
             self._rendezvous(due=True)
-            in_flight = self._attempt(learning_rate, done=done)
+            in_flight = self._attempt(done=done)
             if in_flight is not None:
                 return in_flight
 
@@ -159,29 +182,28 @@ class ElasticOuterSync(OuterSync):
 
     # -- exchange and commit ----------------------------------------------------------------------------------------
 
-    def _attempt(self, learning_rate: float | None, *, done: bool) -> InFlight | None:
+    def _attempt(self, *, done: bool) -> FragmentSync | None:
         """Exchange; None if that has failed."""
         assert self._comm is not None
-        before = (self._next, self._since, self._every)
+        before = (self._next, self._since, self.round_length)
         try:
-            in_flight = self.membership.together(lambda: self._exchanged(learning_rate, done=done))
+            in_flight = self.membership.together(lambda: self._exchanged(done=done))
         except ExchangeFailedError as error:
             self._roll_back(before)
             self.membership.fail(error)
             return None
-        ends = done and in_flight.header.all_done
-        self._pending = PendingCommit(in_flight, history_after(self._history, self._clock), before, ends, done)
+        self._pending = PendingCommit(in_flight, history_after(self._history, self._clock), before, done)
         try:
             self._confirm(self._comm)
         except ExchangeFailedError as error:
             self.membership.fail(error)
-            if not ends:  # otherwise there is no next meeting to learn it at
+            if not self._pending.ends:  # otherwise it is learned when members meet again
                 return None
         self.membership.succeed()
         return self._commit()
 
-    def _exchanged(self, learning_rate: float | None, *, done: bool) -> InFlight:
-        in_flight = super()._launch(learning_rate, done=done)
+    def _exchanged(self, *, done: bool) -> FragmentSync:
+        in_flight = super()._launch(done=done)
         in_flight.wait()
         return in_flight
 
@@ -195,15 +217,15 @@ class ElasticOuterSync(OuterSync):
         comm = copy.copy(comm)  # counts bytes of its own
         self.membership.together(lambda: comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait())
 
-    def _commit(self) -> InFlight:
+    def _commit(self) -> FragmentSync:
         pending, self._pending = self._pending, None
         assert pending is not None
         self._history = pending.history
-        self._marks[pending.in_flight.fragment] = self._trained
+        self._marks[pending.in_flight.place] = self._trained
         return pending.in_flight
 
     def _roll_back(self, before: tuple[int, int, int]) -> None:
-        self._next, self._since, self._every = before
+        self._next, self._since, self.round_length = before
         self._in_flight = self._pending = None
         self.sync.roll_back()
 
@@ -217,8 +239,8 @@ class ElasticOuterSync(OuterSync):
                 digest = beside.submit(self._digest)
                 members = self.membership.rendezvous(self._clock)
             try:
-                mine = merge_ranks(_gathered(self.membership.replica, self._state(digest.result(), due=due)))
-                states = self.membership.together(functools.partial(_gathered, copy.copy(members.comm), mine))
+                mine = merge_ranks(gathered_states(self.membership.replica, self._state(digest.result(), due=due)))
+                states = self.membership.together(functools.partial(gathered_states, copy.copy(members.comm), mine))
                 agreement = agree(states)
                 self._settle(members, agreement)
                 if agreement.to_heal or agreement.to_commit:
@@ -318,13 +340,9 @@ class ElasticOuterSync(OuterSync):
         if now == before:
             return
         self.members = now
-        change = MembersChange(
-            step=self.sync.step_index,
-            members=now,
-            joined=tuple(name for name in now if name not in before),
-            lost=tuple(name for name in before if name not in now),
-            seconds=seconds,
-        )
+        joined = tuple(name for name in now if name not in before)
+        lost = tuple(name for name in before if name not in now)
+        change = MembersChange(step=self.sync.step_index, members=now, joined=joined, lost=lost, seconds=seconds)
         self.changes.append(change)
         if self.membership.replica.rank == 0:
             self.on_change(str(change))
@@ -358,20 +376,14 @@ class ElasticOuterSync(OuterSync):
             for rank in agreement.to_heal:
                 _log.info("replica %s gets the state of %s", members.names[rank], members.names[comm.rank])
                 self._send_state(comm, rank)
-        return self._receive_state(comm, agreement.helper) if comm.rank in agreement.to_heal else None
+        return receive(comm, agreement.helper) if comm.rank in agreement.to_heal else None
 
     def _send_state(self, comm: MemberComm, rank: int) -> None:
         """What all replicas share."""
         state = super().state_dict()
-        own = ("weights", "flight", "buffers", "since", "losses", "eager")
-        shared = {key: value for key, value in state.items() if key not in own}
-        shared["losses"] = state["losses"] | {"own": []}
-        send(
-            shared | {"buffers": {"shared": state["buffers"]["shared"]}, "step_index": self.sync.step_index}, comm, rank
-        )
-
-    def _receive_state(self, comm: MemberComm, rank: int) -> dict[str, Any]:
-        return dict(receive(comm, rank))
+        shared = {key: value for key, value in state.items() if key not in ("weights", "flight", "since", "eager")}
+        shared |= {"losses": state["losses"] | {"own": []}, "buffers": {"shared": state["buffers"]["shared"]}}
+        send(shared | {"step_index": self.sync.step_index}, comm, rank)
 
     def _heal(self, state: Mapping[str, Any], agreement: Agreement) -> None:
         """Continue from what the others share; local steps since the last synchronization are lost."""
@@ -385,11 +397,3 @@ class ElasticOuterSync(OuterSync):
         self._set_step(state["step_index"])
         self.num_heals += 1
         self.on_healed()
-
-
-def _gathered(comm: Comm, mine: MemberState) -> list[MemberState]:
-    """Every rank's."""
-    numbers = torch.tensor(astuple(mine), dtype=torch.int64)
-    everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
-    comm.all_gather(everyone, numbers).wait()
-    return [MemberState(*row) for row in everyone.tolist()]

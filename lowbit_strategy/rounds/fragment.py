@@ -1,19 +1,23 @@
-"""A fragment of a model: parameters that synchronize together, their anchor, and the optimizers that move it."""
+"""A fragment of a model: parameters that synchronize together, what travels then, and the optimizers of the anchor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import local_part, shaped
-from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
+from lowbit_strategy.plan.rounds import NUM_FACTS, SAMPLE_NUMEL, buckets_of
 
 
 class Fragment:
@@ -89,6 +93,100 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
             at += spec.numel
         found.append((BucketLayout(tuple(entries), last=bucket is buckets[-1]), slice(start, at)))
     return found
+
+
+@dataclass(slots=True)
+class FragmentSync:
+    """One synchronization of a fragment: what this rank has sent, and once it has arrived, what all ranks get.
+
+    A header travels before the pseudo-gradient, summed over ranks without compression: ``[done?, asks?, steps, loss,
+    ||s||^2, finite? of each rank, s, changes of buffers]``, with s a sample of the pseudo-gradient. Reading it waits
+    for the device.
+
+    Args:
+        place: The fragment's among all.
+        fragment: What is synchronized.
+        x: The pseudo-gradient; once it has arrived, the mean.
+        header: float32, flat.
+        world_size: Of the ranks that synchronize.
+        delay: Optimizer steps after which it is applied.
+        age: Optimizer steps since it was sent.
+        weights: Each rank's weight, 1 on average; empty: all 1.
+        arrivals: Of the header and of the buckets.
+    """
+
+    place: int
+    fragment: Fragment
+    x: Tensor
+    header: Tensor
+    world_size: int
+    delay: int
+    age: int = 0
+    weights: tuple[float, ...] = ()
+    arrivals: Sequence[Pending] = ()
+
+    def wait(self) -> None:
+        """Until all of it has arrived."""
+        wait_for_all(self.arrivals)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether all ranks have stopped training."""
+        return int(self.header[0]) == self.world_size
+
+    @property
+    def asked(self) -> bool:
+        """Whether any rank wants all to do something together afterwards."""
+        return bool(self.header[1])
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps that a rank has completed on average."""
+        return float(self.header[2]) / self.world_size
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of all ranks'; None if a rank does not know its own, or it is not finite."""
+        loss = float(self.header[3]) / self.world_size
+        return loss if math.isfinite(loss) else None
+
+    @property
+    def left_out(self) -> list[int]:
+        """Ranks whose weights were not finite: they sent zeros."""
+        finite_W = self.header[NUM_FACTS : NUM_FACTS + self.world_size]
+        return [rank for rank, finite in enumerate(finite_W.tolist()) if not finite]
+
+    def share_without(self, left_out: Sequence[int]) -> float:
+        """The sum of the other ranks' weights."""
+        weights = self.weights or (1.0,) * self.world_size
+        return sum(weight for rank, weight in enumerate(weights) if rank not in left_out)
+
+    def means(self, share: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of ``||s||^2``, of ``s`` and of the changes of buffers, over ranks whose weights sum to `share`."""
+        means, at = self.header / (share or 1.0), NUM_FACTS + self.world_size
+        sample_numel = len(self.fragment.sample)
+        return means[4], means[at : at + sample_numel], means[at + sample_numel :]
+
+    def state_dict(self) -> dict[str, Any]:
+        """After `wait`."""
+        return {
+            "means": self.fragment.views(self.x),
+            "header": {"flat": self.header, "world_size": self.world_size},
+            "delay": self.delay,
+            "age": self.age,
+        }
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment]) -> FragmentSync | None:
+        """None if nothing was in flight, or the fragments have other parameters now."""
+        for place, fragment in enumerate(fragments if saved is not None else ()):
+            if saved is not None and fragment.anchors.keys() == saved["means"].keys():
+                x_N = torch.empty(fragment.numel, dtype=torch.float32, device=fragment.sample.device)
+                for name, view in fragment.views(x_N).items():
+                    view.copy_(saved["means"][name])
+                header, world_size = saved["header"]["flat"].to(x_N.device), saved["header"]["world_size"]
+                return cls(place, fragment, x_N, header, world_size, saved["delay"], saved["age"])
+        return None
 
 
 class AnchorOptimizer:
@@ -174,15 +272,12 @@ class EagerUpdate:
         for name, anchor in fragment.anchors.items():
             weights[name].copy_(anchor + self._offsets[name])
 
-    @torch.no_grad()
-    def before_anchor_moves(self, fragment: Fragment) -> None:
-        """Remember where this rank's weights started."""
+    @contextlib.contextmanager
+    def moving_with(self, fragment: Fragment) -> Iterator[None]:
+        """The anchor moves inside. What this rank has trained since it sent the fragment continues from the new one."""
         for name, anchor in fragment.anchors.items():
-            self._offsets[name].add_(anchor)
-
-    @torch.no_grad()
-    def after_anchor_moved(self, fragment: Fragment) -> None:
-        """What this rank has trained since continues from the new anchor."""
+            self._offsets[name].add_(anchor)  # where its weights started
+        yield
         weights = fragment.params
         for name, anchor in fragment.anchors.items():
             start = self._offsets[name]
@@ -199,3 +294,66 @@ class EagerUpdate:
             if name in state["offsets"]:
                 offset.copy_(state["offsets"][name])
                 self._optimizer.load(name, state["optimizer"].get(name, {}))
+
+
+class AsyncReducer(Protocol):
+    """Reduces while its caller continues."""
+
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending: ...
+
+
+class BlockingReducer:
+    """All results have arrived when `submit` of the last one returns."""
+
+    def __init__(self) -> None:
+        self._schedule = BucketSchedule()
+
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+        try:
+            self._schedule.start(buckets, result, future, last=last)
+        except Exception as error:
+            self._schedule.fail(error)
+            raise
+        return future
+
+
+class RoundLosses:
+    """This rank's losses since its last synchronization, and the ranks' mean at the first one and the last one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """A new run."""
+        self._own: list[Tensor] = []
+        self._first: float | None = None
+        self._last: float | None = None
+
+    def observe(self, loss: Tensor | float) -> None:
+        """Of a batch. Does not wait for the device."""
+        self._own.append(torch.as_tensor(loss, device=self._device).detach().float().mean())
+
+    def take(self) -> Tensor | None:
+        """This rank's mean since the last call; None: unknown."""
+        own, self._own = self._own, []
+        return torch.stack(own).mean() if own else None
+
+    def arrived(self, loss: float | None) -> None:
+        """The mean over all ranks; None: unknown."""
+        if loss is not None:
+            self._first, self._last = loss if self._first is None else self._first, loss
+
+    @property
+    def progress(self) -> float | None:
+        """The last mean over the first one; None: unknown."""
+        return None if not self._first or self._last is None else self._last / self._first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": list(self._own), "means": [self._first, self._last]}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """`own`: it was saved by this rank."""
+        self._first, self._last = state["means"]
+        self._own = [each.to(self._device) for each in state["own"]] if own else []

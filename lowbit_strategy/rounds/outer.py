@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,16 +15,16 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import to_plain
-from lowbit_strategy.plan.rounds import cut_into
+from lowbit_strategy.plan.rounds import NUM_FACTS, cut_into
 from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
-from lowbit_strategy.rounds.fragment import AnchorOptimizer, EagerUpdate, Fragment
-from lowbit_strategy.rounds.fragment_sync import (
+from lowbit_strategy.rounds.fragment import (
+    AnchorOptimizer,
     AsyncReducer,
     BlockingReducer,
-    FragmentSyncHeader,
-    InFlight,
+    EagerUpdate,
+    Fragment,
+    FragmentSync,
     RoundLosses,
-    warn_of,
 )
 from lowbit_strategy.rounds.inner_state import InnerState, States
 
@@ -38,7 +38,7 @@ class OuterSync:
 
     A fragment's synchronization, on all ranks, each when it comes to it:
 
-    1. a header (`FragmentSyncHeader`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient,
+    1. a header (`FragmentSync`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient,
        changes of buffers, and whether the rank's weights are finite. A rank where they are not sends zeros
     2. the pseudo-gradient goes through `GradientSync.reduce`
     3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor with the mean over the ranks that were
@@ -57,6 +57,7 @@ class OuterSync:
 
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
+        round_length: Optimizer steps of the current round.
         num_syncs: Fragment synchronizations completed.
         on_sync: Called after each one, on all ranks, when nothing is in flight; it may be collective.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
@@ -93,9 +94,9 @@ class OuterSync:
         self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
         self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
-        self._in_flight: InFlight | None = None
+        self._in_flight: FragmentSync | None = None
         self._next = self._since = 0  # fragment to send next; optimizer steps since the last one was sent
-        self._every = rule.round_length(sync.step_index, None)
+        self.round_length = rule.round_length(sync.step_index, None)
         self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
         self._losses = RoundLosses(sync.device)
         self.finished = False
@@ -115,12 +116,7 @@ class OuterSync:
     def sync_interval(self) -> int:
         """Optimizer steps from the last fragment that was sent to the next."""
         count = len(self.fragments)
-        return -(-(self._next + 1) * self._every // count) - -(-self._next * self._every // count)
-
-    @property
-    def round_length(self) -> int:
-        """Optimizer steps of the current round."""
-        return self._every
+        return -(-(self._next + 1) * self.round_length // count) - -(-self._next * self.round_length // count)
 
     @property
     def drift(self) -> float | None:
@@ -139,27 +135,23 @@ class OuterSync:
         if isinstance(self.rule.every, Interval):
             self._losses.observe(loss)
 
-    def after_step(self, learning_rate: float | None = None) -> bool:
+    def after_step(self, learning_rate: float | None = None) -> None:
         """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
 
         Args:
             learning_rate: Of the inner optimizer.
-
-        Returns:
-            Whether an anchor has moved.
         """
         self.sync.count_local_step()
         self._since += 1
         self._rates = (self._rates[1], learning_rate)
-        moved = self.finished = False
+        self.finished = False
         if self._in_flight is not None:
             self._in_flight.age += 1
-            moved = self._apply_if_due()
+            self._apply_if_due()
         if self._since >= self.sync_interval:
-            moved = self.apply() or moved  # still in flight: rounds have become shorter
-            self._launch(learning_rate, done=False)
-            moved = self._apply_if_due() or moved
-        return moved
+            self.apply()  # still in flight: rounds have become shorter
+            self._launch(done=False)
+            self._apply_if_due()
 
     def finish(self) -> None:
         """This rank trains no more: steps since the last synchronization are averaged into the anchors.
@@ -172,50 +164,57 @@ class OuterSync:
         self.apply()
         all_done = False
         while not all_done:
-            in_flight = self._launch(None, done=True)
+            in_flight = self._launch(done=True)
             in_flight.wait()
-            all_done = in_flight.header.all_done
+            all_done = in_flight.all_done
             self.apply(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
-            self._launch(None, done=True)
+            self._launch(done=True)
             self.apply(final=True, average=True)
         self.finished = True
 
-    def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
+    def _launch(self, *, done: bool) -> FragmentSync:
         """Send the next fragment."""
         fragment, sync = self.fragments[self._next], self.sync
         x_N = fragment.pseudo_gradient()
         finite = self._finite(x_N)
-        with_buffers = self._next == len(self.fragments) - 1
-        changes = self.model.buffers.changes() if with_buffers else []
+        changes = self.model.buffers.changes() if self._next == len(self.fragments) - 1 else []
         own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
         for mine in (x_N, *changes):
             mine.masked_fill_(finite == 0, 0.0)
             if own != 1.0:
                 mine.mul_(own)
-        header = FragmentSyncHeader.of(
-            sync, x_N[fragment.sample], changes, done=done, asks=self.asks(), loss=self._losses.take(), finite=finite
-        )
+        header = self._header(x_N[fragment.sample], changes, finite, done=done)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N, sync.step_index)
         sync.begin_step(steps_per_reduction=max(1, self._since))  # where controllers decide
-        reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
-        arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
+        arrivals = [self._reducer.submit(self._summed(header), result=header, last=False)]
         sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
         if self._next == 0:
-            self._every = max(self.every or self._next_round(learning_rate), len(self.fragments))
-        arrivals += [
-            self._reducer.submit(sync.reduce(layout, x, x), result=x, last=layout.last) for layout, x in reduced
-        ]
-        delay = self.rule.delay_of(self.sync_interval)
-        self._in_flight = InFlight(sent, x_N, header, arrivals, delay, weights=self.weights)
+            self.round_length = max(self.every or self._next_round(), len(self.fragments))
+        for layout, part in fragment.buckets:
+            x = x_N[part]
+            arrivals.append(self._reducer.submit(sync.reduce(layout, x, x), result=x, last=layout.last))
+        delay, world_size = self.rule.delay_of(self.sync_interval), sync.ranks.peers.world_size
+        self._in_flight = FragmentSync(
+            sent, fragment, x_N, header, world_size, delay, weights=self.weights, arrivals=arrivals
+        )
         return self._in_flight
 
-    def _next_round(self, learning_rate: float | None) -> int:
+    def _header(self, sample: Tensor, changes: Sequence[Tensor], finite: Tensor, *, done: bool) -> Tensor:
+        """See `FragmentSync`."""
+        peers, loss = self.sync.ranks.peers, self._losses.take()
+        facts = torch.zeros(NUM_FACTS + peers.world_size, device=sample.device)
+        facts[0], facts[1], facts[2] = float(done), float(self.asks()), float(self.sync.step_index)
+        facts[3] = torch.nan if loss is None else loss
+        facts[4] = torch.dot(sample, sample)
+        facts[NUM_FACTS + peers.rank] = finite
+        return torch.cat([facts, sample, *changes])
+
+    def _next_round(self) -> int:
         earlier, last = self._rates
         rising = earlier is not None and last is not None and last > earlier
-        step, progress = self.sync.step_index, self._losses.progress
-        return self.rule.round_length(step, learning_rate, rising=rising, progress=progress)
+        return self.rule.round_length(self.sync.step_index, last, rising=rising, progress=self._losses.progress)
 
     def _finite(self, x_N: Tensor) -> Tensor:
         """1 if all is finite on all ranks that shard one model, otherwise 0."""
@@ -234,48 +233,38 @@ class OuterSync:
         self.sync.byte_check.add_untracked(comm.sent_nbytes - before)
         yield pending
 
-    def _apply_if_due(self) -> bool:
-        if self._in_flight is None or self._in_flight.age < self._in_flight.delay:
-            return False
-        return self.apply()
+    def _apply_if_due(self) -> None:
+        if self._in_flight is not None and self._in_flight.age >= self._in_flight.delay:
+            self.apply()
 
-    def apply(self, *, final: bool = False, average: bool = False) -> bool:
-        """Apply the fragment in flight, on all ranks at the same point.
+    def apply(self, *, final: bool = False, average: bool = False) -> None:
+        """Apply the fragment in flight, if there is one, on all ranks at the same point.
 
         Args:
             final: The weights become the anchor; no share of the rank's own is kept.
             average: Take the mean of the weights, without the outer optimizer.
-
-        Returns:
-            Whether a fragment was in flight.
         """
         if self._in_flight is None:
-            return False
+            return
         in_flight, self._in_flight = self._in_flight, None
         in_flight.wait()
-        fragment, mean_N = self.fragments[in_flight.fragment], in_flight.x
-        left_out = in_flight.header.left_out
-        self.asked |= in_flight.header.asked
-        world_size = in_flight.header.world_size
-        share = in_flight.share_of([rank for rank in range(world_size) if rank not in left_out])
-        square, sample, changes = in_flight.header.means(share)
+        fragment, left_out, mix = in_flight.fragment, in_flight.left_out, 0.0 if final else self.rule.mix
+        self.asked |= in_flight.asked
+        share = in_flight.share_without(left_out)
+        square, sample, changes = in_flight.means(share)
         self._spread = torch.stack([square, torch.dot(sample, sample)])
         if left_out:
-            warn_of(left_out, self.sync, all_of_them=share == 0)
-            mean_N.mul_(world_size / (share or 1.0))
-        self._losses.arrived(in_flight.header.loss)
-        if self._eager is not None:
-            self._eager.before_anchor_moves(fragment)
-        if share:
-            self._move(fragment, mean_N, average=average, steps=in_flight.header.steps)
-        mix = 0.0 if final else self.rule.mix
-        if self._eager is not None:
-            self._eager.after_anchor_moved(fragment)
+            self._warn_of(left_out, all_of_them=share == 0)
+            in_flight.x.mul_(in_flight.world_size / (share or 1.0))
+        self._losses.arrived(in_flight.loss)
+        with contextlib.nullcontext() if self._eager is None else self._eager.moving_with(fragment):
+            if share:
+                self._move(in_flight, average=average)
         if self._eager is None or final:
             fragment.pull_(mix)
         if changes.numel():
             self.model.buffers.take_(changes, mix)
-        if in_flight.fragment == len(self.fragments) - 1 and not self.revocable:
+        if in_flight.place == len(self.fragments) - 1 and not self.revocable:
             self.model.compare_buffers()
         if self.sync.ranks.peers.rank in left_out:
             self.model.use_shared()
@@ -286,15 +275,28 @@ class OuterSync:
             self._inner.average(fragment.params, rounds, last=average)
         self.sync.end_step()
         self.on_sync()
-        return True
 
     @torch.no_grad()
-    def _move(self, fragment: Fragment, mean_N: Tensor, *, average: bool, steps: float) -> None:
-        means, anchors = fragment.views(mean_N), fragment.anchors
+    def _move(self, arrived: FragmentSync, *, average: bool) -> None:
+        fragment = arrived.fragment
+        means = fragment.views(arrived.x)
         if average:
-            torch._foreach_sub_(list(anchors.values()), list(means.values()))
+            torch._foreach_sub_(list(fragment.anchors.values()), list(means.values()))
+        else:
+            self._optimizer.step(means, arrived.steps)
+
+    def _warn_of(self, left_out: Sequence[int], *, all_of_them: bool) -> None:
+        """Log, on one rank, that these ranks' weights were not finite."""
+        if self.sync.ranks.rank:
             return
-        self._optimizer.step(means, steps)
+        which = "rank" if self.sync.ranks.intra_node is None else "replica"
+        _log.warning(
+            "weights that are not finite at optimizer step %d, on %s: %s, and they start again from the anchors, with a"
+            " fresh optimizer state",
+            self.sync.step_index,
+            ", ".join(f"{which} {rank}" for rank in left_out),
+            "the anchors stay as they are" if all_of_them else "the others go on without them",
+        )
 
     # -- which weights the model has --------------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class OuterSync:
             self._eager.restart()
         self._since = self._next = 0
         self._losses.restart()
-        self._every = self.rule.round_length(self.sync.step_index, None)
+        self.round_length = self.rule.round_length(self.sync.step_index, None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +336,7 @@ class OuterSync:
         self.arrive()
         return {
             "rule": to_plain("outer", self.rule),
-            "every": self._every,
+            "every": self.round_length,
             "wanted": self.every,
             "turn": self._next,
             "since": self._since,
@@ -347,7 +349,7 @@ class OuterSync:
             "weights": self.model.own_weights,
             "eager": None if self._eager is None else self._eager.state_dict(),
             "buffers": self.model.state_of_buffers(),
-            "flight": None if in_flight is None else in_flight.state_dict(self.fragments),
+            "flight": None if in_flight is None else in_flight.state_dict(),
         }
 
     def owns(self, state: Mapping[str, Any]) -> bool:
@@ -375,7 +377,7 @@ class OuterSync:
                 self._optimizer.load(name, state["optimizer"].get(name, {}) if same_optimizer else {})
         own &= same_rule
         self._losses.load_state_dict(state["losses"], own=own)
-        self._in_flight = InFlight.from_state(state["flight"], self.fragments, self.sync.device) if same_rule else None
+        self._in_flight = FragmentSync.from_state(state["flight"], self.fragments) if same_rule else None
         self.model.buffers.load_state_dict(state["buffers"], own=own)
         if not own:
             self.apply(final=True)
@@ -390,7 +392,7 @@ class OuterSync:
 
     def _continue_round(self, state: Mapping[str, Any]) -> None:
         """At the fragment at which it was saved."""
-        self._every, self._next = state["every"], state["turn"] % len(self.fragments)
+        self.round_length, self._next = state["every"], state["turn"] % len(self.fragments)
         self.num_syncs, self.every = state["num_turns"], state["wanted"]
         earlier, last = state["rates"]
         self._rates = (earlier, last)

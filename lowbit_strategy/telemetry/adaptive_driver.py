@@ -26,10 +26,9 @@ from lowbit_strategy.control.base import (
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
-from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.inform import inform
 from lowbit_strategy.rounds.outer import STATE_KEY
-from lowbit_strategy.telemetry.measure import NUM_SUMS, MeanSample, rehearse, sum_over_ranks, table, try_level
+from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
 
 EXTRA_STATE_KEY = "adaptive"
 
@@ -89,9 +88,6 @@ class AdaptiveDriver:
         self._sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._summed_steps = 0
-        self._measured: dict[int, dict[str, Tensor]] = {}
-        self._residuals: dict[str, Tensor] = {}
-        self._end_to_end: dict[str, Tensor] = {}
         self._last_end: float | None = None
 
     def attach(self, sync: GradientSync) -> None:
@@ -145,8 +141,7 @@ class AdaptiveDriver:
             if self.controller.reads_accumulated(progress, self.state):
                 shown |= self._read_sums()
             self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
-        probe = self._probe
-        self._measured, self._residuals, self._end_to_end = {level: {} for level in probe.levels}, {}, {}
+        probe, self._measure = self._probe, StepMeasure(sync)
         return self if probe.accumulate or probe.levels or probe.end_to_end else None
 
     def _apply(self, decision: Decision, progress: Progress) -> None:
@@ -176,14 +171,11 @@ class AdaptiveDriver:
             for view in views:
                 self._add_(view.spec.name, view.flat(), scale)
         if probe.levels:
+            self._measure.add_residuals(bucket)
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
-            sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
-            yield from sample.exchange()
-            yield from stages
-            self._end_to_end |= sample.sums()
-        else:
-            yield from stages
+            stages = self._measure.compare(views, stages)
+        yield from stages
         if probe.accumulate == "mean":
             for view in views:
                 # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
@@ -194,15 +186,11 @@ class AdaptiveDriver:
         """Not asked for: levels are tried on gradients regardless of those in force."""
 
     def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
-        sync, values = self.sync, {}
-        for slot in bucket.params:
-            values[slot.name] = bucket.compensated(slot, x, out)
-            residual = sync.state.store(slot.name).residual(slot.name)
-            if residual is not None:
-                self._residuals[slot.name] = squared_norm(residual)
+        sync = self.sync
+        values = {param.name: bucket.compensated(param, x, out) for param in bucket.params}
         for level in self._probe.levels:
             configuration = self.controller.levels[level].phase(sync.step_index)
-            self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
+            self._measure.rows[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
         if name not in self._sums:
@@ -226,11 +214,12 @@ class AdaptiveDriver:
     def _read_sums(self) -> dict[str, Any]:
         """Telemetry of the accumulated gradients, which start again from zero."""
         names, zero = list(self.sync.specs), torch.zeros((), device=self.sync.device)
-        squares = {
+        sums = StepMeasure(self.sync)
+        sums.rows["squares"] = {
             name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
             for name, values in self._sums.items()
         }
-        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.ranks.world)
+        total = sums.summed({"squares": 2})[0]["squares"]
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
             "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
@@ -242,32 +231,24 @@ class AdaptiveDriver:
         return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
-        probe, everyone = self._probe, self.sync.ranks.world
+        probe = self._probe
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
         if not (probe.levels or probe.end_to_end or seconds is not None):
             return shown
-        names, device = list(self.sync.specs), self.sync.device
-        residuals = {name: square.view(1) for name, square in self._residuals.items()}
-        parts = [table(self._measured[level], names, 4, device)[:, :3] for level in probe.levels]
-        both_hops = table(self._end_to_end, names, NUM_SUMS, device)
-        columns = torch.cat([*parts, both_hops, table(residuals, names, 1, device)], dim=1)
-        last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
-        last[0, 0] = seconds or 0.0
-        total = sum_over_ranks(torch.cat([columns, last]), everyone)
-        rows = total[:-1]
+        names = list(self.sync.specs)
+        widths: dict[Any, int] = {**dict.fromkeys(probe.levels, 3), "end_to_end": 2, "residual": 1}
+        sums, (mean_s,) = self._measure.summed(widths, [seconds or 0.0])
+        squares = {figure: rows / (self.sync.loss_scale or 1.0) ** 2 for figure, rows in sums.items()}
         if seconds is not None:
-            shown["step_seconds"] = float(total[-1, 0]) / everyone.world_size
-        if probe.end_to_end and bool(rows.isfinite().all()):
-            sums = (rows[:, -1 - NUM_SUMS : -1] / (self.sync.loss_scale or 1.0) ** 2).tolist()
-            shown["end_to_end"] = {name: EndToEnd(*row) for name, row in zip(names, sums, strict=True)}
-        if probe.levels and bool(rows.isfinite().all()):  # nothing can be learned from an overflow
-            rows = rows / (self.sync.loss_scale or 1.0) ** 2
-            shown["energy"] = {
-                level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}
-                for level, part in zip(probe.levels, rows[:, : -1 - NUM_SUMS].split(3, dim=1), strict=True)
-            }
-            shown["residual_norm"] = dict(zip(names, rows[:, -1].sqrt().tolist(), strict=True))
+            shown["step_seconds"] = mean_s
+        if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # nothing is learned from an overflow
+            return shown
+        if probe.end_to_end:
+            shown["end_to_end"] = _by_name(EndToEnd, names, squares["end_to_end"])
+        if probe.levels:
+            shown["energy"] = {level: _by_name(Energy, names, squares[level]) for level in probe.levels}
+            shown["residual_norm"] = dict(zip(names, squares["residual"][:, 0].sqrt().tolist(), strict=True))
         return shown
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -312,6 +293,10 @@ class AdaptiveDriver:
 
 
 _SUMS: dict[str, Callable[[Any], Any]] = {"end_to_end": EndToEnd._make, "energy": Energy._make}  # saved as lists
+
+
+def _by_name(make: Callable[..., Any], names: list[str], rows: Tensor) -> dict[str, Any]:
+    return {name: make(*row) for name, row in zip(names, rows.tolist(), strict=True)}
 
 
 def _each(make: Callable[[Any], Any], value: Any) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, LocalComm, Pending, wait_for_all
+from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import Sample, spread_sample, squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32
@@ -18,9 +20,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.ranks.ranks import Ranks
 
-NUM_ENERGIES = 4
 _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
-NUM_SUMS = 2  # of `MeanSample.sums`
 _SAMPLE = 2048  # elements per parameter, at most
 # One parameter for each method that a configuration may give: compressed, high precision, exempt.
 _SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
@@ -68,9 +68,8 @@ def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
 
 
 def energies(compensated: Tensor, sent: Tensor) -> Tensor:
-    """float64 [4]: squares of the compensated gradient, of what was sent, of the difference; and their dot product."""
-    h, s, error = squared_norm(compensated), squared_norm(sent), squared_norm(compensated - sent)
-    return torch.stack([h, s, error, (h + s - error) / 2])
+    """float64 [3]: squares of the compensated gradient, of what was sent, and of the difference."""
+    return torch.stack([squared_norm(compensated), squared_norm(sent), squared_norm(compensated - sent)])
 
 
 def try_level(
@@ -103,12 +102,6 @@ def _forget_residuals_(sync: GradientSync) -> None:
                 tensor.zero_()
 
 
-def table(rows: Mapping[str, Tensor], names: Sequence[str], width: int, device: torch.device) -> Tensor:
-    """The rows of `names` in order, float64 ``[names, width]`` on `device`; zeros where there is none."""
-    empty = torch.zeros(width, dtype=torch.float64, device=device)
-    return torch.stack([rows[name].to(torch.float64) if name in rows else empty for name in names])
-
-
 def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:
     """Reduce a small bucket as a rank of `world_size` would: both hops, every kind of parameter, every dtype.
 
@@ -122,66 +115,81 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
         bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if scatter else x)
 
 
-class MeanSample:
-    """A sample of one bucket's gradients, taken before it is reduced and compared with the result afterwards: the error
-    of both hops, against the true mean of the ranks' gradients.
-
-    The mean of all elements would take an uncompressed all-reduce. A sample of every parameter is enough for the norm
-    of the error, and costs a few kilobytes: the same elements on all ranks, evenly spread, others in every step.
+class StepMeasure:
+    """What monitors and controllers measure of one step: figures by parameter, squares that ranks add up.
 
     Args:
-        views: The bucket's parameters.
-        comm: To form the true mean over.
-        seed: The same on all ranks.
-        device: Of gradients; a bucket may have no views.
+        sync: The engine.
+
+    Attributes:
+        rows: By figure, a float64 row of each parameter that has one.
+        sampling_nbytes: Bytes that this rank has sent for `compare`.
     """
 
-    def __init__(self, views: Sequence[ParamView], comm: Comm, seed: int, device: torch.device) -> None:
-        self._views = views
-        self._comm = comm
-        self._samples = [
-            spread_sample(view.spec.numel, _SAMPLE, hash32(seed + at), view.x.device) for at, view in enumerate(views)
-        ]
-        picked = [
-            view.flat()[sample.positions_N].to(torch.float32) for view, sample in zip(views, self._samples, strict=True)
-        ]
-        self._sample = torch.cat(picked) if picked else torch.empty(0, dtype=torch.float32, device=device)
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+        self.rows: defaultdict[Hashable, dict[str, Tensor]] = defaultdict(dict)
+        self.sampling_nbytes = 0
 
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes this rank sends for the sample, counted as `Comm.all_reduce` does."""
-        world_size = self._comm.world_size
-        return 2 * (world_size - 1) * self._sample.nbytes // world_size
+    def add_residuals(self, bucket: Bucket) -> None:
+        """Figure ``residual``, one number; before the bucket is reduced."""
+        for param in bucket.params:
+            residual = self._sync.state.store(param.name).residual(param.name)
+            if residual is not None:
+                self.rows["residual"][param.name] = squared_norm(residual).view(1)
 
-    def exchange(self) -> Generator[Pending, None, None]:
-        """Form the true mean of the sample; a stage like those of a bucket."""
-        yield self._comm.all_reduce(self._sample)
-        self._sample /= self._comm.world_size
+    def compare(self, views: Sequence[ParamView], stages: Stages) -> Stages:
+        """Figure ``end_to_end``, two numbers: the squared norms of the error of both hops, and of the true mean.
 
-    def sums(self) -> dict[str, Tensor]:
-        """After the bucket has been reduced: float64 [2] for each parameter, to be summed over ranks.
+        The mean of all elements would take an uncompressed all-reduce. A sample of every parameter is enough, and costs
+        a few kilobytes: the same elements on all ranks, evenly spread, others in every step. Sums over ranks estimate
+        the norms: under DDP every rank has the whole result and gives a W-th, under FSDP2 what its own row shows.
 
-        The squared norms of the error and of the true mean, estimated for all elements. Under DDP every rank has the
-        whole result and gives a W-th; under FSDP2 a rank gives what its own row shows.
+        Args:
+            views: Of the bucket's parameters.
+            stages: Reduce it.
         """
-        means = self._sample.split([sample.positions_N.numel() for sample in self._samples])
-        return {
-            view.spec.name: self._compare(view, mean, sample)
-            for view, mean, sample in zip(self._views, means, self._samples, strict=True)
-        }
+        comm, device, seed = self._sync.ranks.peers, self._sync.device, self._sync.step_context().shared_seed
+        samples = [spread_sample(view.spec.numel, _SAMPLE, hash32(seed + at), device) for at, view in enumerate(views)]
+        picked = [view.flat()[sample.positions_N].float() for view, sample in zip(views, samples, strict=True)]
+        mean = torch.cat([torch.empty(0, device=device), *picked])  # a bucket may have no parameters
+        before = comm.sent_nbytes
+        arrives = comm.all_reduce(mean)
+        self.sampling_nbytes += comm.sent_nbytes - before
+        yield arrives
+        yield from stages
+        means = (mean / comm.world_size).split([each.numel() for each in picked])
+        for view, mean_N, sample in zip(views, means, samples, strict=True):
+            self.rows["end_to_end"][view.name] = _compared(view, mean_N, sample, comm)
 
-    def _compare(self, view: ParamView, mean_N: Tensor, sample: Sample) -> Tensor:
-        world_size, rank = self._comm.world_size, self._comm.rank
-        if not view.spec.sharded:
-            return _sums(view.out[sample.positions_N], mean_N, sample.weights_N / world_size)
-        first, length = rank * view.row_numel, view.row_length(rank)
+    def summed(self, widths: Mapping[Any, int], facts: Sequence[float] = ()) -> tuple[dict[Any, Tensor], list[float]]:
+        """On all ranks, in one exchange: the rows of each figure, ``[names, width]``, and the mean of each fact.
+
+        Args:
+            widths: Numbers in a row, by figure. A parameter without one has zeros.
+            facts: This rank's, in addition.
+        """
+        names, device = list(self._sync.specs), self._sync.device
+        parts = []
+        for figure, width in widths.items():
+            rows, empty = self.rows[figure], torch.zeros(width, device=device)
+            parts.append(torch.cat([rows.get(name, empty).double() for name in names]))
+        parts.append(torch.tensor(facts, dtype=torch.float64, device=device))
+        everyone = self._sync.ranks.world
+        *sums, means = sum_over_ranks(torch.cat(parts), everyone).split([part.numel() for part in parts])
+        tables = {key: each.view(len(names), widths[key]) for key, each in zip(widths, sums, strict=True)}
+        return tables, (means / everyone.world_size).tolist()
+
+
+def _compared(view: ParamView, mean_N: Tensor, sample: Sample, comm: Comm) -> Tensor:
+    """float64 [2]: in float32 the squares of elements below 1e-19 would vanish."""
+    if view.spec.sharded:
+        first, length = comm.rank * view.row_numel, view.row_length(comm.rank)
         places = torch.tensor([first, first + length], device=sample.positions_N.device)
         own = slice(*torch.searchsorted(sample.positions_N, places).tolist())
-        result = view.out[sample.positions_N[own] - first].float() / world_size
-        return _sums(result, mean_N[own], sample.weights_N[own])
-
-
-def _sums(result_N: Tensor, mean_N: Tensor, weights_N: Tensor) -> Tensor:
-    """float64: in float32 the squares of elements below 1e-19 would vanish."""
+        result_N = view.out[sample.positions_N[own] - first].float() / comm.world_size
+        mean_N, weights_N = mean_N[own], sample.weights_N[own]
+    else:
+        result_N, weights_N = view.out[sample.positions_N], sample.weights_N / comm.world_size
     result, mean = result_N.double(), mean_N.double()
     return torch.stack([torch.dot(each.square(), weights_N) for each in (result - mean, mean)])

@@ -17,11 +17,10 @@ from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
-from lowbit_strategy.engine.sampling import squared_norm
-from lowbit_strategy.telemetry.measure import NUM_ENERGIES, NUM_SUMS, MeanSample, energies, sum_over_ranks, table
+from lowbit_strategy.telemetry.measure import StepMeasure, energies
 from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
 
-_WIDTH = NUM_ENERGIES + 1 + NUM_SUMS + 1  # energies, the residual's square, the end-to-end sums, bytes sent
+_WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # of figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +104,22 @@ class Observation:
     stride: int = 1
 
 
-class _Stopwatch:
-    """Adds up stretches of time."""
+class _Timed(NamedTuple):
+    """Something to wait for, which notes from when to when it was waited for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stretches: list[tuple[str, Moment, Moment]] = []
-
-    def start(self) -> Moment:
-        return now(self._device)
-
-    def stop(self, key: str, started: Moment) -> None:
-        self._stretches.append((key, started, now(self._device)))
-
-    def read(self, key: str) -> float:
-        return sum(seconds_between(began, ended) for name, began, ended in self._stretches if name == key)
-
-
-class _TimedPending(NamedTuple):
     pending: Pending
-    stopwatch: _Stopwatch
+    device: torch.device
+    waits: list[tuple[Moment, Moment]]
 
     def wait(self) -> object:
-        started = self.stopwatch.start()
+        began = now(self.device)
         result = self.pending.wait()
-        self.stopwatch.stop("comm", started)
+        self.waits.append((began, now(self.device)))
         return result
+
+
+def _seconds(stretches: Sequence[tuple[Moment, Moment]]) -> float:
+    return sum(seconds_between(began, ended) for began, ended in stretches)
 
 
 class Observer:
@@ -145,7 +134,6 @@ class Observer:
     Attributes:
         last: The last observation.
         own_sent_nbytes: Bytes that this rank alone sent in the last observed step, those of observing left out.
-        sampling_nbytes: Bytes that observing itself sent in that step: the sample of the true mean.
     """
 
     traces = True
@@ -165,7 +153,6 @@ class Observer:
         self.on_observation = on_observation
         self.last: Observation | None = None
         self.own_sent_nbytes = 0
-        self.sampling_nbytes = 0
         self._observing = False
         self._last_end: float | None = None
         sync.subscribe(self, StepPhase.OBSERVE)
@@ -178,11 +165,9 @@ class Observer:
         if not self._observing:
             return None
         self._step = self.sync.step_index
-        self._stopwatch = _Stopwatch(self.sync.device)
-        self._energies: dict[str, Tensor] = {}
-        self._residuals: dict[str, Tensor] = {}
-        self._end_to_end: dict[str, Tensor] = {}
-        self.sampling_nbytes = 0
+        self._measure = StepMeasure(self.sync)
+        self._codes: list[tuple[Moment, Moment]] = []  # from when to when this rank has coded
+        self._waits: list[tuple[Moment, Moment]] = []
         self._sent_before, self._inside_before = self.sync.ranks.peers.sent_nbytes, self._inside_nbytes()
         return self
 
@@ -190,36 +175,32 @@ class Observer:
         inside = self.sync.ranks.intra_node
         return 0 if inside is None else inside.sent_nbytes
 
+    @property
+    def sampling_nbytes(self) -> int:
+        """Bytes that observing itself sent in the last observed step."""
+        return self._measure.sampling_nbytes
+
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        sync = self.sync
-        views = [slot.within(x, out) for slot in bucket.params]
-        for slot in bucket.params:
-            residual = sync.state.store(slot.name).residual(slot.name)
-            self._residuals[slot.name] = (
-                torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
-            )
-        if sync.ranks.comes_and_goes:  # what one replica looks at needs no other
-            yield from self._timed(stages)
-            return
-        sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
-        self.sampling_nbytes += sample.sent_nbytes
-        yield from sample.exchange()
-        yield from self._timed(stages)
-        self._end_to_end |= sample.sums()
+        self._measure.add_residuals(bucket)
+        stages = self._timed(stages)
+        if not self.sync.ranks.comes_and_goes:  # what one replica looks at needs no other
+            stages = self._measure.compare([param.within(x, out) for param in bucket.params], stages)
+        yield from stages
 
     def _timed(self, stages: Stages) -> Stages:
+        device = self.sync.device
         while True:
-            started = self._stopwatch.start()
+            began = now(device)
             try:
                 pending = next(stages)
             except StopIteration:
                 return
             finally:
-                self._stopwatch.stop("codec", started)
-            yield None if pending is None else _TimedPending(pending, self._stopwatch)
+                self._codes.append((began, now(device)))
+            yield None if pending is None else _Timed(pending, device, self._waits)
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
-        self._energies[name] = energies(compensated, sent)
+        self._measure.rows["energies"][name] = energies(compensated, sent)
 
     def end_step(self, *, counted: bool) -> None:
         end = time.perf_counter()
@@ -234,21 +215,16 @@ class Observer:
     # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
-        sync, everyone = self.sync, self.sync.ranks.world
-        names, device = list(sync.specs), sync.device
-        sent_by_name = {name: torch.tensor([sync.state.sent_nbytes(name)], device=device) for name in names}
-        parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
-        rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
-        last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
-        between = sync.ranks.peers.between_nodes(self.own_sent_nbytes)
-        inside = self._inside_nbytes() - self._inside_before
-        times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
-        times += [between, self.own_sent_nbytes - between + inside]
-        last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
-        total = sum_over_ranks(torch.cat([rows, last]), everyone)
-        codec, waiting, sent, step, between, inside = (total[-1, : len(times)] / everyone.world_size).tolist()
-        total[:-1, :-1] /= (sync.loss_scale or 1.0) ** 2
-        sums = dict(zip(names, total[:-1], strict=True))
+        sync, names = self.sync, list(self.sync.specs)
+        own, left = self.own_sent_nbytes, sync.ranks.peers.between_nodes(self.own_sent_nbytes)
+        facts = [_seconds(self._codes), _seconds(self._waits), own, seconds or 0.0, left]
+        facts += [own - left + self._inside_nbytes() - self._inside_before]
+        facts += [sync.state.sent_nbytes(name) for name in names]
+        squares, means = self._measure.summed(_WIDTHS, facts)
+        codec, waiting, sent, step, between, inside, *nbytes = means
+        scaled = torch.cat([*squares.values()], dim=1) / (sync.loss_scale or 1.0) ** 2
+        rows = torch.cat([scaled, torch.tensor(nbytes, dtype=torch.float64)[:, None]], dim=1)
+        sums = dict(zip(names, rows, strict=True))
         groups = grouped(names, self.group_by)
         return Observation(
             step=self._step,
@@ -276,9 +252,10 @@ class Observer:
         sync = self.sync
         compressed = [name for name in names if sync.state.assignments[name].kind != "exempt"]
         chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
-        h, sent, error, product, residual, end_to_end, mean, _ = chosen
+        h, sent, error, residual, end_to_end, mean, _ = chosen
+        product = (h + sent - error) / 2
         numel = sum(sync.specs[name].whole.numel for name in names)
-        nbytes = sum(float(sums[name][-1]) for name in names) / sync.ranks.world.world_size
+        nbytes = sum(float(sums[name][-1]) for name in names)
         traffic = self._hops() * numel
         methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(

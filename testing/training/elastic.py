@@ -25,6 +25,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds import elastic_outer
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.outer import OuterSync
 
@@ -289,7 +290,7 @@ def arm(replica: Strikable, moment: str, turn: int, end: Callable[[], None] = _d
     elif moment == "helping":
         before(outer, "_send_state")
     elif moment == "healing":
-        after(outer, "_receive_state")
+        after(elastic_outer, "receive")
     else:
         raise ValueError(moment)
 

@@ -8,13 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import LocalComm
+from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import spread_sample
-from lowbit_strategy.telemetry.measure import MeanSample
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.measure import StepMeasure
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
+
+
+def measure_of(spec: TensorSpec, comm: Comm, seed: int) -> StepMeasure:
+    return StepMeasure(GradientSync(Dense(), [spec], Ranks.flat(comm), CPU, scatter=spec.sharded, seed=seed))
 
 
 def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
@@ -22,11 +29,11 @@ def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
     found = []
     for seed in seeds:
         out = gradient.flatten().clone()
-        sample = MeanSample([ParamView(spec, 1, spec.numel, x=out, out=out)], LocalComm(), seed, out.device)
-        for pending in sample.exchange():
-            pending.wait()
-        out.copy_(result.flatten())
-        error, mean = sample.sums()["weight"].tolist()
+        measure = measure_of(spec, LocalComm(), seed)
+        for pending in measure.compare([ParamView(spec, 1, spec.numel, x=out, out=out)], iter([None])):
+            if pending is None:
+                out.copy_(result.flatten())
+        error, mean = measure.rows["end_to_end"]["weight"].tolist()
         found.append((error / mean) ** 0.5)
     return torch.tensor(found)
 
@@ -88,11 +95,13 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
         else:
             out = x
             view = ParamView(spec, 3, row_numel, x=x, out=out)
-        sample = MeanSample([view], world.comms[rank], 7, torch.device("cpu"))
-        for pending in sample.exchange():
-            pending.wait()
-        view.write_mean_(total / 3 + noise, rank)
-        return sample.sums()["weight"]
+        measure = measure_of(view.spec, world.comms[rank], 7)
+        for pending in measure.compare([view], iter([None])):
+            if pending is not None:
+                pending.wait()
+            else:
+                view.write_mean_(total / 3 + noise, rank)
+        return measure.rows["end_to_end"]["weight"]
 
     try:
         sums = {}

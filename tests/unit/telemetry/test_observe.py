@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.telemetry import observe
-from lowbit_strategy.telemetry.measure import MeanSample
+from lowbit_strategy.telemetry import measure, observe
+from lowbit_strategy.telemetry.measure import StepMeasure
 from lowbit_strategy.telemetry.observe import Observer
-from testing.worlds.echo import EchoComm
 from testing.worlds.single import engine, gradients, reduce_step
 
 COMPRESSOR = LoCo(bits=2, block_size=64, residual="float32", beta=0.0, reset_steps=None)
@@ -70,7 +69,7 @@ def test_nothing_at_all_between_observed_steps() -> None:
     Observer(sync, wants=lambda step: step % 10 == 0)
     with (
         mock.patch.object(observe, "energies", side_effect=AssertionError("measured")),
-        mock.patch.object(observe, "sum_over_ranks", side_effect=AssertionError("summed over ranks")),
+        mock.patch.object(measure, "sum_over_ranks", side_effect=AssertionError("summed over ranks")),
     ):
         for step in range(1, 10):
             sync.step_index = step
@@ -155,5 +154,10 @@ def test_the_end_to_end_error_is_that_of_the_result(scatter: bool) -> None:
 
 def test_an_empty_bucket_has_its_sample_on_the_device() -> None:
     """NCCL refuses tensors of the CPU."""
-    device = torch.device("meta")
-    assert MeanSample([], EchoComm(2), 0, device)._sample.device == device
+    sync = engine(COMPRESSOR)
+    sync.begin_step()
+    sync.device = torch.device("meta")
+    devices = []
+    with mock.patch.object(type(sync.ranks.peers), "all_reduce", lambda self, x, *rest: devices.append(x.device)):
+        list(StepMeasure(sync).compare([], iter(())))
+    assert devices == [sync.device]
