@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -134,8 +135,14 @@ def test_top_k_of_a_sum_is_the_definition(path: str, numel: int, k: int) -> None
         wanted = ours + addend
         indices, values = Sum(ours, addend).top_k(k)
         assert torch.equal(ours, wanted)
-        assert torch.equal(indices, reference.top_k(wanted, k))
+        assert torch.equal(indices, _largest_of_sum(numel, k, sparse=sparse))
         assert torch.equal(values, wanted[indices])
+
+
+@functools.lru_cache  # sorting millions of numbers takes seconds: once for all paths
+def _largest_of_sum(numel: int, k: int, *, sparse: bool) -> Tensor:
+    x, addend = _pair(numel)
+    return reference.top_k(x + addend * (torch.arange(numel) % 7 == 0) if sparse else x + addend, k)
 
 
 @pytest.mark.parametrize("numel", [1000, 3_000_000])
