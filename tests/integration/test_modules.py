@@ -259,6 +259,7 @@ def compiled_whole(folder: Path) -> Facts:
     return {"print": fingerprint(model), "calls": len(sizes), "refused": refused}
 
 
+@pytest.mark.slow
 @scenarios(compiled_whole)
 def test_compiled_lightning_module(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]

@@ -62,6 +62,7 @@ def test_lightning_cli_with_a_class_path(tmp_path: Path, strategy: str, option: 
     assert f"compressor {LoCo(bits=8, beta=0.5, exempt=('@vector', '*.gate.*'))}" in done.stdout
 
 
+@pytest.mark.slow
 def test_lightning_cli_with_the_name_alone(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "config.yaml").write_text(f"{CONFIG.rstrip()} ddp\n")

@@ -48,7 +48,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
             torch.manual_seed(0)
             model = Regression()
             with listen() as lines:
-                made = trainer(name, max_steps=20)
+                made = trainer(name, max_steps=8)
                 made.fit(model, loader())
             runs[name] = {"losses": model.losses, "values": {k: v.tolist() for k, v in full_parameters(model).items()}}
     sync = made.strategy.sync
@@ -61,9 +61,9 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "peers": sync.ranks.peers.world_size,
         "world_size": sync.ranks.world_size,
         "sent": sync.ranks.peers.sent_nbytes,
-        "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
+        "accounted": 8 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "sent_inside": sync.ranks.intra_node.sent_nbytes,
-        "planned_inside": 20 * sync.plan().intra_node_nbytes,
+        "planned_inside": 8 * sync.plan().intra_node_nbytes,
         "residual": sync.state.nbytes,
         "numel": sum(spec.numel for spec in sync.state.full_specs.values()),
         "log": lines,
@@ -234,14 +234,14 @@ def codes_inside(folder: Path, kind: Kind) -> Facts:
             layers = [layer for width in widths for layer in (nn.Linear(*width), nn.Tanh())][:-1]
             model = Regression(nn.Sequential(*layers), lr=1e-3)
             with listen() as lines:
-                made = trainer(with_intra(kind, intra=intra), max_steps=16)
+                made = trainer(with_intra(kind, intra=intra), max_steps=8)
                 made.fit(model, loader())
             sync = made.strategy.sync
             runs[str(intra)] = Coded(
                 model.losses,
                 fingerprint(model),
                 sent=sync.ranks.intra_node.sent_nbytes,
-                planned=16 * sync.plan().intra_node_nbytes,
+                planned=8 * sync.plan().intra_node_nbytes,
             )
     return {**runs, "log": "\n".join(lines)}
 
