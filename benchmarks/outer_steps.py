@@ -32,7 +32,7 @@ from benchmarks.stacked_models import MODELS, Params, initial
 from lowbit_strategy.collectives.layout import Role, TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.outer.published import as_outer
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.mean_moment import correct_
 from lowbit_strategy.ranks.ranks import Ranks
@@ -121,7 +121,7 @@ class Local:
 
     def __init__(self, variant: Variant, params: Params, optimizer: Optimizer, seed: int) -> None:
         rule = self.rule = as_outer(variant.outer)
-        compressor = default_compressor(rule) if variant.compressor is None else as_compressor(variant.compressor)
+        compressor = rule.compressor() if variant.compressor is None else as_compressor(variant.compressor)
         workers = next(iter(params.values())).shape[0]
         specs = [TensorSpec(name, tuple(param.shape[1:]), _role(name)) for name, param in params.items()]
         self.world = ThreadedWorld(workers)

@@ -23,7 +23,6 @@ from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
 from lowbit_strategy.advisor.workload import Workload, plan_for, uncompressed
-from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.plan.gradients import Layout
@@ -64,7 +63,7 @@ def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> 
             plans[variant] = uncompressed(basis, _BYTES[variant], _BYTES[variant])
         elif name in OUTER_RULES:
             rule = OUTER_RULES[name]
-            plans[variant] = plan_for(workload, layout, default_compressor(rule), outer=rule)
+            plans[variant] = plan_for(workload, layout, rule.compressor(), outer=rule)
         else:
             plans[variant] = plan_for(workload, layout, PRESETS[name])
     return plans

@@ -12,6 +12,7 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.mixtures import Partition, WarmUp
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.published import (
+    OUTER_RULES,
     DiLoCo,
     EagerDiLoCo,
     LocalSGD,
@@ -19,8 +20,8 @@ from lowbit_strategy.methods.outer.published import (
     PostLocalSGD,
     SparseLoCo,
     StreamingDiLoCo,
+    as_outer,
 )
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD

@@ -102,11 +102,11 @@ def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
 def named(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
     from lowbit_strategy.methods.auto import Auto
-    from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
+    from lowbit_strategy.methods.outer.published import OUTER_RULES
     from lowbit_strategy.methods.registry import preset
 
     if base in OUTER_RULES:
-        return {"compressor": default_compressor(OUTER_RULES[base]), "outer": OUTER_RULES[base]}
+        return {"compressor": OUTER_RULES[base].compressor(), "outer": OUTER_RULES[base]}
     return {"compressor": Auto() if base == _AUTO else preset(base)}
 
 

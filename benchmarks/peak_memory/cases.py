@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peak_memory.training import Case
 from lowbit_strategy import DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
+from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
 
 
@@ -21,7 +21,7 @@ def _of_presets() -> list[Case]:
 
 def _of_rules() -> list[Case]:
     return [
-        Case(name=f"{name}_ddp", kind="ddp", compressor=default_compressor(rule), options=(("outer", _short(rule)),))
+        Case(name=f"{name}_ddp", kind="ddp", compressor=rule.compressor(), options=(("outer", _short(rule)),))
         for name, rule in OUTER_RULES.items()
     ]
 

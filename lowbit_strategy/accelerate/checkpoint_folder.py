@@ -15,7 +15,7 @@ from typing import Any
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.all_ranks import Stamp, first_problem, gather
+from lowbit_strategy.checkpoint.all_ranks import Stamp, all_succeed
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 
 
@@ -34,8 +34,7 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Non
         path = _path(folder, index)
         with session.save(path) as stamp:
             problem = _write(_stamp_file(path), stamp) if writes_stamp else None
-            if (message := first_problem(gather(problem, session.group))) is not None:
-                raise ResidualFileError(message)
+            all_succeed(None, problem, session.group)
 
 
 def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) -> None:

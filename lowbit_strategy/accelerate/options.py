@@ -15,7 +15,6 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.options.configuration import positional_configuration
 from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_shard_size
 from lowbit_strategy.telemetry.model_control import MonitorOptions
@@ -43,7 +42,7 @@ class PluginOptions(SyncOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compressor is _NOT_CHOSEN and self.outer is not None:
-            object.__setattr__(self, "compressor", default_compressor(self.outer))
+            object.__setattr__(self, "compressor", self.outer.compressor())
         for name in ("num_steps", "steps_per_epoch"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

@@ -16,7 +16,7 @@ from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.advisor.units import rounded
 from lowbit_strategy.advisor.workload import Workload, assign, plan_for, topology_for, uncompressed
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
+from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights import default_weights
 from lowbit_strategy.plan import fitting
@@ -129,7 +129,7 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
                 ours.append(_timed(starred, plan, situation, against, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
-            plan = plan_for(workload, layout, default_compressor(rule), outer=rule)
+            plan = plan_for(workload, layout, rule.compressor(), outer=rule)
             ours.append(_timed("diloco", plan, situation, against, "local"))
         found += own + (ours if situation is None else sorted(ours, key=lambda choice: choice.seconds))
     return found

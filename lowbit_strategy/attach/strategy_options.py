@@ -27,10 +27,9 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.interval import Seconds
-from lowbit_strategy.methods.outer.registry import (
+from lowbit_strategy.methods.outer.published import (
     OUTER_RULES,
     OuterRule,  # and what else may be given for one
-    default_compressor,
 )
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
@@ -185,7 +184,7 @@ class _Options:
         if compressor is not None:
             self.compressor = as_compressor(compressor)
         else:
-            self.compressor = LoCo() if self.options.outer is None else default_compressor(self.options.outer)
+            self.compressor = LoCo() if self.options.outer is None else self.options.outer.compressor()
         self.on_configured()
 
     def on_configured(self) -> None:

@@ -42,8 +42,19 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         return gathered(value, group)
 
 
-def first_problem(problems: list[str | None]) -> str | None:
-    """The first one, with its rank."""
+def all_succeed(value: Any, problem: str | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's `value`, in rank order.
+
+    Raises:
+        ResidualFileError: On every rank, if one of them has a problem.
+    """
+    outcomes = gather((value, problem), group)
+    if (message := _first([text for _, text in outcomes])) is not None:
+        raise ResidualFileError(message)
+    return [each for each, _ in outcomes]
+
+
+def _first(problems: list[str | None]) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
 
 
@@ -63,18 +74,13 @@ def agree_on_stamp(path: Any, stamp: Stamp | ResidualFileError | None, group: di
         ResidualFileError: On every rank, if a rank has another stamp than rank 0, or one that cannot be used.
     """
     found = str(stamp) if isinstance(stamp, ResidualFileError) else _problem(path, stamp)
-    everyone = gather((found, json.dumps(stamp, sort_keys=True, default=str)), group)
-    problem = first_problem([text for text, _ in everyone])
-    if problem is None:
-        texts = [text for _, text in everyone]
-        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-        if other is not None:
-            problem = (
-                f"rank {other} finds another record of residuals in {path} than rank 0: the checkpoint must be the"
-                f" same on all machines; {ADVICE}"
-            )
-    if problem is not None:
-        raise ResidualFileError(problem)
+    texts = all_succeed(json.dumps(stamp, sort_keys=True, default=str), found, group)
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise ResidualFileError(
+            f"rank {other} finds another record of residuals in {path} than rank 0: the checkpoint must be the same on"
+            f" all machines; {ADVICE}"
+        )
     assert not isinstance(stamp, ResidualFileError)
     return stamp
 
@@ -100,39 +106,6 @@ def _problem(path: Any, stamp: Any) -> str | None:
     return None
 
 
-def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | None) -> tuple[Stamp, list[str]]:
-    """Write all ranks' files beside the checkpoint `path`; call on all ranks, *before* the checkpoint is written.
-
-    Returns:
-        The stamp for the checkpoint, and this rank's files of a checkpoint that it replaces: to be deleted once the new
-        one is complete.
-
-    Raises:
-        ResidualFileError: On every rank, if one of them cannot write its file. No rank leaves a new file behind.
-    """
-    saved = capture.capture(sync)
-    before: list[str] = []
-    written: list[str] = []
-    checksum = problem = None
-    try:
-        before = residual_files.files_of(path, saved["rank"], saved["world_size"])
-        entry = residual_files.save(path, saved)
-        checksum, written = entry.checksum, [residual_files.path_of(path, entry)]
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-    outcomes = gather((checksum, problem), group)
-    if (message := first_problem([text for _, text in outcomes])) is not None:
-        residual_files.delete(name for name in written if name not in before)
-        raise ResidualFileError(message)
-    stamp = {
-        "step_index": sync.step_index,
-        "world_size": sync.ranks.world.world_size,
-        "parameters": list(sync.specs),
-        "checksums": [text for text, _ in outcomes],
-    }
-    return stamp, [name for name in before if name not in written]
-
-
 class ResidualSaver:
     """Saves residuals around the writing of checkpoints, on all ranks together.
 
@@ -147,22 +120,46 @@ class ResidualSaver:
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
-        """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it.
+        """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it; call it on all ranks.
+
+        1. every rank writes its file beside it, and all learn of the others'
+        2. the caller writes the checkpoint, with the stamp that it gets
+        3. once it is complete, files of a checkpoint that it replaces are deleted
 
         Raises:
-            ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
+            ResidualFileError: On every rank, if one of them cannot write its file. No rank leaves a new file behind.
         """
         if self._replaced is not None:
             gather(None, self._group)  # all ranks have arrived here, so the earlier checkpoint is complete
             residual_files.delete(self._replaced)
             self._replaced = None
-        stamp, replaced = save_residuals(self._sync, path, group=self._group)
+        stamp, replaced = self._save(path)
         yield stamp
         gather(None, self._group)
         if asynchronous:
             self._replaced = replaced
         else:
             residual_files.delete(replaced)
+
+    def _save(self, path: Any) -> tuple[Stamp, list[str]]:
+        """The stamp, and this rank's files of a checkpoint that is replaced."""
+        saved = capture.capture(self._sync)
+        before: list[str] = []
+        written: list[str] = []
+        checksum = problem = None
+        try:
+            before = residual_files.files_of(path, saved["rank"], saved["world_size"])
+            entry = residual_files.save(path, saved)
+            checksum, written = entry.checksum, [residual_files.path_of(path, entry)]
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        try:
+            checksums = all_succeed(checksum, problem, self._group)
+        except ResidualFileError:
+            residual_files.delete(name for name in written if name not in before)
+            raise
+        stamp = {"step_index": saved["step_index"], "world_size": saved["world_size"], "checksums": checksums}
+        return stamp | {"parameters": list(self._sync.specs)}, [name for name in before if name not in written]
 
 
 def resume(
@@ -192,7 +189,7 @@ def resume(
     error = _restore(sync, path, stamp, on_world_size_change)
     outcomes = gather(None if error is None else (isinstance(error, ValueError), str(error)), group)
     problems = [None if outcome is None else outcome[1] for outcome in outcomes]
-    if (message := first_problem(problems)) is None:
+    if (message := _first(problems)) is None:
         return
     if on_missing_residual == "error":
         of_another_model = next(outcome[0] for outcome in outcomes if outcome is not None)

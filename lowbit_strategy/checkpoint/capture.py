@@ -58,10 +58,9 @@ def check_last_step(sync: GradientSync) -> None:
         RuntimeError: A rank has sent a message of another layout in one of the last steps.
     """
     sync._flags.raise_if_broken(sync.ranks.rank, waits=True)
-    if sync.node_codes is not None:
-        sync.node_codes.flags.raise_if_broken(sync.ranks.rank, waits=True)
-    if sync.weights is not None:
-        sync.weights.flags.raise_if_broken(sync.ranks.rank, waits=True)
+    for part in (sync.node_codes, sync.weights):
+        if part is not None:
+            part.flags.raise_if_broken(sync.ranks.rank, waits=True)
 
 
 def _topology(sync: GradientSync) -> list[int]:

@@ -14,12 +14,13 @@ import os
 import posixpath
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import IO, Any, NamedTuple
 
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from torch.utils._pytree import tree_flatten_with_path
 
 from lowbit_strategy.checkpoint.capture import Saved
 
@@ -211,17 +212,8 @@ def _problem(saved: Any, entry: ResidualFile) -> str | None:
     if found != entry:
         return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
     # elsewhere (weights, moments, buffers such as a mask of -inf) a value that is not finite may be right
-    residuals = _tensors("parameters", saved["parameters"])
-    bad = next((key for key, x in residuals if x.is_floating_point() and not x.float().isfinite().all()), None)
-    return None if bad is None else f"holds a residual that is not finite, in {bad}"
-
-
-def _tensors(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _tensors(f"{key}.{name}" if key else str(name), inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _tensors(f"{key}[{index}]", inner)
+    for path, x in tree_flatten_with_path(saved["parameters"])[0]:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.float().isfinite().all():
+            names = [str(getattr(each, "key", each)) for each in path]
+            return f"holds a residual that is not finite, in parameters.{'.'.join(names)}"
+    return None

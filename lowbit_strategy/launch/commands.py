@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from lowbit_strategy.inform import errors_of
-from lowbit_strategy.ranks.quorum import start_lighthouse
+from lowbit_strategy.ranks.elastic import start_lighthouse
 
 # Everything after the command's name belongs to Accelerate's own parser, -h and --help included.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -238,7 +238,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _strategies() -> Iterator[Finding]:
-    from lowbit_strategy.methods.outer.registry import OUTER_RULES
+    from lowbit_strategy.methods.outer.published import OUTER_RULES
     from lowbit_strategy.methods.registry import PRESETS
 
     names = ", ".join(sorted(PRESETS))

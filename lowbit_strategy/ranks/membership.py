@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm, bytes_from_first_rank
 from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm, as_failed_exchange
-from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.ranks.quorum import (
+from lowbit_strategy.ranks.elastic import (
+    Elastic,
     Identity,
     Patience,
     Quorum,

@@ -135,7 +135,7 @@ class AdaptiveDriver:
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
             progress = self.clock(sync.step_index)
-            shown, self._shown = self._shown, {}
+            shown, self._shown = _named(self._shown), {}
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(progress, self.state):
@@ -245,9 +245,9 @@ class AdaptiveDriver:
         if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # nothing is learned from an overflow
             return shown
         if probe.end_to_end:
-            shown["end_to_end"] = _by_name(EndToEnd, names, squares["end_to_end"])
+            shown["end_to_end"] = dict(zip(names, squares["end_to_end"].tolist(), strict=True))
         if probe.levels:
-            shown["energy"] = {level: _by_name(Energy, names, squares[level]) for level in probe.levels}
+            shown["energy"] = {level: dict(zip(names, squares[level].tolist(), strict=True)) for level in probe.levels}
             shown["residual_norm"] = dict(zip(names, squares["residual"][:, 0].sqrt().tolist(), strict=True))
         return shown
 
@@ -262,7 +262,7 @@ class AdaptiveDriver:
             "levels": dict(self.levels),
             "accumulation": self.accumulation,
             "learning_rate_factor": self.learning_rate_factor,
-            "shown": self._shown | {key: _each(list, self._shown[key]) for key in _SUMS if key in self._shown},
+            "shown": self._shown,
             "sums": {name: values.cpu().clone() for name, values in self._sums.items()},
             "squares": {name: float(square) for name, square in self._squares.items()},
             "summed_steps": self._summed_steps,
@@ -279,8 +279,7 @@ class AdaptiveDriver:
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
-        shown = state["shown"]
-        self._shown = shown | {key: _each(make, shown[key]) for key, make in _SUMS.items() if key in shown}
+        self._shown = dict(state["shown"])
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
         squares = state["squares"].items()
         self._squares = {
@@ -292,16 +291,16 @@ class AdaptiveDriver:
             self.sync.use(per_parameter(self.controller.levels, self.levels))
 
 
-_SUMS: dict[str, Callable[[Any], Any]] = {"end_to_end": EndToEnd._make, "energy": Energy._make}  # saved as lists
-
-
-def _by_name(make: Callable[..., Any], names: list[str], rows: Tensor) -> dict[str, Any]:
-    return {name: make(*row) for name, row in zip(names, rows.tolist(), strict=True)}
-
-
-def _each(make: Callable[[Any], Any], value: Any) -> Any:
-    """The same mappings of names with what `make` makes of their values."""
-    return {key: _each(make, part) for key, part in value.items()} if isinstance(value, Mapping) else make(value)
+def _named(shown: dict[str, Any]) -> dict[str, Any]:
+    """What a step has shown, as controllers know it; saved are numbers."""
+    named = dict(shown)
+    if "end_to_end" in shown:
+        named["end_to_end"] = {name: EndToEnd(*row) for name, row in shown["end_to_end"].items()}
+    if "energy" in shown:
+        named["energy"] = {
+            level: {name: Energy(*row) for name, row in rows.items()} for level, rows in shown["energy"].items()
+        }
+    return named
 
 
 def _extended(fresh: Any, old: Any) -> Any:

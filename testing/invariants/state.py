@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_strategy.checkpoint.all_ranks import resume, save_residuals
+from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, resume
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.loco import LoCo
@@ -78,7 +78,8 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
     saving, sync = [], harness.sync()
     for step in range(4):
         if step == 2:
-            stamp, _ = save_residuals(sync, checkpoint, group=harness.comm.group)
+            with ResidualSaver(sync, harness.comm.group).around(checkpoint, asynchronous=False) as stamp:
+                pass
         saving.append(fingerprint(harness.run(sync, harness.grads(step))))
     saving += _state(sync)
     sync = harness.sync()

@@ -1,12 +1,14 @@
-"""The published outer rules: local SGD and its relatives, which average weights; DiLoCo, whose outer optimizer has
-momentum, and with fragments its streaming form.
+"""The published outer rules, and their names in strategies, configuration files and commands: local SGD and its
+relatives, which average weights; DiLoCo, whose outer optimizer has momentum, and with fragments its streaming form.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +18,22 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import (
+    Conversion,
+    Mismatch,
+    Source,
+    call,
+    convert,
+    did_you_mean,
+    register_conversion,
+)
+
+T = TypeVar("T")
 
 
 @configuration
@@ -262,3 +277,78 @@ class StreamingDiLoCo(DiLoCo):
 
     def compressor(self) -> Compressor:
         return LoCo(bits=2, codebook="fitted", block_size=64, beta=0.0, reset_steps=None)
+
+
+OUTER_RULES: dict[str, OuterRule] = {
+    rule.name: rule
+    for rule in (
+        DiLoCo(),
+        EagerDiLoCo(),
+        LocalSGD(),
+        OverlapLocalSGD(),
+        PostLocalSGD(),
+        SparseLoCo(),
+        StreamingDiLoCo(),
+    )
+}
+
+register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
+
+_INTERVALS: dict[str, type[Interval]] = {
+    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
+}
+
+
+def as_outer(value: object, field: str = "outer") -> OuterRule:
+    """An outer rule, its name, or a mapping: ``{name: diloco, every: 30}``.
+
+    Raises:
+        ValueError: None of them, or an unknown name or option.
+    """
+    return convert(value, OuterRule, field, Source.CODE)  # type: ignore[type-abstract]
+
+
+def _named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
+    """The entry of `known` for a name or ``{name: ..., option: ...}``, and the options."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    options = dict(value)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"needs the {what}'s name under 'name', got {value!r}")
+    if name.lower() not in known:
+        raise ValueError(f"unknown {what} {name!r}{did_you_mean(name.lower(), known)} Known: {', '.join(known)}")
+    return known[name.lower()], options
+
+
+def _rule(value: Any, source: Source) -> OuterRule:
+    base, options = _named(value, OUTER_RULES, "outer rule")
+    preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return call(type(base), preset | options, source)
+
+
+def _interval(value: Any, source: Source) -> Interval:
+    if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
+        return Seconds(seconds=float(seconds[1]))
+    cls, options = _named(value, _INTERVALS, "interval")
+    return call(cls, options, source)
+
+
+register_conversion(
+    OuterRule,
+    Conversion(
+        _rule,
+        "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
+        "an outer rule such as diloco or {name: diloco, every: 30}",
+    ),
+)
+register_conversion(
+    Interval,
+    Conversion(
+        _interval,
+        "an interval such as Quadratic(alpha=0.02) or {name: quadratic, alpha: 0.02} or '30s'",
+        "an interval such as {name: quadratic, alpha: 0.02} or '30s'",
+    ),
+)

@@ -13,7 +13,7 @@ from lowbit_strategy import DGC, PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode,
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.methods.outer.registry import OUTER_RULES
+from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit_strategy import Dense, DiLoCo, LocalSGD, OuterRule
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods.outer.registry import as_outer
+from lowbit_strategy.methods.outer.published import as_outer
 from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.messages import step_nbytes

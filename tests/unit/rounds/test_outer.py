@@ -25,7 +25,6 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
-from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.fragment import Fragment
@@ -55,7 +54,7 @@ def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch:
     found = []
     for bucket_numel in (2**21, 40):
         monkeypatch.setattr("lowbit_strategy.plan.rounds.BUCKET_NUMEL", bucket_numel)
-        ranks = Replicas(OUTER_RULES[name], default_compressor(OUTER_RULES[name]))
+        ranks = Replicas(OUTER_RULES[name], OUTER_RULES[name].compressor())
         fragment = ranks.outers[0].fragments[0]
         parts = [part for _, part in fragment.buckets]
         assert (len(parts) > 1) == (bucket_numel == 40 and len(fragment.params) > 1)
@@ -70,7 +69,7 @@ def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", OUTER_RULES)
 def test_every_rule_ends_with_the_same_weights(name: str) -> None:
-    ranks = Replicas(OUTER_RULES[name], default_compressor(OUTER_RULES[name]))
+    ranks = Replicas(OUTER_RULES[name], OUTER_RULES[name].compressor())
     for seed in range(62):
         ranks.step(seed)
     first = ranks.outers[0]
@@ -223,7 +222,7 @@ def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
 
 def test_the_mean_of_sparse_messages_is_exact() -> None:
     """What one rank sends reaches all ranks whole: the first round's anchor moves by the mean of what was sent."""
-    compressor = default_compressor(OUTER_RULES["sparseloco"])
+    compressor = OUTER_RULES["sparseloco"].compressor()
     assert isinstance(compressor, TopK)
     ranks = Replicas(OUTER_RULES["sparseloco"], replace(compressor, exempt=()), world_size=4)
     for _ in range(29):

@@ -20,7 +20,7 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.outer.published import as_outer
 from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.register import named
 from recipes.gpt import GPT
@@ -87,7 +87,7 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     numel = sum(param.numel() for param in model.parameters())
     report = plan(
         model,
-        default_compressor(OUTER_RULES[name]),
+        OUTER_RULES[name].compressor(),
         Planned(world_size=4, scatter=False),
         device=CPU,
         options=SyncOptions(outer=OUTER_RULES[name]),
@@ -98,7 +98,7 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
 
 def test_a_rule_has_the_same_compressor_by_every_name() -> None:
     for name, rule in OUTER_RULES.items():
-        assert default_compressor(as_outer(name)) == default_compressor(as_outer({"name": name})) == by_strategy(name)
+        assert as_outer(name).compressor() == as_outer({"name": name}).compressor() == by_strategy(name)
         assert as_outer(name).name == rule.name == name
 
 
