@@ -191,7 +191,7 @@ class ModelControl:
         )
         if options.bounds is not None:
             self._bounds = options.bounds.init()
-            self.sync.save_with("bounds", self)
+            self.sync.extra_state["bounds"] = self
         return self.observer
 
     # -- moments ------------------------------------------------------------------------------------------------------
