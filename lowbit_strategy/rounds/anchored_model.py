@@ -61,18 +61,7 @@ class AnchoredModel:
         before = comm.sent_nbytes
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
         self._sync.byte_check.add_untracked(comm.sent_nbytes - before)
-        self.take_differing(found)
-
-    def take_differing(self, found: Mapping[str, Differing]) -> None:
-        """What `AveragedBuffers.differing` has found replaces this rank's own."""
-        names = self.buffers.take_differing(found)
-        if names and self._sync.ranks.rank == 0:
-            _log.warning(
-                "%s%s differ between ranks and have no mean, as they are no floating point numbers: each rank goes on"
-                " with its own. A checkpoint has those of the first rank, and each rank's own beside the residuals",
-                ", ".join(names[:3]),
-                f" and {len(names) - 3} more" if names[3:] else "",
-            )
+        self.buffers.take_differing(found, warns=self._sync.ranks.rank == 0)
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -239,18 +228,24 @@ class AveragedBuffers:
         return found
 
     @torch.no_grad()
-    def take_differing(self, found: Mapping[str, Differing]) -> list[str]:
-        """Values replace this rank's own; means are averaged from now on. Returns names without a mean, each once."""
+    def take_differing(self, found: Mapping[str, Differing], *, warns: bool = False) -> None:
+        """Values replace this rank's own; means are averaged from now on. `warns`: once of each that has no mean."""
         for name, (value, averaged) in found.items():
             if value is not None:
                 own = self._live([name])[name]
                 own.copy_(value)
                 if averaged:
                     self.shared[name] = own.clone()
-        without_mean = [name for name, (value, _) in found.items() if value is None]
-        self._reported |= {*without_mean}
+        names = [name for name, (value, _) in found.items() if value is None]
+        self._reported |= {*names}
         self._agreed = self._digests()
-        return without_mean
+        if names and warns:
+            _log.warning(
+                "%s%s differ between ranks and have no mean, as they are no floating point numbers: each rank goes on"
+                " with its own. A checkpoint has those of the first rank, and each rank's own beside the residuals",
+                ", ".join(names[:3]),
+                f" and {len(names) - 3} more" if names[3:] else "",
+            )
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:

@@ -320,7 +320,7 @@ class ElasticOuterSync(OuterSync):
             return
         comm, device = copy.copy(members.comm), self.sync.device
         differing = functools.partial(self.model.buffers.differing, comm, device, known, floats_only=True)
-        self.model.take_differing(self.membership.together(differing))
+        self.model.buffers.take_differing(self.membership.together(differing))
         self._is_new = False
 
     def _use(self, members: Members, *, fresh_residuals: bool) -> None:
