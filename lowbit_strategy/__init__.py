@@ -45,16 +45,23 @@ def _look_up(name: str) -> object:
     is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None  # an import statement goes on to it
     if is_module or (name.startswith("_") and name != "__all__"):
         raise missing
-    from lowbit_strategy import exports
     from lowbit_strategy.options.conversion import nearest
 
-    if name == "__all__" or name in exports.__all__:
-        globals()[name] = getattr(exports, name)
-        return globals()[name]
-    known = {each.lower(): each for each in (*exports.__all__, *_IN_FRAMEWORKS)}
+    offered = _offered()
+    if name in offered:
+        globals()[name] = offered[name]
+        return offered[name]
+    known = {each.lower(): each for each in (*offered, *_IN_FRAMEWORKS)}
     if (near := nearest(name.lower(), known)) is not None:
         raise error(f"lowbit_strategy has no {name!r}; did you mean {known[near]!r}?")
     raise missing
+
+
+def _offered() -> dict[str, object]:
+    from lowbit_strategy import exports
+
+    names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
+    return {each: getattr(exports, each) for each in names} | {"__all__": names}
 
 
 if not TYPE_CHECKING:  # type checkers know every name, and would take any other for one
@@ -62,6 +69,4 @@ if not TYPE_CHECKING:  # type checkers know every name, and would take any other
 
 
 def __dir__() -> list[str]:
-    from lowbit_strategy import exports
-
-    return sorted({*globals(), *exports.__all__})
+    return sorted({*globals(), *_offered()})

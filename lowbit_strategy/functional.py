@@ -8,7 +8,7 @@ differentiate alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_
 
 Code = Codec | Bounded | int
 Operation = Literal["mean", "sum"]
+Transform = Callable[[Tensor], Tensor]
 _BLOCK_SIZE = 128
 
 
@@ -52,8 +53,18 @@ def all_reduce(
     Raises:
         ValueError: `codec` or `op` is none of those above.
     """
-    result: Tensor = _AllReduce.apply(x, codec, op, group, seed)
-    return result
+
+    def forward(x: Tensor) -> Tensor:
+        comm, code = GroupComm(group), _Coder.of(codec)
+        row_numel = round_up(-(-x.numel() // comm.world_size), code.block_size)
+        sizes = [row_length(x.numel(), row_numel, rank) for rank in range(comm.world_size)]
+        # half of the bound for each hop; errors of a sum add up
+        up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
+        own = _sum(x.reshape(-1).split(sizes), up, comm, op, seed)
+        parts = _gather(own, down, comm, sizes, seed + 1)
+        return torch.cat(parts).view(x.shape).to(x.dtype)
+
+    return _differentiable(x, forward, lambda grad: all_reduce(grad, codec, op=op, group=group, seed=seed))
 
 
 def reduce_scatter(
@@ -74,8 +85,19 @@ def reduce_scatter(
     Raises:
         ValueError: Dim 0 is not divisible by the number of ranks; `codec` or `op` is none of those above.
     """
-    result: Tensor = _ReduceScatter.apply(x, codec, op, group, seed)
-    return result
+
+    def forward(x: Tensor) -> Tensor:
+        comm, code = GroupComm(group), _Coder.of(codec)
+        parts = x.split(_splits(x, None, comm.world_size, "dim 0"))
+        within = code.within(1.0 / (comm.world_size if op == "sum" else 1))
+        total = _sum([part.reshape(-1) for part in parts], within, comm, op, seed)
+        return total.view(parts[0].shape).to(x.dtype)
+
+    def backward(grad: Tensor) -> Tensor:
+        gathered = all_gather(grad, codec, group=group, seed=seed)
+        return gathered / dist.get_world_size(group) if op == "mean" else gathered
+
+    return _differentiable(x, forward, backward)
 
 
 def all_gather(
@@ -101,8 +123,14 @@ def all_gather(
     Raises:
         ValueError: `codec` is none of those above.
     """
-    result: Tensor = _AllGather.apply(x, codec, codec if backward is None else backward, group, seed)
-    return result
+    back = codec if backward is None else backward
+
+    def forward(x: Tensor) -> Tensor:
+        comm = GroupComm(group)
+        parts = _gather(x.reshape(-1), _Coder.of(codec), comm, [x.numel()] * comm.world_size, seed)
+        return torch.cat([part.view(x.shape) for part in parts]).to(x.dtype)
+
+    return _differentiable(x, forward, lambda grad: reduce_scatter(grad, back, op="sum", group=group, seed=seed))
 
 
 def all_to_all(
@@ -137,76 +165,36 @@ def all_to_all(
     outs = list(output_splits) if output_splits is not None else ins
     if len(outs) != world_size:
         raise ValueError(f"output_splits must have a number for each of {world_size} ranks, got {len(outs)}")
-    result: Tensor = _AllToAll.apply(x, ins, outs, codec, codec if backward is None else backward, group, seed)
-    return result
+    back = codec if backward is None else backward
 
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codec: Code, op: Operation, group: Any, seed: int) -> Tensor:
-        ctx.options = (codec, op, group, seed)
-        comm, code = GroupComm(group), _Coder.of(codec)
-        row_numel = round_up(-(-x.numel() // comm.world_size), code.block_size)
-        sizes = [row_length(x.numel(), row_numel, rank) for rank in range(comm.world_size)]
-        # half of the bound for each hop; errors of a sum add up
-        up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
-        own = _sum(x.reshape(-1).split(sizes), up, comm, op, seed)
-        parts = _gather(own, down, comm, sizes, seed + 1)
-        return torch.cat(parts).view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        codec, op, group, seed = ctx.options
-        return all_reduce(grads[0], codec, op=op, group=group, seed=seed), None, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codec: Code, op: Operation, group: Any, seed: int) -> Tensor:
-        ctx.options = (codec, op, group, seed)
-        comm, code = GroupComm(group), _Coder.of(codec)
-        parts = x.split(_splits(x, None, comm.world_size, "dim 0"))
-        within = code.within(1.0 / (comm.world_size if op == "sum" else 1))
-        total = _sum([part.reshape(-1) for part in parts], within, comm, op, seed)
-        return total.view(parts[0].shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        codec, op, group, seed = ctx.options
-        gathered = all_gather(grads[0], codec, group=group, seed=seed)
-        return gathered / dist.get_world_size(group) if op == "mean" else gathered, None, None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codec: Code, backward: Code, group: Any, seed: int) -> Tensor:
-        ctx.options = (backward, group, seed)
-        comm = GroupComm(group)
-        parts = _gather(x.reshape(-1), _Coder.of(codec), comm, [x.numel()] * comm.world_size, seed)
-        return torch.cat([part.view(x.shape) for part in parts]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        codec, group, seed = ctx.options
-        return reduce_scatter(grads[0], codec, op="sum", group=group, seed=seed), None, None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ins: list[int], outs: list[int], codec: Code, backward: Code, group: Any, seed: int
-    ) -> Tensor:
-        ctx.options = (ins, outs, backward, group, seed)
+    def forward(x: Tensor) -> Tensor:
         row = x[:1].numel() if x.shape[0] else x.new_empty((1, *x.shape[1:])).numel()
         messages = [part.reshape(-1) for part in x.split(ins)]
         received = _send(messages, _Coder.of(codec), GroupComm(group), [count * row for count in outs], seed)
         return torch.cat(received).view(sum(outs), *x.shape[1:]).to(x.dtype)
 
+    def gradient(grad: Tensor) -> Tensor:
+        return all_to_all(grad, back, output_splits=ins, input_splits=outs, group=group, seed=seed)
+
+    return _differentiable(x, forward, gradient)
+
+
+class _Collective(torch.autograd.Function):
+    """``forward`` of a tensor, and ``backward`` of the gradient of what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Transform, backward: Transform) -> Tensor:
+        ctx.transform = backward
+        return forward(x)
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ins, outs, codec, group, seed = ctx.options
-        gradient = all_to_all(grads[0], codec, output_splits=ins, input_splits=outs, group=group, seed=seed)
-        return gradient, None, None, None, None, None, None
+        return ctx.transform(grads[0]), None, None
+
+
+def _differentiable(x: Tensor, forward: Transform, backward: Transform) -> Tensor:
+    result: Tensor = _Collective.apply(x, forward, backward)
+    return result
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

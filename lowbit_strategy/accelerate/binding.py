@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -33,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
-from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
@@ -51,7 +49,6 @@ from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
-_log = logging.getLogger("lowbit_strategy")
 
 
 class Binding:
@@ -81,8 +78,7 @@ class Binding:
             )
         if present is not None:
             present._make_room()
-        keep_fsdp_on_cpu(accelerator, fsdp_plugin)
-        check_accelerator(accelerator)
+        check_accelerator(accelerator, fsdp_plugin)
         self.plugin = plugin
         self.accelerator = accelerator
         self._of_section: bool = of_section

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from dataclasses import KW_ONLY, field
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
@@ -20,6 +22,7 @@ from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_sha
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
+_log = logging.getLogger("lowbit_strategy")
 
 
 @positional_configuration
@@ -114,10 +117,11 @@ def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) ->
     return size
 
 
-def check_accelerator(accelerator: Accelerator) -> None:
+def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Raises:
-    ValueError: The accelerator runs in a way that cannot be served.
+    ValueError: The accelerator, which was made with this plugin, runs in a way that cannot be served.
     """
+    _keep_fsdp_on_cpu(accelerator, fsdp_plugin)
     kind = DistributedType(accelerator.distributed_type)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     config = accelerator.parallelism_config
@@ -132,3 +136,32 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"{world_size} processes were launched, but Accelerate runs each of them on its own, without"
             " synchronization: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
         )
+
+
+def _keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Accelerate (1.15, ``state.py``) silently replaces FSDP on CPU by DDP: make it FSDP2 again.
+
+    Args:
+        accelerator: Whatever it runs.
+        plugin: What it was made with; if it came from a configuration file, None: the environment has the same options.
+
+    Raises:
+        ValueError: FSDP was asked for in code, and the plugin with its options is not known.
+    """
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if plugin is None:
+        if "FSDP_VERSION" not in os.environ:  # set by the launcher only: this was asked for in code
+            raise ValueError(
+                "Accelerate replaces FSDP on CPU by DDP and forgets the plugin: pass it on,"
+                " LowBitPlugin(...).attach(accelerator, fsdp_plugin=plugin), or use LowBitAccelerator"
+            )
+        plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # the next Accelerator reads it there
+    if accelerator.is_main_process:
+        _log.warning("Accelerate would train with DDP on CPU although FSDP was asked for: it is FSDP2 again")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-from lowbit_strategy.fabric.custom_loop import adapt, monitor
-from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin
+from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin, adapt, monitor
 
 __all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy", "adapt", "monitor"]
 

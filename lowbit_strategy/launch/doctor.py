@@ -6,8 +6,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_strategy import autoload
+from lowbit_strategy.private_names import PRIVATE_NAMES, problems
 from lowbit_strategy.version import __version__
 
 _OPTIONAL = {  # what they are for
@@ -101,24 +102,14 @@ def _packages() -> Iterator[Finding]:
             yield Finding("problem", name, "missing", f"pip install '{name}{bound}'")
 
 
-_FRAMEWORKS = ("hooks", "lightning", "accelerate", "transformers")  # packages whose patches.py lists names
-
-
 def _private_names() -> Iterator[Finding]:
     """What this package relies on in others beyond their documented interface."""
-    from lowbit_strategy.private_names import problems
-
-    seen: dict[str, None] = {}
-    for framework in _FRAMEWORKS:
-        try:
-            patches = import_module(f"lowbit_strategy.{framework}.patches")
-        except ImportError:
+    for name, listed in PRIVATE_NAMES.items():
+        if find_spec(name) is None:
             continue  # an optional framework that is not installed
-        seen |= dict.fromkeys(each.seen for each in patches.PATCHES)
-        for text in problems(patches.PATCHES):
-            yield Finding("problem", f"{framework}: private name", text, "install a version that constraints.txt names")
-    for name, newest in ((text.split()[0].lower(), text.split()[-1]) for text in seen):
-        found = _version(name)
+        for text in problems(listed):
+            yield Finding("problem", f"{name}: private name", text, "install a version that constraints.txt names")
+        found, newest = _version(name), listed[0].seen.split()[-1]
         if found is not None and Version(found).release[:2] > Version(newest).release[:2]:
             yield Finding("note", name, f"{found}, tested up to {newest}", "compare some steps with uncompressed ones")
 

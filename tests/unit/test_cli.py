@@ -152,11 +152,10 @@ def test_launch_help_has_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_doctor_names_what_another_package_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowbit_strategy.hooks import patches
-    from lowbit_strategy.private_names import PrivateName
+    from lowbit_strategy.private_names import PRIVATE_NAMES, PrivateName
 
     gone = PrivateName(target="torch.nn:Module._gone", use="called", seen="torch 2.13", reason="of this test")
-    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, gone))
+    monkeypatch.setitem(PRIVATE_NAMES, "torch", (*PRIVATE_NAMES["torch"], gone))
     problems = [finding for finding in doctor.examine() if finding.level == "problem"]
     assert any("torch.nn:Module._gone is gone" in finding.found for finding in problems)
 

@@ -6,30 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.accelerate import patches as accelerate_patches
 from lowbit_strategy.attach import wiring
-from lowbit_strategy.hooks import patches as torch_patches
-from lowbit_strategy.lightning import patches as lightning_patches
-from lowbit_strategy.private_names import PrivateName, problems
-from lowbit_strategy.transformers import patches as transformers_patches
+from lowbit_strategy.private_names import PRIVATE_NAMES, PrivateName, problems
 
-LISTED = {
-    "torch": torch_patches.PATCHES,
-    "lightning": lightning_patches.PATCHES,
-    "accelerate": accelerate_patches.PATCHES,
-    "transformers": transformers_patches.PATCHES,
-}
-EVERY = [pytest.param(name, id=f"{name.target}") for names in LISTED.values() for name in names]
+EVERY = [pytest.param(name, id=f"{name.target}") for names in PRIVATE_NAMES.values() for name in names]
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_it_is_there_and_takes_what_we_pass(name: PrivateName) -> None:
     assert name.problem() is None
     assert name.reason
-    assert name.seen.partition(" ")[0] in LISTED
+    assert name.seen.partition(" ")[0] in PRIVATE_NAMES
 
 
-@pytest.mark.parametrize("name", LISTED["lightning"], ids=lambda name: name.target)
+@pytest.mark.parametrize("name", PRIVATE_NAMES["lightning"], ids=lambda name: name.target)
 def test_it_is_there_in_the_other_namespace(name: PrivateName) -> None:
     other = name.target.replace("lightning.pytorch", "pytorch_lightning").replace(
         "lightning.fabric", "lightning_fabric"
@@ -60,6 +50,6 @@ def test_what_has_moved_is_named_with_the_reason() -> None:
 
 
 def test_what_attaching_sets_on_fsdp2_s_groups_is_listed() -> None:
-    owner, *others = {name.target.rpartition(".")[0] for name in torch_patches.PATCHES if ".mesh_info" in name.target}
+    owner, *others = {name.target.rpartition(".")[0] for name in PRIVATE_NAMES["torch"] if ".mesh_info" in name.target}
     assert not others
-    assert {f"{owner}.{name}" for name in wiring._SET} <= {name.target for name in torch_patches.PATCHES}
+    assert {f"{owner}.{name}" for name in wiring._SET} <= {name.target for name in PRIVATE_NAMES["torch"]}
