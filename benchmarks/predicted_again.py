@@ -33,7 +33,7 @@ _BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the f
 
 
 def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str) -> Situation:
-    """What was measured in a run, with the range that measured figures have; the optimizer is beside it."""
+    """What was measured in a run, with the range that measured figures have."""
     cluster = convert(report["cluster"], Cluster, "cluster").coding_as(preset)
     far = is_far(cluster.inter_node.latency_s)
     values: dict[What, float] = {
@@ -44,7 +44,7 @@ def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str
         "compute": cell["compute_s"],
     }
     figures = [Figure.of(what, "", value, "measured", far=far) for what, value in values.items()]
-    return Situation(cluster, cell["compute_s"], figures, optimizer_s=cell.get("optimizer_s", 0.0))
+    return Situation(cluster, cell["compute_s"], figures)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from lowbit_strategy.autoload import VARIABLE, serve
-from lowbit_strategy.launch.dry_run import DryRun, Linked, Planned
+from lowbit_strategy.launch.dry_run import Planned, install
 from lowbit_strategy.launch.section import export, plugin_from_section, read_section, section_from_environment
 
 
@@ -28,13 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = _parser().parse_args(argv)
     try:
-        dry_run = _prepare(arguments)
+        is_dry = _prepare(arguments)
     except ValueError as error:
         print(f"lowbit: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     _run(arguments.target, arguments.arguments, module=arguments.module)
-    if dry_run is not None:
-        dry_run.finish()
+    if is_dry:
+        print("lowbit: the script ended without preparing a model: there is nothing to report", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,15 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lowbit_config", metavar="FILE", help="file with a lowbit_config section, or the section")
     parser.add_argument("--lowbit_dry_run", metavar="KIND:PROCESSES", help="report for ddp:8 or fsdp:8; do not train")
-    parser.add_argument("--lowbit_link", metavar="LINK,LATENCY,COMPUTE", help="for a dry run: predict its steps too")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("target", help="the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _prepare(arguments: argparse.Namespace) -> DryRun | None:
-    """The section goes into the environment, where every `Accelerator` finds it; a dry run reports instead."""
+def _prepare(arguments: argparse.Namespace) -> bool:
+    """The section goes into the environment, where every `Accelerator` finds it. Whether it is a dry run, which reports
+    instead.
+    """
     section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
     if section is None:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")
@@ -61,12 +63,10 @@ def _prepare(arguments: argparse.Namespace) -> DryRun | None:
     if not arguments.lowbit_dry_run:
         os.environ.update(export(section))
         serve()
-        return None
-    linked = Linked.parse(arguments.lowbit_link) if arguments.lowbit_link else None
-    dry_run = DryRun(plugin, Planned.parse(arguments.lowbit_dry_run), linked)
+        return False
+    install(plugin, Planned.parse(arguments.lowbit_dry_run))
     os.environ.pop(VARIABLE, None)
-    dry_run.install()
-    return dry_run
+    return True
 
 
 def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:

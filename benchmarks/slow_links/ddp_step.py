@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, OuterRule  # registers the strategies' names
-from lowbit_strategy.advisor.clocks import OptimizerClock
 from recipes.gpt import LanguageModel
 from testing.counting.interface import sent_nbytes
 
@@ -35,19 +34,15 @@ class StepMeter(L.Callback):
         self.warmup_steps = options.warmup_steps
         self.last_step = options.warmup_steps + options.steps
         self.times_s: list[float] = []
-        self.optimizer_s: list[float] = []
-        self._clock = OptimizerClock(torch.device("cpu"))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.warmup_steps:
             dist.barrier()
             self._sent_before = sent_nbytes()
-            self._clock.take()
             self._last = time.perf_counter()
         elif trainer.global_step > self.warmup_steps:
             now = time.perf_counter()
             self.times_s.append(now - self._last)
-            self.optimizer_s.append(self._clock.take())
             self._last = now
         if trainer.global_step == self.last_step:
             self._count()

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
@@ -26,16 +26,11 @@ from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
 from benchmarks.slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
 from benchmarks.slow_links.fsdp_step import strategy_of as fsdp_strategy
 from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
-from lowbit_strategy import OUTER_RULES, PRESETS
-from lowbit_strategy.advisor.bench_file import slowest_codings
-from lowbit_strategy.advisor.clocks import measure_coding, memcpy_nbytes_per_s
-from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy import OUTER_RULES
 from lowbit_strategy.advisor.cost import step_time
-from lowbit_strategy.advisor.links import measure_network, slowest_network
+from lowbit_strategy.advisor.measure import measure
 from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.plan.plan import StepPlan
-from lowbit_strategy.ranks.ranks import make_ranks
-from lowbit_strategy.ranks.topology import find_topology
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
@@ -43,21 +38,6 @@ _PRESETS = ("loco", "loco1", "dense")
 _NO_SYNC_BF16, _NO_SYNC_DDP = "no-sync-bf16", "no-sync-ddp"
 _ALONE = (NO_SYNC, _NO_SYNC_BF16, _NO_SYNC_DDP)
 _ALONE_STEPS = 30  # of computing: ranks that are far apart begin one after the other, and the last ends alone
-
-
-def measured_cluster() -> Cluster:
-    """The same on all ranks."""
-    device, topology = torch.device("cpu"), find_topology()
-    size = topology.ranks_per_node if topology.obstacle is None else None
-    ranks = make_ranks(None, topology, size, device)
-    codings = {name: measure_coding(PRESETS[name], device) for name in _PRESETS}
-    mine = measure_network(ranks, device), codings, memcpy_nbytes_per_s(device)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    ranks.destroy()
-    networks, every_coding, copies = zip(*everyone, strict=True)
-    codings, copied = slowest_codings(every_coding), min(copies)
-    return replace(slowest_network(networks), codings=codings, memcpy_nbytes_per_s=copied)
 
 
 class AloneInDDP(LanguageModel):
@@ -93,7 +73,7 @@ class HalfAlone(Alone):
 
 
 def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter, StepPlan | None]:
-    """Seconds of each step on this rank and of its optimizer, and the plan of a strategy of ours.
+    """Seconds of each step on this rank, and the plan of a strategy of ours.
 
     `shards`: ranks that have one model together.
     """
@@ -150,22 +130,20 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     dist.init_process_group("gloo")
-    cluster = measured_cluster()
+    cluster = measure(_PRESETS, torch.device("cpu")).cluster
     layouts = {variant.rpartition("_")[2] for variant in options.variants}
     shards = int(os.environ["LOCAL_WORLD_SIZE"]) if "hsdp" in layouts else dist.get_world_size()
     shards = 1 if "ddp" in layouts else shards
     times: dict[str, list[float]] = {}
-    optimizer: dict[str, list[float]] = {}
     plans: dict[str, StepPlan] = {}
     alone = [NO_SYNC, *([_NO_SYNC_BF16] if STOCK_BF16 in options.variants else [])]
     alone += [_NO_SYNC_DDP] if shards == 1 else []
     for variant in (*alone, *options.variants, *alone):  # how fast processors are changes: before and after
         meter, plan = measured_step(variant, options, shards=shards)
         times.setdefault(variant, []).extend(meter.times_s)
-        optimizer.setdefault(variant, []).extend(meter.optimizer_s)
         if plan is not None:
             plans[variant] = plan
-    by_variant, optimizers = over_ranks(times), over_ranks(optimizer)
+    by_variant = over_ranks(times)
     basis = next(plan for variant, plan in plans.items() if plan.outer is None)
     cells = {}
     for variant in options.variants:
@@ -178,10 +156,10 @@ def main() -> None:
             own = _NO_SYNC_DDP
         before, after = by_variant[own][:_ALONE_STEPS], by_variant[own][_ALONE_STEPS:]
         alone_s = [statistics.median(before), statistics.median(after)]
-        figures = {"compute_s": statistics.mean(alone_s), "optimizer_s": statistics.median(optimizers[own])}
-        predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), **figures)
-        timed = {"measured_s": measured, "steps_s": by_step, "alone_s": alone_s}
-        cells[variant] = {**timed, **figures, **asdict(predicted)}
+        compute_s = statistics.mean(alone_s)
+        predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), compute_s)
+        timed = {"measured_s": measured, "steps_s": by_step, "alone_s": alone_s, "compute_s": compute_s}
+        cells[variant] = {**timed, **asdict(predicted)}
     if int(os.environ["LOCAL_RANK"]) == 0:
         options.report.write_text(json.dumps({"cluster": asdict(cluster), "cells": cells}))
     dist.destroy_process_group()

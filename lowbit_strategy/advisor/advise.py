@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.advisor import units
-from lowbit_strategy.advisor.machines import find_machine
 from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
@@ -41,115 +40,58 @@ def advise(
     hf_config: HFConfig = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
-    machine: Annotated[
-        str | None, typer.Option(help="A machine of the table, such as p4d or home-1gbit; here: ask nvidia-smi.")
-    ] = None,
+    machine: Annotated[str | None, typer.Option(help="A machine of the table, such as p4d or home-1gbit.")] = None,
     link: Annotated[str | None, typer.Option(help="Bandwidth of a node to the others. Default: 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Between nodes, one way. Default: 0.1ms.")] = None,
     intra: Annotated[
         str | None, typer.Option(help="Bandwidth of a GPU inside its node, one way. Default: 50GB/s.")
     ] = None,
-    window: Annotated[
-        str | None, typer.Option(help="Bytes in flight between two nodes. Default: 4MB, one TCP connection's.")
-    ] = None,
     compute: Annotated[
         str | None, typer.Option(help="A step without communication. Default: 4,096 tokens on such a GPU.")
     ] = None,
     bench: Annotated[Path | None, typer.Option(help="Links and coding speed as lowbit bench has written them.")] = None,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", help="Ranks compute on CPUs, with gloo; so measured, although there is a GPU.")
-    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Ranks compute on CPUs, with gloo.")] = False,
     memory: Annotated[
         str | None, typer.Option(help="Of a device. Default: 80GB. What does not fit is marked, and not recommended.")
     ] = None,
     close: Annotated[bool, typer.Option("--close", help="Recommend what is a little worse in loss, too.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page with curves over bandwidth and latency.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step time of every sensible set-up, and say whether to use one, not to, or to measure first.
-
-    Without a model, in a terminal, it asks.
-    """
-    if (params, model, hf_config) == (None, None, None) and _is_terminal():
-        params, nodes, ranks_per_node, link, latency, compute = _ask()
+    """Predict the step time of every sensible set-up, and say whether to use one, not to, or to measure first."""
+    given = {"link": link, "latency": latency, "inside": intra, "compute": compute, "memory": memory}
     with errors_of("advise"):
-        if html is not None and not html.absolute().parent.is_dir():
-            raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
-        measured = None if bench is None else _measurements(bench, cpu=cpu)
-        known = None if machine is None else find_machine(machine)
-        shape, assumed = _shape(nodes, ranks_per_node, measured, known)
-        workload = _workload(params, model, hf_config, *shape)
+        number = _number(params, model, hf_config)
         from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
-        from lowbit_strategy.advisor.inputs import LATENCY, gather, is_far
+        from lowbit_strategy.advisor.cluster import read_bench
+        from lowbit_strategy.advisor.inputs import find_machine, gather, is_far
 
-        if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
-            said_s = units.duration(latency or LATENCY)
-            far = is_far(said_s) if measured is None or latency is not None else measured.far
+        measured = None if bench is None else read_bench(bench)
+        known = None if machine is None else find_machine(machine)
+        assumed = []
+        if measured is not None and measured.nodes * measured.ranks_per_node > 1:
+            nodes, ranks_per_node = nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
+        if nodes is None:
+            nodes = 2
+            assumed.append("2 nodes")
+        if ranks_per_node is None:
+            ranks_per_node = 8 if known is None else known["gpus"]
+            assumed += ["8 ranks on each"] if known is None else []
+        workload = _workload(number, model, hf_config, nodes, ranks_per_node)
+        on_cpu = cpu or (measured is not None and measured.cluster.gloo)
+        situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu)
+        if on_cpu:
+            far = is_far(situation.cluster.inter_node.latency_s)
             workload = replace(workload, device_type="cpu", far=far)
-        said = {
-            "link": link,
-            "latency": latency,
-            "inside": intra,
-            "window": window,
-            "compute": compute,
-            "memory": memory,
-        }
-        situation = gather(said, workload.numel, measured, known, on_cpu=on_cpu)
         found = setup_options(workload, situation)
-        verdict = decide(found, workload, situation, "close" if close else "same")
-    sources = situation.sources(assumed, bench, workload.nodes, workload.ranks_per_node)
+        verdict = decide(found, workload, situation, close=close)
+    sources = situation.sources(assumed, nodes, ranks_per_node)
+    sources += "" if bench is None else f", in {bench}"
     if as_json:
         print(json.dumps(_everything(found, workload, situation, verdict, sources), indent=1))
     else:
         print(sources)
         Console().print(_table(found, workload, situation.memory_nbytes))
-        print(STEPS_MEAN)
-        print(verdict.sentence, *(f"  It {sentence}." for sentence in verdict.flips), sep="\n")
-    if html is not None:
-        from lowbit_strategy.advisor.page import write_advice
-
-        answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
-        with errors_of("advise"):
-            written = write_advice(html, found, workload, situation, (_title(workload), sources, answer))
-        print(f"written to {written}", file=sys.stderr if as_json else sys.stdout)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
-def _ask() -> tuple[str, int, int, str, str, str]:
-    """Prompt for the inputs of a prediction."""
-    return (
-        typer.prompt("How many parameters has the model (7e9, 350M)?"),
-        typer.prompt("How many machines?", default=2, type=int),
-        typer.prompt("How many GPUs has each?", default=8, type=int),
-        typer.prompt("How fast is the link of a machine, measured (10gbit, 200mbit)?", default="10gbit"),
-        typer.prompt("How far are the machines, one way (0.1ms, 75ms)?", default="0.1ms"),
-        typer.prompt("How long is a step on one machine alone (0.9s)?", default="1s"),
-    )
-
-
-def _measurements(path: Path, *, cpu: bool) -> Any:
-    from lowbit_strategy.advisor.bench import this_machine
-    from lowbit_strategy.advisor.bench_file import read_bench
-
-    measured = read_bench(path, this_machine(cpu=cpu))
-    for sentence in measured.outlier_links():
-        print(f"lowbit advise: {sentence}", file=sys.stderr)
-    return measured
-
-
-def _shape(
-    nodes: int | None, ranks_per_node: int | None, measured: Any, machine: Any
-) -> tuple[tuple[int, int], list[str]]:
-    """Nodes and ranks on each, and which of them nobody has said."""
-    if measured is not None and measured.levels:
-        return (nodes or measured.nodes, ranks_per_node or measured.ranks_per_node), []
-    assumed = ["2 nodes"] if nodes is None else []
-    each = ranks_per_node or (8 if machine is None else machine.gpus)
-    assumed += [f"{each} ranks on each"] if ranks_per_node is None and machine is None else []
-    return (nodes or 2, each), assumed
+        print(STEPS_MEAN, verdict.sentence, sep="\n")
 
 
 def estimate(
@@ -162,7 +104,8 @@ def estimate(
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
     with errors_of("estimate"):
-        workload = _workload(params, model, hf_config, nodes or 2, ranks_per_node or 8)
+        number = _number(params, model, hf_config)
+        workload = _workload(number, model, hf_config, nodes or 2, ranks_per_node or 8)
         from lowbit_strategy.advisor.advice import kept, setup_options
 
         found = setup_options(workload)
@@ -177,18 +120,29 @@ def estimate(
         print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")
 
 
-def _workload(params: str | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
-    """Raises:
-    ValueError: Not one of the three is given, or it cannot be built.
+def _number(params: str | None, model: str | None, hf_config: Path | None) -> float | None:
+    """Of parameters, if that is what was given.
+
+    Raises:
+        ValueError: Not one of the three is given, or it is no number of parameters.
     """
     if sum(each is not None for each in (params, model, hf_config)) != 1:
         raise ValueError("give one of --params, --model and --hf-config")
-    number = 0.0 if params is None else units.count(params)
+    if params is None:
+        return None
+    number = units.count(params)
     if number > _TOO_MANY:
         raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
+    return number
+
+
+def _workload(number: float | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
+    """Raises:
+    ValueError: The model cannot be built.
+    """
     from lowbit_strategy.advisor.workload import Workload, transformer
 
-    if params is not None:
+    if number is not None:
         return Workload(transformer(number), nodes, ranks_per_node, itemsize=2)
     from lowbit_strategy.model.parameters import describe_parameters
 
@@ -238,9 +192,7 @@ def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
     return {
         "name": choice.name,
         "line": choice.line,
-        "quality": choice.quality if choice.line else None,
-        "loss": None if choice.loss is None else asdict(choice.loss),
-        "more_steps_percent": None if choice.steps is None else choice.steps.worst,
+        "measured": None if choice.measured is None else asdict(choice.measured),
         "step": None if choice.time is None else asdict(choice.time),
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
@@ -253,13 +205,11 @@ def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
 
 def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: Any, sources: str) -> dict[str, Any]:
     """What ``--json`` prints."""
-    link = situation.cluster.inter_node
     return {
         "answer": verdict.answer,
         "advice": verdict.choice.line if verdict.answer == "use" else None,
         "sentence": verdict.sentence,
         "gain": None if verdict.gain is None else asdict(verdict.gain),
-        "flips": list(verdict.flips),
         "inputs": {
             "parameters": workload.numel,
             "nodes": workload.nodes,
@@ -269,23 +219,14 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
             "figures": [asdict(each) for each in situation.figures],
             "sources": sources,
         },
-        "links": {
-            "between": {
-                "latency_s": link.latency_s,
-                "nbytes_per_s": link.nbytes_per_s,
-                "reached_nbytes_per_s": link.rate,
-            },
-            "inside": {
-                "latency_s": situation.cluster.intra_node.latency_s,
-                "nbytes_per_s": situation.cluster.intra_node.nbytes_per_s,
-            },
-        },
         "choices": [_as_dict(each, workload) for each in found],
     }
 
 
 def _title(workload: Any) -> str:
-    return f"{_count(workload.numel)} parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
+    return (
+        f"{units.rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
+    )
 
 
 def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
@@ -305,7 +246,10 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
             row = [_step(each.time), f"{ratio:.3g}" if ratio else "", _pays_to(each)]
         held = each.held_nbytes(workload)
         too_much = "!" if limit is not None and held > limit else ""
-        costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
+        costs = ["", ""]
+        if (known := each.measured) is not None:
+            more_steps = "?" if known.steps is None else f"{known.steps:+.0f}"
+            costs = [f"{known.loss:+.1f}±{known.error:.1f}", more_steps]
         table.add_row(
             each.name,
             *row,
@@ -318,14 +262,6 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
 
 def _step(time: Any) -> str:
     return f"{units.rounded(time.seconds)} ({units.rounded(time.low, 2)}-{units.rounded(time.high, 2)})"
-
-
-def _count(number: float) -> str:
-    """As people say it: 6.91B, 98.7M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
 
 
 def _pays_to(choice: Any) -> str:

@@ -1,13 +1,19 @@
-"""What messages travel on and who codes them: links, processors and codecs, in numbers."""
+"""What messages travel on and who codes them, in numbers; and the file in which ``lowbit bench`` keeps them."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from lowbit_strategy.options.conversion import convert
+from lowbit_strategy.version import __version__
 
 ANY_RATE = 1e12  # bytes per second: faster than any link
+FORMAT = 6  # of the file
+_LEAST = 1e-300  # above 0
 
 
 def check_finite(owner: object, *, least: float, **values: float) -> None:
@@ -20,28 +26,6 @@ def check_finite(owner: object, *, least: float, **values: float) -> None:
             raise ValueError(f"{type(owner).__name__}.{name} must be a finite number, {bound}, got {value!r}")
 
 
-_LEAST = 1e-300  # above 0
-_MOST_INSIDE = 7.0  # times the latency inside a node, 5 µs: with the software's 30, which may be many times a link's
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
-
-    Where more ranks compute than there are processors, each second of a processor's time counts as several.
-
-    Args:
-        message_s: Of every collective.
-        nbyte_s: Of every byte sent, received and added: the more, the slower bytes come, a few at a time.
-    """
-
-    message_s: float
-    nbyte_s: float
-
-    def __post_init__(self) -> None:
-        check_finite(self, least=0.0, message_s=self.message_s, nbyte_s=self.nbyte_s)
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """Args:
@@ -49,17 +33,15 @@ class Link:
     nbytes_per_s: Bytes per second, of long messages.
     measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are often
         faster than the rate of long ones says. Empty: the rate holds for all.
-    work: What its messages take of the processors, where ranks have none to spare; None: nothing.
-    window_nbytes: Bytes that may be in flight before the first is acknowledged. Over a long way they are the limit: no
-        more than a window passes per round trip. None: no limit, or the rate was measured over this way.
+    ring: The link as the framework's own collectives find it: in rings, which may be slower than messages to each
+        other. Latency and bytes are those of one of the messages in series that a plan counts. None: the same.
     latency_spread, rate_spread: By which part of it measurements of it differ.
     """
 
     latency_s: float
     nbytes_per_s: float
     measured: tuple[tuple[float, float], ...] = ()
-    work: Work | None = None
-    window_nbytes: float | None = None
+    ring: Link | None = None
     latency_spread: float = 0.0
     rate_spread: float = 0.0
 
@@ -70,13 +52,6 @@ class Link:
         for at, point in enumerate(self.measured):
             check_finite(self, least=0.0, **{f"measured[{at}]": min(point)})
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second of a long message: what the link carries, or a window per round trip if that is less."""
-        if self.window_nbytes is None or not self.latency_s:
-            return self.nbytes_per_s
-        return min(self.nbytes_per_s, self.window_nbytes / (2 * self.latency_s))
-
     def traveling_s(self, nbytes: float) -> float:
         """Seconds beyond the latency: straight lines between what was measured, then the rate."""
         last = (0.0, 0.0)
@@ -84,42 +59,29 @@ class Link:
             if nbytes <= point[0]:
                 return last[1] + (nbytes - last[0]) / (point[0] - last[0]) * (point[1] - last[1])
             last = point
-        return last[1] + (nbytes - last[0]) / self.rate
+        return last[1] + (nbytes - last[0]) / self.nbytes_per_s
 
     def split_s(self, nbytes: float) -> tuple[float, float]:
         """`traveling_s` in two: by how much a message alone is slower than the rate, in which others could travel; and
         the seconds for which it keeps the link busy.
         """
         seconds = self.traveling_s(nbytes)
-        busy = min(seconds, nbytes / self.rate)
+        busy = min(seconds, nbytes / self.nbytes_per_s)
         return seconds - busy, busy
-
-    def streaming_s(self, nbytes: float) -> float:
-        """Seconds of many messages one after the other: of the best rate that was measured, after one burst.
-
-        What passes faster than that at first, as a limit of the rate allows after a pause, does so once.
-        """
-        rates = [self.rate]
-        for (before, began), (after, ended) in itertools.pairwise(self.measured):
-            if ended > began > 0:
-                rates.append((after - before) / (ended - began))
-        rate = max(rates)
-        burst_s = max((size / rate - seconds for size, seconds in self.measured), default=0.0)
-        return max(0.0, nbytes / rate - max(0.0, burst_s))
 
     def shared_by(self, ranks: int) -> Link:
         """The link of a node, of whose ranks each has this when all send at once."""
         measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)
         return replace(self, nbytes_per_s=min(ANY_RATE, ranks * self.nbytes_per_s), measured=measured)
 
-    def scaled(self, rate: float = 1.0, latency: float = 1.0, window: float = 1.0) -> Link:
-        """The link with its rate, latency and window multiplied by these factors."""
+    def scaled(self, rate: float = 1.0, latency: float = 1.0) -> Link:
+        """The link with its rate and latency multiplied by these factors."""
         return replace(
             self,
             latency_s=latency * self.latency_s,
             nbytes_per_s=rate * self.nbytes_per_s,
             measured=tuple((nbytes, seconds / rate) for nbytes, seconds in self.measured),
-            window_nbytes=None if self.window_nbytes is None else window * self.window_nbytes,
+            ring=None if self.ring is None else self.ring.scaled(rate, latency),
         )
 
 
@@ -150,19 +112,6 @@ class Coding:
         return f"{self.numel_per_s:.2g} elements/s encoded{each}"
 
 
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Links as the framework's own collectives find them: in rings, which may be slower than messages to each other.
-
-    Args:
-        between: All ranks; latency and bytes are those of one of the messages in series that a plan counts.
-        inside: The ranks of a node.
-    """
-
-    between: Link
-    inside: Link
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """What messages travel on.
@@ -171,43 +120,23 @@ class Cluster:
         inter_node: The link of a node, which its ranks share.
         intra_node: Of each rank to the others of its node.
         coding: How fast ranks code; None: in no time.
-        latency_multiplier: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
         gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
             uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
-        cpu_oversubscription: Seconds that a second of processor time takes while all ranks compute; None: there are
-            processors to spare, so messages and coding take none of that time.
-        rings: Of the framework's own collectives; None: the same links.
         codings: By the names of presets, for `coding_as`.
-        memcpy_nbytes_per_s: Bytes read and written per second by copying; None: copies take no time.
     """
 
     inter_node: Link
     intra_node: Link
     coding: Coding | None = None
-    latency_multiplier: int = 1
     gloo: bool = False
-    cpu_oversubscription: float | None = None
-    rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
-    memcpy_nbytes_per_s: float | None = None
 
-    def between_nodes(self, link: Link) -> Cluster:
-        """The same with another link between nodes, whose rings were not measured."""
-        now = self.inter_node
-        return replace(self, inter_node=replace(link, work=now.work, window_nbytes=now.window_nbytes), rings=None)
-
-    def scaled(
-        self, *, link: float = 1.0, latency: float = 1.0, window: float = 1.0, inside: float = 1.0, coding: float = 1.0
-    ) -> Cluster:
+    def scaled(self, *, link: float = 1.0, latency: float = 1.0, inside: float = 1.0, coding: float = 1.0) -> Cluster:
         """The cluster with each figure multiplied: of links between nodes and inside them, of coding."""
-        rings, near = self.rings, min(latency, _MOST_INSIDE)
-        if rings is not None:
-            rings = Rings(rings.between.scaled(link, latency), rings.inside.scaled(inside, near))
         return replace(
             self,
-            inter_node=self.inter_node.scaled(link, latency, window),
-            intra_node=self.intra_node.scaled(inside, near),
-            rings=rings,
+            inter_node=self.inter_node.scaled(link, latency),
+            intra_node=self.intra_node.scaled(inside),
             coding=None if self.coding is None else self.coding.scaled(coding),
             codings={name: each.scaled(coding) for name, each in self.codings.items()},
         )
@@ -215,3 +144,87 @@ class Cluster:
     def coding_as(self, preset: str) -> Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
         return replace(self, coding=self.codings.get(preset, self.coding))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Measurements.
+
+    Args:
+        version: Of this package.
+        nodes: How many there are; of one, `Cluster.inter_node` means nothing.
+        ranks_per_node: On each; of one, `Cluster.intra_node` means nothing.
+        cluster: Links while all ranks send at once, and codecs.
+    """
+
+    version: str
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.ranks_per_node) < 1:
+            raise ValueError(f"nodes and ranks_per_node must be at least 1, got {self.nodes} and {self.ranks_per_node}")
+        if "loco" not in self.cluster.codings:
+            raise ValueError("codings must have loco")
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def read_bench(path: Path) -> Bench:
+    """Args:
+    path: Written by `lowbit bench`.
+
+    Raises:
+        ValueError: There is no such file, or it is none of this kind, or of another version.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): lowbit bench --out {path} writes one") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT or "version" not in content:
+        raise ValueError(f"{path} was not written by this version's lowbit bench: measure again")
+    if content["version"] != __version__:
+        raise ValueError(
+            f"{path} was measured with lowbit_strategy {content['version']}, this is {__version__}, whose codecs may"
+            " be of another speed: measure again with lowbit bench"
+        )
+    try:
+        return convert(content, Bench, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}: measure again with lowbit bench") from None
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """Of all ranks': the slowest is waited for."""
+    sizes = zip(*(link.measured for link in links), strict=False)
+    rings = [link.ring for link in links if link.ring is not None]
+    return Link(
+        max(link.latency_s for link in links),
+        min(link.nbytes_per_s for link in links),
+        tuple((points[0][0], max(seconds for _, seconds in points)) for points in sizes),
+        ring=slowest(rings) if rings else None,
+        latency_spread=max(link.latency_spread for link in links),
+        rate_spread=max(link.rate_spread for link in links),
+    )
+
+
+def slowest_cluster(found: Sequence[Cluster]) -> Cluster:
+    """Of what each rank has measured, of the same presets."""
+    codings = {
+        name: Coding(
+            min(each.codings[name].numel_per_s for each in found),
+            max(each.codings[name].bucket_s for each in found),
+            max(each.codings[name].spread for each in found),
+        )
+        for name in found[0].codings
+    }
+    return replace(
+        found[0],
+        inter_node=slowest([each.inter_node for each in found]),
+        intra_node=slowest([each.intra_node for each in found]),
+        codings=codings,
+    )

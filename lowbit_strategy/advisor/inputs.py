@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from lowbit_strategy.advisor import units
-from lowbit_strategy.advisor.bench_file import Bench
-from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
+from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import StepTime, step_time
-from lowbit_strategy.advisor.machines import Machine
+from lowbit_strategy.options.conversion import did_you_mean
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.topology import FAR_S
 
 Source = Literal["measured", "given", "nominal", "assumed"]
-What = Literal["link", "latency", "inside", "window", "coding", "compute"]
+What = Literal["link", "latency", "inside", "coding", "compute"]
 
 _WORSE_IF_MORE = ("latency", "compute")
 
 # Between which multiples of a figure the truth lies. A bandwidth that somebody gives is nominal as a rule: collectives
 # reached a third of a nominal 100 Gbit/s InfiniBand at 64 ranks, and 1.2 times what iperf had measured of an Ethernet.
 _RANGES: Mapping[tuple[What, Source], tuple[float, float]] = {
-    ("link", "measured"): (0.85, 1.2),
     ("link", "given"): (0.3, 1.25),
-    ("link", "nominal"): (0.3, 1.1),
     ("link", "assumed"): (0.1, 10.0),
-    ("latency", "measured"): (0.8, 1.3),
+    ("latency", "given"): (0.8, 1.25),
     ("latency", "assumed"): (0.1, 3.0),
-    ("inside", "measured"): (0.85, 1.2),
     ("inside", "given"): (0.4, 1.1),
-    ("inside", "nominal"): (0.4, 1.1),
     ("inside", "assumed"): (0.2, 9.0),  # PCIe that GPUs share, to NVLink of an H100
-    ("window", "given"): (0.75, 1.5),
-    ("window", "assumed"): (0.6, 16.0),  # one connection, to a full buffer on each of 16 of NCCL's channels
-    ("coding", "measured"): (0.8, 1.25),
     ("coding", "assumed"): (0.4, 2.5),
-    ("compute", "measured"): (0.95, 1.15),
     ("compute", "given"): (0.9, 1.3),  # it shares the GPU with communication
     ("compute", "nominal"): (0.5, 2.0),
     ("compute", "assumed"): (0.2, 5.0),
 }
+_MEASURED = (0.8, 1.3)
 _FAR_LINK = (0.55, 1.8)  # of a measured far link: one message of 3 MB took 1.1 to 1.9 s from one call to the next
 _ADDED_S = 30e-6  # latency of the software, which nobody gives
-LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nobody says
-# Bytes in flight between two nodes, where nobody says: those of a connection per 100 Gbit/s. NCCL keeps a buffer of
-# NCCL_BUFFSIZE, 4 MiB, in flight per channel; a TCP connection half of net.ipv4.tcp_rmem's largest, 3 MiB of 6.
-WINDOW_MB, _PER_CONNECTION = 4, "100gbit"
+DEFAULTS = {"link": "10gbit", "latency": "0.1ms", "inside": "50GB/s", "memory": "80GB"}
 _INSIDE_LATENCY_S = 5e-6
 _CODING, _CODING_ON_CPU = Coding(1e11, 4e-4), Coding(1e9)  # an H100 was measured at 2.3e11; a core or two
 _TOKENS, _FLOPS, _FLOPS_ON_CPU = 4096, 2e14, 2e11  # of a step where nobody says how long it takes
+_USED = 0.4  # of a GPU's peak, which training computes at
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +70,12 @@ class Figure:
         """With the range that figures of this source have; `far`: a measured link between far machines; `spread`: by
         which part measurements differ.
         """
+        if source == "measured":
+            low, high = _FAR_LINK if what == "link" and far else _MEASURED
+        else:
+            low, high = _RANGES.get((what, source)) or _RANGES[what, "given"]
         if what == "latency" and source in ("given", "nominal"):
-            return cls(what, text, value, source, 0.8, 1.25 + _ADDED_S / value)
-        low, high = _FAR_LINK if what == "link" and source == "measured" and far else _RANGES[what, source]
+            high += _ADDED_S / value
         return cls(what, text, value, source, min(low, 1 / (1 + spread)), max(high, 1 + spread))
 
     @property
@@ -107,7 +102,6 @@ class Situation:
         figures: What is uncertain of these; empty: nothing.
         memory_nbytes: Of a rank; None: unlimited.
         memory_source: Where that comes from.
-        optimizer_s: Of the step, the optimizer's, beside which nothing travels.
     """
 
     cluster: Cluster
@@ -115,7 +109,6 @@ class Situation:
     figures: Sequence[Figure] = ()
     memory_nbytes: float | None = None
     memory_source: Source = "assumed"
-    optimizer_s: float = 0.0
 
     def at(self, times: Mapping[What, float]) -> Situation:
         """With the named figures multiplied by these factors."""
@@ -130,49 +123,52 @@ class Situation:
 
     def step(self, plan: StepPlan) -> StepTime:
         """Of the probable figures; overlap alone is uncertain."""
-        return step_time(plan, self.cluster, self.compute_s, self.optimizer_s)
+        return step_time(plan, self.cluster, self.compute_s)
 
     def predicted(self, plan: StepPlan) -> StepTime:
         """The probable step; and its bounds: the best of all figures and everything overlaps, the worst and nothing
         does.
         """
-        likely = self.step(plan)
-        if not self.figures:
-            return likely
         best = self.at({each.what: each.best for each in self.figures})
         worst = self.at({each.what: each.worst for each in self.figures})
-        return StepTime(likely.seconds, best.step(plan).low, worst.step(plan).high)
+        return StepTime(self.step(plan).seconds, best.step(plan).low, worst.step(plan).high)
 
-    def sources(
-        self, more: Sequence[str] = (), measured_in: object = None, nodes: int = 2, ranks_per_node: int = 2
-    ) -> str:
+    def sources(self, more: Sequence[str], nodes: int, ranks_per_node: int) -> str:
         """One line: what is assumed, which comes first, what is nominal, given and measured.
 
         Args:
             more: What else is assumed.
-            measured_in: The file of measurements.
             nodes: Where there is one, links between them are named only if they were given.
             ranks_per_node: Likewise, of those inside.
         """
-        unused = (*(("link", "latency", "window") if nodes == 1 else ()), *(("inside",) if ranks_per_node == 1 else ()))
+        unused = (*(("link", "latency") if nodes == 1 else ()), *(("inside",) if ranks_per_node == 1 else ()))
         words: dict[Source, list[str]] = {"assumed": list(more), "nominal": [], "given": [], "measured": []}
         for each in self.figures:
             if each.source == "given" or each.what not in unused:
-                words[each.source].append(f"{_NAMES.get(each.what, each.what)} {each.text}")
+                words[each.source].append(f"{'inside a node' if each.what == 'inside' else each.what} {each.text}")
         if self.memory_nbytes is not None:
             words[self.memory_source].append(f"memory {units.rounded(self.memory_nbytes / 1e9)} GB")
-        found = [f"{source}: {', '.join(each)}" for source, each in words.items() if each]
-        return "; ".join(found) + ("" if measured_in is None else f", in {measured_in}")
+        return "; ".join(f"{source}: {', '.join(each)}" for source, each in words.items() if each)
 
 
-_NAMES: Mapping[What, str] = {"inside": "inside a node", "window": "in flight between nodes"}
+def find_machine(name: str) -> Mapping[str, Any]:
+    """What a machine's maker publishes: a row of `machines.json`.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))
+    if name.lower() not in table:
+        raise ValueError(f"--machine {name!r} is not known{did_you_mean(name, table)} Known: {', '.join(table)}")
+    found: Mapping[str, Any] = table[name.lower()]
+    return found
 
 
 def gather(
-    said: Mapping[str, str | None],
+    given: Mapping[str, str | None],
     numel: int,
-    measured: Bench | None = None,
-    machine: Machine | None = None,
+    bench: Bench | None = None,
+    machine: Mapping[str, Any] | None = None,
     *,
     on_cpu: bool = False,
 ) -> Situation:
@@ -180,92 +176,66 @@ def gather(
     assumed.
 
     Args:
-        said: By the user, as text: bandwidth and one-way latency between nodes, bandwidth of a GPU inside its node,
-            bytes in flight between two nodes, a step without communication, and memory of a device.
+        given: By the user, as text: bandwidth and one-way latency between nodes, bandwidth of a GPU inside its node, a
+            step without communication, and memory of a device.
         numel: Parameters, from which computing is assumed.
-        measured: By `lowbit bench`.
+        bench: What was measured.
         machine: Of the table.
         on_cpu: Ranks compute on CPUs.
 
     Raises:
         ValueError: A quantity is none.
     """
-    flops = _FLOPS_ON_CPU if on_cpu else _FLOPS if machine is None else machine.flops
-    compute_s = 6 * numel * _TOKENS / flops
-    compute = _either("compute", said.get("compute"), None, None if machine is None else compute_s, f"{compute_s:.3g}s")
-    cluster, figures = cluster_of(said, measured, machine, on_cpu=on_cpu)
-    if (given := said.get("memory")) is not None or machine is None:
-        source: Source = "assumed" if given is None else "given"
-        memory = units.size(given or MEMORY)
+    flops = _FLOPS_ON_CPU if on_cpu else _FLOPS if machine is None else _USED * 1e12 * machine["tflops"]
+    computing = {"compute": f"{6 * numel * _TOKENS / flops:.3g}s"}
+    layers: Sequence[tuple[Source, Mapping[str, Any]]] = (
+        ("given", given),
+        ("nominal", {} if machine is None else {**machine, **computing}),
+        ("assumed", {**DEFAULTS, **computing}),
+    )
+
+    def best(what: str) -> tuple[Source, str]:
+        return next((source, known[what]) for source, known in layers if known.get(what) is not None)
+
+    def figure(what: What, measured: Link | None = None) -> Figure:
+        source, text = best(what)
+        if measured is None or source == "given":
+            return Figure.of(what, text, _PARSERS[what](text), source)
+        far = is_far(measured.latency_s)
+        if what == "latency":
+            text, value, spread = f"{1e3 * measured.latency_s:.3g} ms", measured.latency_s, measured.latency_spread
+        else:
+            value, spread = measured.nbytes_per_s, measured.rate_spread
+            text = f"{8 * value / 1e9:.4g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"
+        return Figure.of(what, text, value, "measured", far=far, spread=spread)
+
+    far = bench.cluster.inter_node if bench is not None and bench.nodes > 1 else None
+    near = bench.cluster.intra_node if bench is not None and bench.ranks_per_node > 1 else None
+    link, latency, inside, compute = (
+        figure("link", far),
+        figure("latency", far),
+        figure("inside", near),
+        figure("compute"),
+    )
+    between = (
+        far if far is not None and link.source == latency.source == "measured" else Link(latency.value, link.value)
+    )
+    within = near if near is not None and inside.source == "measured" else Link(_INSIDE_LATENCY_S, inside.value)
+    if bench is not None:
+        cluster = replace(bench.cluster.coding_as("loco"), inter_node=between, intra_node=within)
     else:
-        source, memory = "nominal", machine.memory_nbytes
-    return Situation(cluster, compute.value, (*figures, compute), memory, source)
-
-
-def cluster_of(
-    said: Mapping[str, str | None],
-    measured: Bench | None = None,
-    machine: Machine | None = None,
-    *,
-    on_cpu: bool = False,
-) -> tuple[Cluster, list[Figure]]:
-    """The links and the speed of coding, and the figures of them."""
-    levels = {} if measured is None else measured.levels
-    far, near = levels.get("inter-node"), levels.get("intra-node")
-    nominal: Sequence[float | None] = (None, None, None)
-    if machine is not None:
-        nominal = machine.link_nbytes_per_s, machine.latency_s, machine.inside_nbytes_per_s
-    link = _either("link", said.get("link"), far, nominal[0], LINK)
-    latency = _either("latency", said.get("latency"), far, nominal[1], LATENCY)
-    inside = _either("inside", said.get("inside"), near, nominal[2], INSIDE)
-    connections = max(1, round(link.value / units.rate(_PER_CONNECTION)))
-    window = _either("window", said.get("window"), None, None, f"{connections * WINDOW_MB}MB")
-    if measured is not None:
-        cluster = measured.cluster()
-    else:
-        nowhere, assumed = Link(0.0, 1.0), _CODING_ON_CPU if on_cpu else _CODING
-        cluster = Cluster(inter_node=nowhere, intra_node=nowhere, coding=assumed, gloo=on_cpu)
-    if latency.source != "measured":  # of gloo's: a sender first hears that the receiver waits
-        cluster = replace(cluster, latency_multiplier=2 if on_cpu else 1)
-    as_measured = link.source == latency.source == "measured"
-    if not as_measured:
-        given = Link(latency.value, link.value, work=cluster.inter_node.work, window_nbytes=window.value)
-        cluster = replace(cluster, inter_node=given, rings=None)
-    if inside.source != "measured":
-        given = Link(_INSIDE_LATENCY_S, inside.value, work=cluster.intra_node.work)
-        cluster = replace(cluster, intra_node=given, rings=None)
-    coding = cluster.coding
-    assert coding is not None
-    source: Source = "assumed" if measured is None else "measured"
-    coded = Figure.of("coding", str(coding), coding.numel_per_s, source, spread=coding.spread)
-    return cluster, [link, latency, inside, *([] if as_measured else [window]), coded]
-
-
-def _either(what: What, said: str | None, measured: Link | None, nominal: float | None, assumed: str) -> Figure:
-    """The figure of the best source available."""
-    parse = _PARSERS[what]
-    if said is not None:
-        return Figure.of(what, said, parse(said), "given")
-    if measured is not None:
-        of_latency = what == "latency"
-        value = measured.latency_s if of_latency else measured.nbytes_per_s
-        spread = measured.latency_spread if of_latency else measured.rate_spread
-        return Figure.of(what, _text(what, value), value, "measured", far=is_far(measured.latency_s), spread=spread)
-    if nominal is not None:
-        return Figure.of(what, _text(what, nominal), nominal, "nominal")
-    return Figure.of(what, assumed, parse(assumed), "assumed")
+        coding = _CODING_ON_CPU if on_cpu else _CODING
+        cluster = Cluster(inter_node=between, intra_node=within, coding=coding, gloo=on_cpu)
+    assert cluster.coding is not None
+    source: Source = "assumed" if bench is None else "measured"
+    coded = Figure.of("coding", str(cluster.coding), cluster.coding.numel_per_s, source, spread=cluster.coding.spread)
+    memory_source, memory = best("memory")
+    return Situation(cluster, compute.value, (link, latency, inside, coded, compute), units.size(memory), memory_source)
 
 
 _PARSERS: Mapping[What, Callable[[str], float]] = {
     "link": units.rate,
     "latency": units.duration,
     "inside": units.rate,
-    "window": units.size,
     "compute": units.duration,
 }
-
-
-def _text(what: What, value: float) -> str:
-    if what in ("latency", "compute"):
-        return f"{1e3 * value:.3g} ms" if what == "latency" else f"{value:.3g}s"
-    return f"{8 * value / 1e9:.4g} Gbit/s" if what == "link" else f"{value / 1e9:.3g} GB/s"

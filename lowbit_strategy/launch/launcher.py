@@ -28,7 +28,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from lowbit_strategy.autoload import SECTION, VARIABLE, problem
 from lowbit_strategy.launch.accelerate_hooks import hand_on
-from lowbit_strategy.launch.dry_run import Linked, Planned
+from lowbit_strategy.launch.dry_run import Planned
 from lowbit_strategy.launch.section import read_config, section_of
 
 # Parsed, but what they are for is refused.
@@ -57,15 +57,6 @@ def launch_parser() -> argparse.ArgumentParser:
         "--dry_run",
         action="store_true",
         help="Report what would be compressed, bytes and residual memory for the model that the script prepares.",
-    )
-    ours.add_argument(
-        "--link", help="With --dry_run: bandwidth of a machine, such as 1gbit; adds predicted step times."
-    )
-    ours.add_argument("--latency", help="With --link: between machines, one way. Default: 0.1ms.")
-    ours.add_argument(
-        "--compute",
-        help="With --link: a step without communication, such as 0.9s. Default: a few steps of the script are"
-        " timed here, in one process.",
     )
     parser._action_groups = [group for group in parser._action_groups if group.title not in _NOT_SHOWN]
     return parser
@@ -214,11 +205,6 @@ def _dry_run(args: argparse.Namespace) -> None:
     planned = Planned(
         scatter=args.use_fsdp, world_size=max(args.num_processes, 1), num_nodes=int(args.num_machines or 1)
     )
-    options = ["--lowbit_dry_run", str(planned)]
-    if args.link is not None:
-        options += ["--lowbit_link", str(Linked.of(args.link, args.latency, args.compute))]
-    elif args.latency is not None or args.compute is not None:
-        raise ValueError("--latency and --compute need --link, the bandwidth of a machine")
     target = [] if _runs_run_module(args) else [*(["-m"] if args.module else []), args.training_script]
-    command = [sys.executable, "-m", _RUN, *options, *target, *args.training_script_args]
+    command = [sys.executable, "-m", _RUN, "--lowbit_dry_run", str(planned), *target, *args.training_script_args]
     os.execv(sys.executable, command)

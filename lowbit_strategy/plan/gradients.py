@@ -54,11 +54,10 @@ def node_transfer(
     in_series = len(pieces_of_rows(numel, num_inside * itemsize))
     sums = Message("intra-node", "reduce-scatter", whole - mean, in_series=in_series, internode_fraction=0.0)
     gather = (replace(sums, what="all-gather"),) if layout == "ddp" else ()
-    copied, encoded = (2 * whole if layout == "ddp" else 0), 0  # the bucket is filled with what comes back
+    encoded = 0
     if topology.intra is None:
         piece = min(whole, MESSAGE_NBYTES)
         messages = piece if piece == whole else 2 * piece  # what is sent as one the framework has too, or gloo for it
-        copied = 0 if layout == "hsdp" else copied + 3 * whole + mean  # HSDP's sums are FSDP2's own, part of its step
     else:
         row_nbytes = message_nbytes(
             node_codec(topology.intra, exact=name in exact).wire_nbytes(row_numel)
@@ -69,7 +68,7 @@ def node_transfer(
         messages, encoded = 2 * num_inside * row_nbytes, num_inside * numel
     kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[layout]  # under HSDP FSDP2 has the mean
     brief = 0 if layout == "ddp" else messages
-    return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief, copied)
+    return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief)
 
 
 def part_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: Topology, layout: Layout) -> int:
@@ -303,7 +302,6 @@ def _gradient_transfer(
         (*inside.messages[:1], *between, *inside.messages[1:]),
         buffer_nbytes=memory,
         encoded_numel=encoded,
-        copied_nbytes=inside.copied_nbytes,
         brief_nbytes=brief,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,8 +54,6 @@ class TransferGroup:
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
         brief_nbytes: Memory that only one transfer has at a time: what travels inside a node while all wait for it, and
             between two hops the mean of what this rank owns.
-        copied_nbytes: Bytes that this rank reads and writes to put messages inside a node together, to add them, and to
-            take them apart.
     """
 
     name: str
@@ -65,7 +63,6 @@ class TransferGroup:
     buffer_nbytes: int = 0
     encoded_numel: int = 0
     brief_nbytes: int = 0
-    copied_nbytes: int = 0
 
     @property
     def in_series(self) -> int:
@@ -109,18 +106,6 @@ def internode_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
             if not levels or message.level in levels
         )
     )
-
-
-def hop_nbytes(transfers: Iterable[TransferGroup]) -> Mapping[str, float]:
-    """Promised bytes of a step that leave the node, by what they are; the framework's own rings aside."""
-    hops: dict[str, float] = {}
-    for transfer in transfers:
-        for message in transfer.messages:
-            if message.what not in RINGS:
-                hops[message.what] = (
-                    hops.get(message.what, 0.0) + transfer.repeats * message.nbytes * message.internode_fraction
-                )
-    return hops
 
 
 def ahead_nbytes(transfer: TransferGroup) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,6 @@ from lowbit_strategy.plan.messages import (
     TransferGroup,
     ahead_nbytes,
     alike,
-    hop_nbytes,
     internode_nbytes,
     step_nbytes,
     under_way_nbytes,
@@ -121,11 +119,6 @@ class StepPlan:
     def intra_node_nbytes(self) -> int:
         """Bytes of gradients sent inside the node in a step, before and after the exchange between nodes."""
         return step_nbytes(self.gradients, "intra-node")
-
-    @functools.cached_property
-    def hop_nbytes(self) -> Mapping[str, float]:
-        """Bytes of gradients that leave the node in a step, by hop."""
-        return hop_nbytes(self.gradients)
 
     @property
     def in_series(self) -> int:

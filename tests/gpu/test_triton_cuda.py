@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lowbit_strategy.advisor.clocks import device_seconds_of
+from lowbit_strategy.advisor.measure import device_seconds_of
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
