@@ -22,7 +22,7 @@ from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods.mixtures import WarmUp
+from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.telemetry.startup_report import build_report
 
 WORLD_SIZE = 8

@@ -32,9 +32,8 @@ from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, Dense
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,

@@ -25,9 +25,8 @@ from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.compressor import Compressor, Dense, assign_all
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout

@@ -79,7 +79,7 @@ class CriticalRegimes:
         return self.gradient if self.window(progress) is not None else None
 
     def update(
-        self, telemetry: Telemetry, norms: Mapping[str, float], state: State, *, comparable: bool = True
+        self, telemetry: Telemetry, norms: Mapping[str, float], state: State
     ) -> tuple[dict[str, tuple[bool, str]] | None, State]:
         """One step.
 
@@ -87,7 +87,6 @@ class CriticalRegimes:
             telemetry: Of the step.
             norms: Gradient norms by name; read only when a window closes.
             state: From the step before.
-            comparable: False: the window that closes is only the reference for the next one.
 
         Returns:
             For each of `norms` whether it is critical, and why, or None if nothing was judged; and the next state.
@@ -96,8 +95,7 @@ class CriticalRegimes:
         found: dict[str, tuple[bool, str]] | None = None
         following = dict(state, window=self.window(progress), learning_rate=progress.learning_rate)
         if self.closes(progress, state):
-            if comparable or not state["norms"]:
-                found = {name: self._judge(state["norms"].get(name), norm) for name, norm in norms.items()}
+            found = {name: self._judge(state["norms"].get(name), norm) for name, norm in norms.items()}
             following["norms"] = dict(norms)
         before, now = state["learning_rate"], progress.learning_rate
         if before is not None and now is not None and now < (1 - self.learning_rate_drop) * before:
@@ -190,14 +188,10 @@ class AccordionBatch(CriticalRegimes, Controller):
         small: Batches accumulated per step in critical regimes.
         large: Batches accumulated per step otherwise.
         eta, interval, unit, gradient, learning_rate_drop: See `Accordion`; judged on the whole model.
-        only_grows: False: the batch shrinks again in a later critical regime. With ``unit="steps"`` only windows of the
-            same batch size are compared, because the noise of a mean depends on it: after a change, one window passes
-            without a decision.
     """
 
     small: int = 1
     large: int = 8
-    only_grows: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.small < self.large:
@@ -213,30 +207,18 @@ class AccordionBatch(CriticalRegimes, Controller):
         return self.small
 
     def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
-        batches = [self.small, self.small]  # of the last window and of this one; 0: of several sizes
-        return self.first_state(specs) | {"accumulation": self.small, "batches": batches}
+        return self.first_state(specs) | {"accumulation": self.small}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
-        # Gradients are means over a step's batches: an epoch of larger batches has fewer of them, and a smaller sum.
-        norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
-        earlier, present = state["batches"]
-        comparable = self.unit == "epochs" or earlier == present != 0
-        found, regimes = self.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
-        before = accumulation = state["accumulation"]
+        norm = total_norm({name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]})
+        found, regimes = self.update(telemetry, {MODEL: norm}, state["regimes"])
+        accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()
-        if found is not None:
-            critical, reason = found[MODEL]
-            wanted = self.small if critical else self.large
-            accumulation = max(before, wanted) if self.only_grows else wanted
-            if accumulation != before:
-                switches = (Switch("batch", f"x{before}", f"x{accumulation}", reason),)
-        if self.reads_accumulated(telemetry.progress, state):
-            batches = [present, accumulation]
-        else:
-            batches = [earlier, present if accumulation == before else 0]
+        if found is not None and not found[MODEL][0] and accumulation != self.large:
+            switches = (Switch("batch", f"x{accumulation}", f"x{self.large}", found[MODEL][1]),)
+            accumulation = self.large
         return Decision(
-            state=dict(state, regimes=regimes, accumulation=accumulation, batches=batches),
+            state=dict(state, regimes=regimes, accumulation=accumulation),
             probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,

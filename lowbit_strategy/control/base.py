@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
-from lowbit_strategy.methods.mixtures import Partition
+from lowbit_strategy.methods.composed import Partition
 
 GroupBy = Literal["kind", "module", "parameter"] | Callable[[str], str]
 State = dict[str, Any]

@@ -25,8 +25,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers, note_overflow
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.engine.method_state import CarryOver
-from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore
-from lowbit_strategy.methods._base.reducer import ReducerStore
+from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore, ReducerState
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.ranks.topology import Topology
 
@@ -166,17 +166,17 @@ class Bucket:
             by_method.setdefault(context.methods[param.name], []).append(param)
         self._own_model = layout.alone or layout.row_numel is not None  # no other bucket is waited for
         groups: list[CodedGroup] = []
-        self._reducers: list[tuple[ReducerStore, list[ParamView]]] = []
+        self._reducers: list[tuple[Reducer, ReducerState, list[ParamView]]] = []
         for method, params in by_method.items():
             store = context.stores[method]
-            if isinstance(store, ReducerStore):
+            if isinstance(method, Reducer):
                 if params or not self._own_model:
-                    self._reducers.append((store, params))
+                    self._reducers.append((method, store.state, params))
             elif params:
                 assert isinstance(store, CodecStore)
                 groups.append(store.group(params))
         self._reducers_wait = any(
-            context.notes_overflow or (store.method.whole_model and not self._own_model) for store, _ in self._reducers
+            context.notes_overflow or (method.whole_model and not self._own_model) for method, *_ in self._reducers
         )
         self.exchange = (
             Exchange(groups, context.comm, context.device, buffers=context.buffers, flags=context.flags)
@@ -209,9 +209,9 @@ class Bucket:
         """
         if not (observers or self._reducers_wait or self.context.carryover.waiting):
             parts: list[Iterable[Pending]] = [] if self.exchange is None else [self.exchange.run(x, out, step)]
-            for store, params in self._reducers:
+            for method, state, params in self._reducers:
                 views = [param.within(x, out) for param in params]
-                parts.append(store.method.reduce(views, store.state, self.context.comm, step))
+                parts.append(method.reduce(views, state, self.context.comm, step))
             stages: Stages = itertools.chain.from_iterable(parts)
         else:
             stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
@@ -227,12 +227,12 @@ class Bucket:
         if self.exchange is not None:
             traced = self._traced(self.exchange, x, out, step, tracers) if tracers else None
             yield from traced or self.exchange.run(x, out, step)
-        for store, params in self._reducers:
+        for method, state, params in self._reducers:
             views = [self._view_to_trace(param, x, out) if tracers else param.within(x, out) for param in params]
-            if store.method.whole_model and not self._own_model:
-                yield from self._collect(store, views, step, tracers)
+            if method.whole_model and not self._own_model:
+                yield from self._collect(method, state, views, step, tracers)
             elif views:
-                yield from self._reduce(store, views, step, tracers)
+                yield from self._reduce(method.reduce(views, state, self.context.comm, step), views, tracers)
 
     def _traced(
         self, exchange: Exchange, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]
@@ -247,9 +247,9 @@ class Bucket:
                 tracer.trace(param.name, compensated[param.name], values)
 
     def _reduce(
-        self, store: ReducerStore, views: Sequence[ParamView], step: StepContext, tracers: Sequence[BucketObserver]
+        self, stages: Iterator[Pending], views: Sequence[ParamView], tracers: Sequence[BucketObserver]
     ) -> Stages:
-        yield from store.method.reduce(views, store.state, self.context.comm, step)
+        yield from stages
         for view in views:
             if self.context.notes_overflow:
                 note_overflow(self.context.flags.overflow, view.out)
@@ -259,10 +259,15 @@ class Bucket:
                 tracer.trace(view.spec.name, view.compensated, view.sent)
 
     def _collect(
-        self, store: ReducerStore, views: list[ParamView], step: StepContext, tracers: Sequence[BucketObserver]
+        self,
+        method: Reducer,
+        state: ReducerState,
+        views: list[ParamView],
+        step: StepContext,
+        tracers: Sequence[BucketObserver],
     ) -> Stages:
         """Whole-model methods: wait for the last bucket of the pass, which reduces for all."""
-        method, collector = store.method, self.context.collector
+        collector = self.context.collector
         collector.arrive(method, views)
         if not self.layout.last:
             while collector.waits(method):
@@ -271,7 +276,7 @@ class Bucket:
         while collector.misses(method):
             yield None
         if all_views := collector.views(method):
-            yield from self._reduce(store, all_views, step, tracers)
+            yield from self._reduce(method.reduce(all_views, state, self.context.comm, step), all_views, tracers)
         collector.finish(method)
 
     def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> ParamView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -16,11 +16,11 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
-from lowbit_strategy.methods._base.compressor import Assignment, Selector, matching
+from lowbit_strategy.methods._base.compressor import Assignment, matching
 from lowbit_strategy.methods._base.feedback import MomentumCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor, SparseReducer
+from lowbit_strategy.methods._base.sparse import CommonPositions, OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     add_at_once_,
@@ -68,24 +68,93 @@ def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
     return Chosen(indices.long(), values)
 
 
-_WHOLE = CommonPositionsReducer(density=1.0, codec=DenseCodec("float32"))
+_WHOLE = CommonPositions(density=1.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DGCReducer(SparseReducer):
-    """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent.
+@configuration
+class DGC(OwnPositions):
+    """Deep gradient compression.
 
-    Local clipping needs all gradients of the model (under FSDP2: of the module), those of exempt parameters too: they
-    count in the norm, are clipped, and are sent whole.
+    Every step, for each parameter, on every rank:
+
+    1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
+    2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
+    3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
+    4. those are sent; ``u' = v = 0`` there (factor masking)
+    5. the mean over ranks of what was sent, 0 where no rank sent
+
+    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
+    density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay
+    is the optimizer's, after the mean.
+
+    Args:
+        density: After the warm-up, in (0, 1].
+        values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
+        momentum: In [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and the like,
+            which average gradients themselves.
+        nesterov: Nesterov's momentum; needs ``momentum > 0``.
+        clip_norm: Bound on the norm of the mean gradient, approached by step 1; None: no clipping. Under DDP the
+            parameters then wait for the last bucket, under FSDP2 each module is clipped separately. With a loss scaler
+            it is in units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on
+            the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
+        warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
+        warmup_densities: Of the stages; those below `density` are skipped.
+
+    References:
+        Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
+        arXiv 1712.01887, algorithms 1 and 4, section 3. Of more than k the largest are sent; the authors' code sends
+        the first.
     """
 
-    momentum: float
-    nesterov: bool
-    clip_norm: float | None
-    exempt: tuple[Selector, ...]  # that count in the norm; () without clipping
+    name: ClassVar[str] = "dgc"
+
+    density: float = 0.001
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+    warmup_steps: int = 0
+    warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+    def __post_init__(self) -> None:
+        OwnPositions.__post_init__(self)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum above 0")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
+        for density in self.warmup_densities:
+            check_density(density, "warmup_densities")
+
+    def phase(self, step_index: int) -> DGC:
+        stages = [density for density in self.warmup_densities if density > self.density]
+        if not self.warmup_steps or step_index >= self.warmup_steps * len(stages):
+            return replace(self, warmup_steps=0) if self.warmup_steps else self
+        return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
+
+    def conserving(self) -> DGC:
+        return replace(self, momentum=0.0, nesterov=False, clip_norm=None, residual="float32")
+
+    @property
+    def momenta(self) -> frozenset[float]:
+        return frozenset({self.momentum})
+
+    def exempted(self, spec: TensorSpec) -> Assignment | None:
+        assignment = OwnPositions.exempted(self, spec)
+        if assignment is None:
+            return None
+        if self.clip_norm is not None:
+            return assignment._replace(method=self.method(spec))
+        if self.momentum == 0.0:
+            return assignment
+        uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
+        return assignment._replace(method=CodecPair(uplink, DenseCodec("float32")))
 
     @property
     def whole_model(self) -> bool:  # type: ignore[override]
+        """Clipping needs the gradients of exempt parameters too: they count in the norm, and are sent whole."""
         return self.clip_norm is not None
 
     @property
@@ -101,7 +170,7 @@ class DGCReducer(SparseReducer):
         return 1.0 if self.momentum == 0.0 and self.clip_norm is None else None
 
     def continues(self, earlier: Method) -> bool:
-        return isinstance(earlier, DGCReducer) and (earlier.momentum, earlier.nesterov) == (
+        return isinstance(earlier, DGC) and (earlier.momentum, earlier.nesterov) == (
             self.momentum,
             self.nesterov,
         )
@@ -121,7 +190,7 @@ class DGCReducer(SparseReducer):
 
     def is_dense(self, spec: TensorSpec) -> bool:
         """Whether a parameter is sent whole: nothing is masked then, and momentum is as in the optimizer."""
-        return self.density == 1.0 or matching(self.exempt, spec) is not None
+        return self.density == 1.0 or (self.whole_model and matching(self.exempt, spec) is not None)
 
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
@@ -205,102 +274,10 @@ class DGCReducer(SparseReducer):
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         whole = [spec for spec in specs if self.is_dense(spec)]
         num_whole = _WHOLE.num_messages(whole, world_size) if whole else 0
-        sparse = SparseReducer.num_messages(self, specs, world_size)
+        sparse = OwnPositions.num_messages(self, specs, world_size)
         return num_whole + (sparse if len(whole) < len(specs) else 0)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         if self.is_dense(spec):
             return _WHOLE.wire_nbytes(spec, world_size)
-        return SparseReducer.wire_nbytes(self, spec, world_size)
-
-
-@configuration
-class DGC(SparseCompressor):
-    """Deep gradient compression.
-
-    Every step, for each parameter, on every rank:
-
-    1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
-    2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
-    3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
-    4. those are sent; ``u' = v = 0`` there (factor masking)
-    5. the mean over ranks of what was sent, 0 where no rank sent
-
-    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
-    density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay
-    is the optimizer's, after the mean.
-
-    Args:
-        density: After the warm-up, in (0, 1].
-        values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
-        momentum: In [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and the like,
-            which average gradients themselves.
-        nesterov: Nesterov's momentum; needs ``momentum > 0``.
-        clip_norm: Bound on the norm of the mean gradient, approached by step 1; None: no clipping. Under DDP the
-            parameters then wait for the last bucket, under FSDP2 each module is clipped separately. With a loss scaler
-            it is in units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on
-            the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
-        warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
-        warmup_densities: Of the stages; those below `density` are skipped.
-
-    References:
-        Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
-        arXiv 1712.01887, algorithms 1 and 4, section 3. Of more than k the largest are sent; the authors' code sends
-        the first.
-    """
-
-    name: ClassVar[str] = "dgc"
-
-    density: float = 0.001
-    momentum: float = 0.0
-    nesterov: bool = False
-    clip_norm: float | None = None
-    warmup_steps: int = 0
-    warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
-
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        if self.nesterov and self.momentum == 0.0:
-            raise ValueError("nesterov=True needs momentum above 0")
-        if self.clip_norm is not None and not self.clip_norm > 0.0:
-            raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
-        for density in self.warmup_densities:
-            check_density(density, "warmup_densities")
-
-    def phase(self, step_index: int) -> DGC:
-        stages = [density for density in self.warmup_densities if density > self.density]
-        if not self.warmup_steps or step_index >= self.warmup_steps * len(stages):
-            return replace(self, warmup_steps=0) if self.warmup_steps else self
-        return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
-
-    def conserving(self) -> DGC:
-        return replace(self, momentum=0.0, nesterov=False, clip_norm=None, residual="float32")
-
-    @property
-    def momenta(self) -> frozenset[float]:
-        return frozenset({self.momentum})
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return DGCReducer(
-            density=self.density,
-            codec=self.codec,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            clip_norm=self.clip_norm,
-            exempt=() if self.clip_norm is None else self.exempt,
-        )
-
-    def exempted(self, spec: TensorSpec) -> Assignment | None:
-        assignment = SparseCompressor.exempted(self, spec)
-        if assignment is None:
-            return None
-        if self.clip_norm is not None:
-            return assignment._replace(method=self.method(spec))
-        if self.momentum == 0.0:
-            return assignment
-        uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
-        return assignment._replace(method=CodecPair(uplink, DenseCodec("float32")))
+        return OwnPositions.wire_nbytes(self, spec, world_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
@@ -25,7 +24,7 @@ from lowbit_strategy.kernels.select import (
     top_k,
 )
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     form_,
@@ -256,18 +255,47 @@ _PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # residuals pile up: a percent more thre
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExclusiveReducer(CommonPositionsReducer):
-    """Fields as in `ExDyna`; ``adjust``: whether partitions are balanced by their loads."""
+def _store_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
+    control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
 
-    adjust: bool
 
+@configuration
+class ExDyna(CommonPositions):
+    """Sparsification without sorting, in which ranks never choose the same position.
+
+    The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of
+    a multiple of 32 elements, contiguous blocks form W partitions. In step t, on every rank r:
+
+    1. ``h = g + e``
+    2. the threshold t follows the last step's count, ``r`` times the wanted one:
+       ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
+    3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
+    4. all ranks get all positions, and each contributes its own ``h`` there; ``e' = h``, 0 there
+    5. between neighboring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
+       block changes sides; no partition falls below a quarter of an equal share
+
+    The authors' rules take hundreds of steps to settle. Theirs moves the threshold by 0.5 % per step from a start of
+    ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose from: at the start,
+    while estimates move by more than 3 % per step, and when the count is further than a factor of 1.1 from the target.
+    Theirs moves partitions by one block per step; here they are cut again when a load is more than a tenth above the
+    mean. Loads are moving averages of counts. No more than four times the wanted number is sent.
+
+    Args:
+        density: Share of the model's elements that is sent, in (0, 1].
+
+    References:
+        Yoon & Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",
+        2024, arXiv 2402.13781.
+    """
+
+    name: ClassVar[str] = "exdyna"
     whole_model: ClassVar[bool] = True
     position_messages: ClassVar[int] = 2  # an estimate of the threshold costs one more
+    balances: ClassVar[bool] = True  # partitions, by their loads
 
     @property
     def label(self) -> str:
-        return f"{'exdyna' if self.adjust else 'micro'} {self.density:g}"
+        return f"{self.name} {self.density:g}"
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         """The controls of a model (under FSDP2: of a module) are kept with its first parameter.
@@ -341,7 +369,7 @@ class ExclusiveReducer(CommonPositionsReducer):
         self, model: FlatModel, control: StateTensors, selection: UnionSelection, sizes: Sequence[int]
     ) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
-        if not self.adjust or len(sizes) == 1:
+        if not self.balances or len(sizes) == 1:
             return
         block_counts = model.block_counts(selection)
         block_loads_K = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
@@ -355,41 +383,14 @@ class ExclusiveReducer(CommonPositionsReducer):
         return POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
 
 
-def _store_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
-    control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
-
-
 @configuration
-class ExDyna(SparseCompressor):
-    """Sparsification without sorting, in which ranks never choose the same position.
-
-    The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of
-    a multiple of 32 elements, contiguous blocks form W partitions. In step t, on every rank r:
-
-    1. ``h = g + e``
-    2. the threshold t follows the last step's count, ``r`` times the wanted one:
-       ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
-    3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
-    4. all ranks get all positions, and each contributes its own ``h`` there; ``e' = h``, 0 there
-    5. between neighboring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
-       block changes sides; no partition falls below a quarter of an equal share
-
-    The authors' rules take hundreds of steps to settle. Theirs moves the threshold by 0.5 % per step from a start of
-    ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose from: at the start,
-    while estimates move by more than 3 % per step, and when the count is further than a factor of 1.1 from the target.
-    Theirs moves partitions by one block per step; here they are cut again when a load is more than a tenth above the
-    mean. Loads are moving averages of counts. No more than four times the wanted number is sent.
-
-    Args:
-        density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the owner's rounding errors stay in its residual.
+class MiCRO(ExDyna):
+    """`ExDyna` with partitions of fixed size: simpler, but uneven where large gradients are close together.
 
     References:
-        Yoon & Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",
-        2024, arXiv 2402.13781.
+        Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
+        Training", 2023, arXiv 2310.00967. From the definition, not from the authors' code.
     """
 
-    name: ClassVar[str] = "exdyna"
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return ExclusiveReducer(density=self.density, codec=self.codec, adjust=True)
+    name: ClassVar[str] = "micro"
+    balances: ClassVar[bool] = False

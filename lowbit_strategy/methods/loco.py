@@ -25,10 +25,9 @@ from lowbit_strategy.kernels.format import (
 )
 from lowbit_strategy.kernels.segments import Feedback, Segments
 from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor, check_bits
-from lowbit_strategy.methods._base.method import CodecPair, residual_arenas
+from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype, residual_arenas
 from lowbit_strategy.options.configuration import configuration
 
-ResidualDtype = Literal["int8", "float32"]
 ROTATED = 32  # elements rotated together without a residual, as in SDP4Bit
 Codebook = Literal["uniform", "e2m1", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
 _Make = Callable[[int, int], BlockFormat]

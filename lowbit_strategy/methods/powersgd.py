@@ -1,9 +1,9 @@
-"""PowerSGD: a low-rank gradient, by one subspace iteration per step."""
+"""PowerSGD: a low-rank gradient, by one subspace iteration per step; ACP-SGD: half an iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -11,11 +11,10 @@ import torch
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each, sum_ordered
+from lowbit_strategy.methods._base.compressor import Compressor, Dense
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
-    LowRankReducer,
     matrix_shape,
     observe_,
     orthogonalize_all,
@@ -25,20 +24,57 @@ from lowbit_strategy.methods._base.low_rank import (
     store_factor_,
 )
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PowerSGDReducer(LowRankReducer):
-    """Fields as in `PowerSGD`. State: ``residual`` flat, ``q`` [columns, rank]."""
+@configuration
+class PowerSGD(LowRankCompressor):
+    """Every matrix as a product of two thin ones, with error feedback.
 
-    warm_start: bool
-    feedback: bool
-    epsilon: float
+    For a parameter of n x m (first dim, all others), with Q [m, rank] of the last step, on every rank:
 
+    1. ``M = g + e``
+    2. orthonormalize Q; ``P = M Q``; sum P over ranks; orthonormalize P
+    3. ``Q = M^T P``; mean of Q over ranks
+    4. the result is ``P Q^T``, the same on all ranks
+    5. ``e' = M - P Q^T``
+
+    Sums are formed in rank order, so results depend neither on buckets nor on the backend. Steps 2 and 4 use no library
+    decomposition or product, so ranks with different types of GPUs get the same bits. Under FSDP2 every rank has the
+    whole local gradient: the same factors are reduced, and each rank forms its own rows.
+
+    Args:
+        start_step: Uncompressed until this step: early gradients are the least low-rank.
+        warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
+        feedback: Keep the error. Otherwise what a low rank cannot express is lost.
+
+    Raises:
+        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
+
+    References:
+        Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        2019, arXiv 1905.13727, algorithms 1 and 2. The residual is taken against the common result, as PyTorch's
+        ``powerSGD_hook`` does, and equals it in the configuration where that works on gloo (a single bucket).
+    """
+
+    name: ClassVar[str] = "powersgd"
     fixed_size: ClassVar[bool] = True
     temporary_nbytes: ClassVar[float] = 2.9
+
+    start_step: int = 0
+    warm_start: bool = True
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        LowRankCompressor.__post_init__(self)
+        if self.start_step < 0:
+            raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
+
+    def phase(self, step_index: int) -> Compressor:
+        return Dense() if step_index < self.start_step else self
+
+    def conserving(self) -> PowerSGD:
+        return replace(self, feedback=True)
 
     @property
     def label(self) -> str:
@@ -94,51 +130,70 @@ class PowerSGDReducer(LowRankReducer):
 
 
 @configuration
-class PowerSGD(LowRankCompressor):
-    """Every matrix as a product of two thin ones, with error feedback.
+class ACPSGD(LowRankCompressor):
+    """`PowerSGD` with one factor per step: half of its bytes and messages.
 
-    For a parameter of n x m (first dim, all others), with Q [m, rank] of the last step, on every rank:
+    For a parameter of n x m (first dim, all others), on every rank:
 
     1. ``M = g + e``
-    2. orthonormalize Q; ``P = M Q``; sum P over ranks; orthonormalize P
-    3. ``Q = M^T P``; mean of Q over ranks
-    4. the result is ``P Q^T``, the same on all ranks
-    5. ``e' = M - P Q^T``
+    2. even steps: orthonormalize Q of the last step, ``P = M Q``; odd steps: orthonormalize P, ``Q = M^T P``
+    3. ``e' = M - P Q^T`` with this rank's own factor
+    4. the mean of the factor over ranks; the result is ``P Q^T``, the same on all ranks
 
-    Sums are formed in rank order, so results depend neither on buckets nor on the backend. Steps 2 and 4 use no library
-    decomposition or product, so ranks with different types of GPUs get the same bits. Under FSDP2 every rank has the
-    whole local gradient: the same factors are reduced, and each rank forms its own rows.
-
-    Args:
-        start_step: Uncompressed until this step: early gradients are the least low-rank.
-        warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
-        feedback: Keep the error. Otherwise what a low rank cannot express is lost.
+    Sums and products are formed as `PowerSGD` forms them.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.
 
     References:
-        Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-        2019, arXiv 1905.13727, algorithms 1 and 2. The residual is taken against the common result, as PyTorch's
-        ``powerSGD_hook`` does, and equals it in the configuration where that works on gloo (a single bucket).
+        Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023,
+        arXiv 2306.08881, algorithm 2.
     """
 
-    name: ClassVar[str] = "powersgd"
+    name: ClassVar[str] = "acpsgd"
+    temporary_nbytes: ClassVar[float] = 1.7
 
-    start_step: int = 0
-    warm_start: bool = True
-    feedback: bool = True
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}, factors in turns"
 
-    def __post_init__(self) -> None:
-        LowRankCompressor.__post_init__(self)
-        if self.start_step < 0:
-            raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
 
-    def phase(self, step_index: int) -> Compressor:
-        return Dense() if step_index < self.start_step else self
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        return {
+            "p": random_factor(spec, 0, self.rank, seed=1).to(device),
+            "q": random_factor(spec, 1, self.rank, seed=0).to(device),
+            "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
+        }
 
-    def method(self, spec: TensorSpec) -> PowerSGDReducer:
-        return PowerSGDReducer(rank=self.rank, warm_start=self.warm_start, feedback=self.feedback, epsilon=self.epsilon)
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        sends, keeps = ("p", "q") if step.index % 2 == 0 else ("q", "p")
+        matrices = []
+        for view in views:
+            h_N = view.flat().float() + state[view.spec.name]["residual"]
+            h_NM = h_N.view(matrix_shape(view.spec))
+            matrices.append(h_NM if sends == "p" else h_NM.T)
+        bases = orthogonalize_all([state[view.spec.name][keeps] for view in views], self.epsilon)
+        own = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        sums = yield from sum_each(own, comm)
+        for view, matrix, basis, own_factor, total in zip(views, matrices, bases, own, sums, strict=True):
+            tensors, mean_factor = state[view.spec.name], total / comm.world_size
+            sent, mean = product(own_factor, basis), product(mean_factor, basis)
+            error = matrix - sent
+            if sends == "q":
+                matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
+            observe_(view, matrix, sent)
+            store_factor_(tensors[sends], mean_factor)
+            store_error_(tensors["residual"], error)
+            view.write_mean_(mean.reshape(-1), comm.rank)
 
-    def conserving(self) -> PowerSGD:
-        return replace(self, feedback=True)
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return 2
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        """The mean of even and odd steps."""
+        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec)) // 2

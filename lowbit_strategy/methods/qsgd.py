@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.qsgd import L2Codec, Norm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
@@ -28,20 +27,19 @@ class QSGD(Compressor):
     Args:
         bits: Per code, 2 to 8. One bit less means four times the variance.
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size more bits per element.
-        norm: ``max``: least variance in practice; ``l2``: as published, sparser codes.
         return_bits: Per code on the downlink; None: `bits`.
         high_precision_bits: Per code of embeddings and output heads.
 
     References:
         Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,
-        arXiv 1610.02132, section 3 (without its Elias coding: codes have a fixed width).
+        arXiv 1610.02132, section 3, with the maximum norm, which has less variance than the Euclidean one, and without
+        Elias coding: codes have a fixed width.
     """
 
     name: ClassVar[str] = "qsgd"
 
     bits: int = 4
     block_size: int = 128
-    norm: Norm = "max"
     return_bits: int | None = None
     high_precision_bits: int = 8
 
@@ -55,8 +53,6 @@ class QSGD(Compressor):
         )
 
     def codec(self, bits: int) -> Codec:
-        if self.norm == "l2":
-            return L2Codec(bits, self.block_size)
         return BlockCodec(uniform(bits, self.block_size), "stochastic")
 
     def method(self, spec: TensorSpec) -> CodecPair:

@@ -7,38 +7,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.mixtures import Partition, WarmUp
-from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.powersgd import ACPSGD, PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.acpsgd import ACPSGD
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
-from lowbit_strategy.methods.zoo.atomo import ATOMO
 from lowbit_strategy.methods.zoo.deft import DEFT
 from lowbit_strategy.methods.zoo.eden import EDEN
-from lowbit_strategy.methods.zoo.ef21 import EF21
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ
-from lowbit_strategy.methods.zoo.gspar import GSpar
 from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.micro import MiCRO
-from lowbit_strategy.methods.zoo.multiscale import MultiScale
 from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
 from lowbit_strategy.methods.zoo.randomk import RandomK
-from lowbit_strategy.methods.zoo.rotate import Rotate
+from lowbit_strategy.methods.zoo.sampled import ATOMO, GSpar
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
-from lowbit_strategy.methods.zoo.sharedscale import SharedScale
+from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, TernGrad
 from lowbit_strategy.methods.zoo.sidco import SIDCo
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.signs import EFSignSGD, OneBitSGD, SignSGD
 from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
-from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
 from lowbit_strategy.options.conversion import (
     Conversion,

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
-from lowbit_strategy.codecs.chunk import ChunkTopK
-from lowbit_strategy.codecs.group import GROUPS, GroupTop
+from lowbit_strategy.codecs.chunk import GROUPS, ChunkTopK, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, check_decay
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
-from lowbit_strategy.methods._base.sparse_residuals import check_density, num_kept
+from lowbit_strategy.methods._base.sparse import OwnPositions
+from lowbit_strategy.methods._base.sparse_residuals import check_density
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -80,24 +79,11 @@ class GatheredReducer(Reducer):
         return (world_size - 1) * self.codec.wire_nbytes(spec.numel)
 
 
-class TopKReducer(SparseReducer):
-    """Exact top-k of each parameter. Fields as in `TopK`."""
-
-    same_counts: ClassVar[bool] = True
-
-    @property
-    def label(self) -> str:
-        return f"top-k {self.density:g}, {self.codec.label}"
-
-    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*total.top_k(num_kept(self.density, view.spec.numel)))
-
-
 SelectionKind = Literal["exact", "chunk", "group"]
 
 
 @configuration
-class TopK(SparseCompressor):
+class TopK(OwnPositions):
     """Top-k sparsification with error feedback.
 
     Every step, for each parameter of n elements, on every rank:
@@ -121,11 +107,6 @@ class TopK(SparseCompressor):
     largest elements are sent and removed.
 
     Args:
-        density: Share of each parameter's elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
-        values: How they travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            Rounding errors stay in the residual.
-        residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16`` (``exact`` only): 2; ``int8``: 1.
-            The smaller ones are rounded stochastically.
         selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements, which is coarser,
             since gradients differ between rows, but faster, and never waits for the GPU; ``group``: one of every
             ``1 / density``, with the shortest positions.
@@ -145,6 +126,7 @@ class TopK(SparseCompressor):
     """
 
     name: ClassVar[str] = "topk"
+    same_counts: ClassVar[bool] = True
 
     selection: SelectionKind = "exact"
     return_density: float | None = None
@@ -153,7 +135,7 @@ class TopK(SparseCompressor):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
+        OwnPositions.__post_init__(self)
         if self.return_density is not None:
             check_density(self.return_density, "return_density")
             if self.selection == "exact":
@@ -170,30 +152,28 @@ class TopK(SparseCompressor):
             raise ValueError("return_density needs gather=False: what is gathered has no downlink")
         if self.gather and self.residual != "float32":
             raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
-        if self.selection != "exact" and self.residual == "bfloat16":
-            raise ValueError(
-                f"selection={self.selection!r} keeps its residual in float32 or int8, got residual='bfloat16'"
-            )
         if self.selection == "group" and self.density not in {1 / group for group in GROUPS}:
             raise ValueError(f"density must be 1/4, 1/16 or 1/256 with selection='group', got {self.density!r}")
-        if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay!r}")
+        check_decay(self.decay)
         if self.decay < 1.0 and self.selection == "exact":
             raise ValueError("decay needs selection='chunk' or 'group': the exact selection keeps all of its residual")
 
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return TopKReducer(density=self.density, codec=self.codec)
+    @property
+    def label(self) -> str:
+        return f"top-k {self.density:g}, {self.codec.label}"
+
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        return Chosen(*total.top_k(self.num_kept(view.spec)))
 
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
-            return SparseCompressor.method(self, spec)
+            return OwnPositions.method(self, spec)
         if self.gather:
             return FeedbackReducer(inner=GatheredReducer(codec=self._chunks(self.density)), decay=self.decay)
         return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))
 
     def _feedback(self, density: float) -> FeedbackCodec:
-        residual: Literal["float32", "int8"] = "int8" if self.residual == "int8" else "float32"
-        return FeedbackCodec(codec=self._chunks(density), residual=residual, decay=self.decay)
+        return FeedbackCodec(codec=self._chunks(density), residual=self.residual, decay=self.decay)
 
     def _chunks(self, density: float) -> Codec:
         if self.selection == "group":

@@ -18,21 +18,16 @@ from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_l
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.mixtures import Partition, WarmUp
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.zoo.eden import EDEN
-from lowbit_strategy.methods.zoo.ef21 import EF21
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.zoo.multiscale import MultiScale
 from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.zoo.rotate import Rotate
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
-from lowbit_strategy.methods.zoo.terngrad import TernGrad
+from lowbit_strategy.methods.zoo.sharedscale import MultiScale, TernGrad
+from lowbit_strategy.methods.zoo.signs import EFSignSGD, SignSGD
 from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]
@@ -66,7 +61,6 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "LoCo, 2 bits up, 4 down": LoCo(
         bits=2, codebook="ternary", return_bits=4, return_codebook="uniform", return_beta=0.8
     ),
-    "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
     "LoCo without residual": LoCo(residual="none"),
@@ -76,7 +70,6 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "rotated LoCo": Rotate(compressor=LoCo(bits=3), size=32),
     "rotated EF21": Rotate(compressor=EF21()),
     "partition": Partition(rules=(("m*", LoCo(bits=2)), ("t*", QSGD(bits=8))), default=EFSignSGD()),
-    "terngrad, scaler per rank": TernGrad(scaler="rank"),
     "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
     "one of sixteen": TopK(selection="group", density=1 / 16, values="int2", residual="int8"),

@@ -25,12 +25,11 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna, FlatModel
+from lowbit_strategy.methods.exdyna import ExDyna, FlatModel, MiCRO
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
 from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.micro import MiCRO
 from lowbit_strategy.methods.zoo.randomk import RandomK
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
@@ -48,7 +47,7 @@ TRAINED: dict[str, Compressor] = {
     "topk_chunk": TopK(density=0.05, selection="chunk", values="int8"),
     "topk_chunk_int8": TopK(density=0.05, selection="chunk", residual="int8"),
     "topk_int8_residual": TopK(density=0.05, residual="int8"),
-    "exdyna_int4": ExDyna(density=0.05, values="int4", residual="bfloat16"),
+    "exdyna_int4": ExDyna(density=0.05, values="int4", residual="int8"),
     "exdyna": ExDyna(density=0.05),
     "micro": MiCRO(density=0.05),
     "dgc": DGC(density=0.05, clip_norm=1.0, warmup_steps=4),

@@ -10,13 +10,12 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec
+from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method
@@ -187,6 +186,14 @@ class Compressor(ABC):
         return Assignment(self.method(spec), "compressed", self.name)
 
 
+@configuration
+class ReducingCompressor(Compressor, Reducer):
+    """A configuration that is itself the method of its parameters."""
+
+    def method(self, spec: TensorSpec) -> Method:
+        return self
+
+
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:
     """What each parameter gets. A part gets what its whole parameter would get."""
     return {
@@ -205,68 +212,6 @@ def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
 
 
 _SMALL_PART = "the part that one rank reduces is too small"
-
-
-@configuration
-class Wrapper(Compressor):
-    """Changes the methods that `compressor` gives; what that one exempts stays exempt.
-
-    Args:
-        compressor: The wrapped one.
-        exempt: More parameters that are exempt.
-        high_precision: Not used: the wrapped compressor decides what gets high precision.
-
-    Raises:
-        ValueError: The wrapped compressor cannot be wrapped.
-    """
-
-    compressor: Compressor
-    exempt: tuple[Selector, ...] = ()
-    high_precision: tuple[Selector, ...] = ()
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
-
-    @property
-    def is_sparse(self) -> bool:  # type: ignore[override]
-        return self.compressor.is_sparse
-
-    @property
-    def approaches_mean(self) -> bool:  # type: ignore[override]
-        return self.compressor.approaches_mean
-
-    def assign(self, spec: TensorSpec) -> Assignment:
-        if (assignment := self.exempted(spec)) is not None:
-            return assignment
-        inner = self.compressor.assign(spec)
-        return inner if inner.kind == "exempt" else inner._replace(method=self.wrap(inner.method))
-
-    def method(self, spec: TensorSpec) -> Method:
-        return self.wrap(self.compressor.method(spec))
-
-    @property
-    def momenta(self) -> frozenset[float]:
-        return self.compressor.momenta
-
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        self.compressor.check(specs)
-
-    def phase(self, step_index: int) -> Compressor:
-        inner = self.compressor.phase(step_index)
-        return self if inner == self.compressor else replace(self, compressor=inner)
-
-    def conserving(self) -> Compressor:
-        return replace(self, compressor=self.compressor.conserving())
-
-    def wrap(self, method: Method) -> Method:
-        return method.transform(self.wrap_codec, self.wrap_reducer)
-
-    @abstractmethod
-    def wrap_codec(self, codec: Codec) -> Codec: ...
-
-    @abstractmethod
-    def wrap_reducer(self, reducer: Reducer) -> Reducer: ...
 
 
 def check_bits(field: str, bits: int) -> None:
@@ -295,3 +240,21 @@ def check_positive(field: str, value: int) -> None:
     """
     if value < 1:
         raise ValueError(f"{field} must be a positive integer, got {value!r}")
+
+
+@configuration
+class Dense(Compressor):
+    """Gradients as floats, summed in float32 in rank order.
+
+    Args:
+        dtype: On the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
+    """
+
+    name: ClassVar[str] = "dense"
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    exempt: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return CodecPair(DenseCodec(self.dtype))

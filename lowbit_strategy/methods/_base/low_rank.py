@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +16,15 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, Selector, check_positive
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.compressor import (
+    DENSE,
+    Assignment,
+    Compressor,
+    ReducingCompressor,
+    Selector,
+    check_positive,
+)
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.configuration import configuration
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
@@ -118,33 +124,9 @@ def observe_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
         view.sent.copy_(sent.reshape(-1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LowRankReducer(Reducer):
-    """Sends two thin matrices per parameter."""
-
-    rank: int
-
-    def serves(self, spec: TensorSpec) -> bool:
-        return self.rank <= min(matrix_shape(spec))
-
-    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
-        """The state of one parameter at the start."""
-        return {}
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        for spec in specs:
-            if not self.serves(spec):
-                rows, columns = matrix_shape(spec)
-                raise ValueError(
-                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
-                    f" of at most {min(rows, columns)} or exempt it"
-                )
-        return {spec.name: self.fresh(spec, device) for spec in specs}
-
-
 @configuration
-class LowRankCompressor(Compressor):
-    """Configurations of low-rank methods.
+class LowRankCompressor(ReducingCompressor):
+    """Sends two thin matrices per parameter.
 
     Args:
         rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
@@ -188,3 +170,20 @@ class LowRankCompressor(Compressor):
         if not self.pays(spec):
             return Assignment(DENSE, "exempt", f"rank {self.rank} would not make it much smaller")
         return Assignment(self.method(spec), "compressed", self.name)
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.rank <= min(matrix_shape(spec))
+
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        """The state of one parameter at the start."""
+        return {}
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        for spec in specs:
+            if not self.serves(spec):
+                rows, columns = matrix_shape(spec)
+                raise ValueError(
+                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
+                    f" of at most {min(rows, columns)} or exempt it"
+                )
+        return {spec.name: self.fresh(spec, device) for spec in specs}

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from torch.nn.functional import pad
 from lowbit_strategy.codecs.base import Arena, Codec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec, row_length
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up, row_length
 from lowbit_strategy.kernels.reference import blocks
 
-ResidualDtype = Literal["float32", "int8"]
+ReducerState = dict[str, StateTensors]  # by parameter name
+ResidualDtype = Literal["int8", "float32"]
 
 
 def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
@@ -62,30 +63,50 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "") -> None:
     scale.copy_(scale_K)
 
 
-class MethodStore(ABC):
-    """State of all parameters that one method serves on this rank."""
+class MethodStore:
+    """State of all parameters that one method serves on this rank.
+
+    Args:
+        method: The rule.
+        state: Tensors by parameter and name.
+        numbers: What `unsent_part` needs to know beside the tensors of a parameter: plain numbers, saved with them.
+        device: Where the tensors are.
+        arenas: The tensors that those of `state` are views of, if they are.
+    """
 
     hop: ClassVar[str] = ""  # what the names of the tensors begin with whose residual is of gradients
 
-    @abstractmethod
-    def tensors(self, name: str) -> StateTensors:
-        """All state of one parameter, as views: writing them changes the store. If it is parked, copies."""
+    def __init__(
+        self,
+        method: Method,
+        state: ReducerState,
+        numbers: Mapping[str, dict[str, Any]],
+        device: torch.device,
+        arenas: Iterable[Tensor] = (),
+    ) -> None:
+        self.method, self.state = method, state
+        self._numbers, self._device, self._arenas = numbers, device, list(arenas)
+        self._parked = False
 
-    @abstractmethod
+    def tensors(self, name: str) -> StateTensors:
+        """All state of one parameter: writing changes the store. If it is parked, copies."""
+        tensors = self.state.get(name, {})
+        return {key: x.to(self._device) for key, x in tensors.items()} if self._parked else tensors
+
     def park(self) -> None:
         """Move all state to the host's memory; it is only read from now on, one parameter at a time."""
+        self._parked, self._arenas = True, []
+        self.state = {name: {key: x.cpu() for key, x in tensors.items()} for name, tensors in self.state.items()}
 
-    @abstractmethod
     def state_tensors(self) -> list[Tensor]:
         """Everything the store holds, in as few tensors as possible."""
+        return self._arenas or [x for tensors in self.state.values() for x in tensors.values()]
 
-    @abstractmethod
     def numbers(self, name: str) -> dict[str, Any]:
-        """What `unsent_part` needs to know beside the tensors: plain numbers, saved with them."""
+        return self._numbers[name]
 
-    @abstractmethod
     def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`: everything in units of the gradient follows."""
+        self.method.rescale_(self.state, factor)
 
     def residual(self, name: str) -> Tensor | None:
         """float32 ``[numel]``: what is added to the next gradient; None where the method keeps none."""
@@ -158,8 +179,8 @@ class Method(ABC):
         """Fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
 
     @abstractmethod
-    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> Method:
-        """The same method with what it is made of replaced: for wrappers."""
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
 
     def description(self, spec: TensorSpec) -> str:
         """The `label`, with that of the downlink where it differs."""
@@ -274,23 +295,18 @@ class CodecPair(Method):
         row_numel = spec.row_numel(world_size, self.block_size)
         return sum(hop.wire_nbytes(row_numel) for hop in self.hops(spec)) * (world_size - 1)
 
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        for tensors in state.values():
+            for tensor in tensors.values():  # float residuals, or the scales of int8 ones
+                if tensor.is_floating_point():
+                    tensor.mul_(factor)
+
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> CodecStore:
         return CodecStore(self, specs, comm, device)
 
-    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> CodecPair:
-        return CodecPair(codec(self.uplink), codec(self.downlink))
-
-
-class _Arena(NamedTuple):
-    """One state tensor of all parameters, which lie in it in order."""
-
-    values: Tensor
-    num_chunks: int  # of each parameter: one per rank where whole parameters are coded, else the own one
-    unit: int  # elements per entry
-
 
 class CodecStore(MethodStore):
-    """State of all parameters that one pair of codecs carries.
+    """State of all parameters that one pair of codecs carries, one after the other in arenas.
 
     Under FSDP2 nothing travels back, so the downlink keeps nothing.
     """
@@ -298,65 +314,45 @@ class CodecStore(MethodStore):
     hop = "uplink."
 
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
-        self.pair = pair
-        self._rank, self._world_size, self._device = comm.rank, comm.world_size, device
-        self._sizes: dict[str, tuple[int, int]] = {}  # elements of the parameter, and of each rank's chunk
+        self._pair, self._is_sharded = pair, any(spec.sharded for spec in specs.values())
         self._chunks: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one chunk each
-        self._arenas: dict[str, _Arena] = {}
-        self._parked = self._is_sharded = False
-        end = 0
+        numbers, end = {}, 0
         for name, spec in specs.items():
             row_numel = spec.row_numel(comm.world_size, pair.block_size)
-            start, end = end, end - row_numel // -pair.block_size * pair.block_size
-            self._sizes[name], self._chunks[name] = (spec.numel, row_numel), (start, end)
-            self._is_sharded = spec.sharded
+            start, end = end, end + round_up(row_numel, pair.block_size)
+            self._chunks[name] = (start, end)
+            numbers[name] = {
+                "numel": spec.numel,
+                "row_numel": row_numel,
+                "world_size": comm.world_size,
+                "rank": comm.rank,
+                "residual_gain": finite_gain(pair.uplink.residual_gain),
+                "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
+            }
+        state: ReducerState = {name: {} for name in specs}
+        self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
-            block_size = codec.block_size
             for key, arena in codec.arenas().items():
                 num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
-                unit = block_size if arena.per_block else 1
+                unit = codec.block_size if arena.per_block else 1
                 values = torch.zeros(end * num_chunks // unit, dtype=arena.dtype, device=device)
-                self._arenas[f"{hop}.{key}"] = _Arena(values, num_chunks, unit)
+                self._by_hop[hop][key] = values
+                for name, (start, stop) in self._chunks.items():
+                    state[name][f"{hop}.{key}"] = values[start * num_chunks // unit : stop * num_chunks // unit]
+        arenas = [values for tensors in self._by_hop.values() for values in tensors.values()]
+        super().__init__(pair, state, numbers, device, arenas)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
         """What an `Exchange` needs to carry these parameters."""
         return CodedGroup(
-            self.pair.uplink,
-            self._state("uplink."),
-            None if self._is_sharded else self.pair.downlink,
-            self._state("downlink."),
-            self.pair.block_size,
+            self._pair.uplink,
+            self._by_hop["uplink"],
+            None if self._is_sharded else self._pair.downlink,
+            self._by_hop["downlink"],
+            self._pair.block_size,
             tuple(param._replace(state_offset=self._chunks[param.name][0]) for param in params),
         )
 
-    def _state(self, hop: str) -> StateTensors:
-        return {key.removeprefix(hop): arena.values for key, arena in self._arenas.items() if key.startswith(hop)}
-
-    def tensors(self, name: str) -> StateTensors:
-        """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
-        start, end = self._chunks[name]
-        tensors = {key: x[start * num // unit : end * num // unit] for key, (x, num, unit) in self._arenas.items()}
-        return {key: x.to(self._device) for key, x in tensors.items()} if self._parked else tensors
-
     def park(self) -> None:
-        self._parked = True
-        self._arenas = {key: arena._replace(values=arena.values.cpu()) for key, arena in self._arenas.items()}
-
-    def state_tensors(self) -> list[Tensor]:
-        return [arena.values for arena in self._arenas.values()]
-
-    def numbers(self, name: str) -> dict[str, Any]:
-        numel, row_numel = self._sizes[name]
-        return {
-            "numel": numel,
-            "row_numel": row_numel,
-            "world_size": self._world_size,
-            "rank": self._rank,
-            "residual_gain": finite_gain(self.pair.uplink.residual_gain),
-            "downlink_residual_gain": finite_gain(self.pair.downlink.residual_gain),
-        }
-
-    def rescale_(self, factor: float) -> None:
-        for tensor in self.state_tensors():  # float residuals, or the scales of int8 ones
-            if tensor.is_floating_point():
-                tensor.mul_(factor)
+        super().park()
+        self._by_hop = {}

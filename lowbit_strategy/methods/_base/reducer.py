@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.codecs.packed import Packed, pack_parameters
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.methods._base.method import Method, MethodStore, finite_gain
-
-ReducerState = dict[str, StateTensors]  # by parameter name
+from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState, finite_gain
 
 
 def packed_views(views: Sequence[ParamView], block_size: int) -> tuple[Packed, Tensor]:
@@ -76,11 +74,10 @@ class Reducer(Method):
             if "residual" in tensors:
                 tensors["residual_scale" if "residual_scale" in tensors else "residual"].mul_(factor)
 
-    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> ReducerStore:
-        return ReducerStore(self, specs, device)
-
-    def transform(self, codec: Callable[[Codec], Codec], reducer: Callable[[Any], Any]) -> Reducer:
-        return reducer(self)
+    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> MethodStore:
+        gain = finite_gain(self.residual_gain)
+        numbers = {name: {"numel": spec.numel, "residual_gain": gain} for name, spec in specs.items()}
+        return MethodStore(self, self.init(list(specs.values()), device), numbers, device)
 
 
 class WrappedReducer(Reducer):
@@ -118,37 +115,3 @@ class WrappedReducer(Reducer):
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return self.inner.wire_nbytes(spec, world_size)
-
-
-class ReducerStore(MethodStore):
-    """State of all parameters that one reducer serves.
-
-    Attributes:
-        state: What the reducer has made, as `Reducer.reduce` gets it.
-    """
-
-    def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
-        self.method = method
-        self.state = method.init(list(specs.values()), device)
-        self._specs = dict(specs)
-        self._device = device
-        self._parked = False
-
-    def tensors(self, name: str) -> StateTensors:
-        tensors = self.state.get(name, {})
-        return {key: tensor.to(self._device) for key, tensor in tensors.items()} if self._parked else tensors
-
-    def park(self) -> None:
-        self._parked = True
-        self.state = {
-            name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in self.state.items()
-        }
-
-    def state_tensors(self) -> list[Tensor]:
-        return [tensor for tensors in self.state.values() for tensor in tensors.values()]
-
-    def numbers(self, name: str) -> dict[str, Any]:
-        return {"numel": self._specs[name].numel, "residual_gain": finite_gain(self.method.residual_gain)}
-
-    def rescale_(self, factor: float) -> None:
-        self.method.rescale_(self.state, factor)

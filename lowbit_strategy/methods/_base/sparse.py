@@ -1,9 +1,9 @@
-"""Sparse methods: their configurations, and the two ways of choosing what is sent.
+"""Sparse methods, and the two ways of choosing what is sent.
 
-1. `SparseReducer`: each rank chooses its own positions, which travel with the values
-2. `CommonPositionsReducer`: all ranks send the same positions, so that only values travel
+1. `OwnPositions`: each rank chooses its own positions, which travel with the values
+2. `CommonPositions`: all ranks send the same positions, so that only values travel
 
-A residual may have one or two bytes per parameter. It grows until its element is sent, so a step's increment is far
+A residual may have one byte per parameter. It grows until its element is sent, so a step's increment is far
 smaller than the residual: rounding to the nearest value would lose it. Stochastic rounding keeps it on average.
 """
 
@@ -13,7 +13,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import Method, read_residual
+from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
+from lowbit_strategy.methods._base.method import Method, ResidualDtype, read_residual
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, WrappedReducer
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
@@ -61,24 +61,53 @@ class ResidualReducer(Reducer):
         return zero_residuals(specs, device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DensityReducer(ResidualReducer):
-    """Sends a share of each parameter's elements, their values through a codec."""
+@configuration
+class SparseCompressor(ReducingCompressor, ResidualReducer):
+    """Sends a share of each parameter's elements.
 
+    Args:
+        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
+            Rounding errors stay in the residual, with positions common to all ranks in the owner's. A position costs
+            2 more bytes.
+        residual: ``float32``: 4 bytes per parameter on every rank; ``int8``: 1, with a scale per 128 elements, rounded
+            stochastically: noise, but no bias.
+    """
+
+    is_sparse: ClassVar[bool] = True
+    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
     title: ClassVar[str]
-    density: float
-    codec: Codec
+
+    density: float = 0.01
+    values: Values | Codec = "float32"
+    residual: ResidualDtype = "float32"
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_density(self.density)
 
     @property
     def label(self) -> str:
         return f"{self.title} {self.density:g}"
 
+    @property
+    def codec(self) -> Codec:
+        """Encodes the values."""
+        return value_codec(self.values)
+
     def num_kept(self, spec: TensorSpec) -> int:
         """Entries to send for a parameter."""
         return num_kept(self.density, spec.numel)
 
+    def method(self, spec: TensorSpec) -> Method:
+        return self if self.residual == "float32" else CompactResidualReducer(inner=self)
 
-class SparseReducer(DensityReducer):
+    def conserving(self) -> SparseCompressor:
+        return replace(self, residual="float32")
+
+
+@configuration
+class OwnPositions(SparseCompressor):
     """Methods in which each rank chooses its own positions, parameter by parameter."""
 
     same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
@@ -153,7 +182,8 @@ class SparseReducer(DensityReducer):
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
 
 
-class CommonPositionsReducer(DensityReducer):
+@configuration
+class CommonPositions(SparseCompressor):
     """Error feedback around a sum at positions that all ranks know.
 
     A rank with an idle gradient sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
@@ -171,7 +201,7 @@ class CommonPositionsReducer(DensityReducer):
         return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
         yield  # a generator that has nothing to wait for
 
-    def values(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
+    def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What this rank sends at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
@@ -218,7 +248,7 @@ class CommonPositionsReducer(DensityReducer):
 
     def _chosen(self, view: ParamView, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
         if condition is Condition.LIVE:
-            return Chosen(indices, self.values(view, state.get(view.spec.name, {}), indices))
+            return Chosen(indices, self.values_at(view, state.get(view.spec.name, {}), indices))
         return Chosen(indices, filler(indices.numel(), condition, indices.device).values)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
@@ -233,53 +263,36 @@ class CommonPositionsReducer(DensityReducer):
         return self.positions_nbytes(spec, world_size) + values
 
 
-ResidualDtype = Literal["float32", "bfloat16", "int8"]
 _BLOCK = 128
-
-
-def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
-    """The same method with a residual of that type."""
-    return reducer if residual == "float32" else CompactResidualReducer(inner=reducer, residual=residual)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompactResidualReducer(WrappedReducer):
-    """Any sparse method: its residual is float32 during the reduction, and rounded stochastically afterwards.
-
-    Args:
-        inner: The method.
-        residual: ``bfloat16``, or ``int8`` with one bfloat16 scale per 128 elements.
+    """Any sparse method: its residual is float32 during the reduction, and int8 with a scale per 128 elements between
+    two of them, rounded stochastically.
     """
 
     inner: Reducer
-    residual: ResidualDtype
 
     @property
     def label(self) -> str:
-        return f"{self.inner.label}, {self.residual} residual"
+        return f"{self.inner.label}, int8 residual"
 
     @property
     def temporary_nbytes(self) -> float:
         return self.inner.temporary_nbytes + 1.5
 
     def continues(self, earlier: Method) -> bool:
-        return (
-            isinstance(earlier, CompactResidualReducer)
-            and earlier.residual == self.residual
-            and self.inner.continues(earlier.inner)
-        )
+        return isinstance(earlier, CompactResidualReducer) and self.inner.continues(earlier.inner)
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = self.inner.init(specs, device)
         for tensors in state.values():
             if "residual" not in tensors:
                 continue
-            if self.residual == "bfloat16":
-                tensors["residual"] = tensors["residual"].bfloat16()
-            else:
-                num_blocks = -(-tensors["residual"].numel() // _BLOCK)
-                tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
-                tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+            num_blocks = -(-tensors["residual"].numel() // _BLOCK)
+            tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
+            tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
         return state
 
     def reduce(
@@ -301,64 +314,8 @@ class CompactResidualReducer(WrappedReducer):
     def _store_(self, tensors: StateTensors, values: Tensor, key: int) -> None:
         for at in range(0, values.numel(), CACHE_ELEMENTS):
             part = values[at : at + CACHE_ELEMENTS]
-            if self.residual == "bfloat16":
-                tensors["residual"][at : at + part.numel()] = round_to_bfloat16(part, at, key)
-                continue
             padded_KB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
             noise_KB = dither(at, padded_KB.numel(), key, values.device).view_as(padded_KB)
             codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
             tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
             tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
-
-
-def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
-    """Stochastic rounding: 16 random bits are added below those that stay.
-
-    Args:
-        x: float32 [N], finite; saturates.
-        first: Index of its first element in the stream of random numbers.
-        key: Of the stream of random numbers.
-    """
-    noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
-    bits = x.contiguous().view(torch.int32) + noise
-    rounded = (bits & -65536).view(torch.float32)
-    return torch.where(rounded.isfinite(), rounded, x.sign() * torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
-
-
-@configuration
-class SparseCompressor(Compressor):
-    """Configurations of sparse methods.
-
-    Args:
-        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
-        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            Rounding errors stay in the residual. A position costs 2 more bytes.
-        residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16``: 2; ``int8``: 1, with a scale per 128
-            elements. The smaller ones are rounded stochastically: noise, but no bias.
-    """
-
-    is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
-
-    density: float = 0.01
-    values: Values | Codec = "float32"
-    residual: ResidualDtype = "float32"
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_density(self.density)
-
-    @property
-    def codec(self) -> Codec:
-        """Encodes the values."""
-        return value_codec(self.values)
-
-    @abstractmethod
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        """The method of a parameter, with its residual in float32."""
-
-    def method(self, spec: TensorSpec) -> Method:
-        return compact(self.reducer(spec), self.residual)
-
-    def conserving(self) -> SparseCompressor:
-        return replace(self, residual="float32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,9 +14,8 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.compressor import Compressor, check_positive
-from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.sparse import ResidualDtype, SparseReducer, compact
+from lowbit_strategy.methods._base.compressor import check_positive
+from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.options.configuration import configuration
 
@@ -51,29 +49,8 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int) -> Ten
     return chosen.view(-1)[: g.numel()].nonzero().view(-1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaCompReducer(SparseReducer):
-    """Fields as in `AdaComp`."""
-
-    bin_size: int
-    density: float = 1.0  # not used
-
-    @property
-    def label(self) -> str:
-        return f"adacomp, bins of {self.bin_size}"
-
-    def num_kept(self, spec: TensorSpec) -> int:
-        return min(spec.numel, expected_per_bin(self.bin_size) * -(-spec.numel // self.bin_size))
-
-    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        residual = total.formed()
-        most = _MOST * expected_per_bin(self.bin_size)
-        indices = select_in_bins(residual, view.flat().float(), self.bin_size, most)
-        return Chosen(indices, residual.index_select(0, indices))
-
-
 @configuration
-class AdaComp(Compressor):
+class AdaComp(OwnPositions):
     """Adaptive residual compression: the density follows from the gradient.
 
     Every step, for each parameter, on every rank:
@@ -96,26 +73,35 @@ class AdaComp(Compressor):
     """
 
     name: ClassVar[str] = "adacomp"
-    is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False
+    density: ClassVar[float] = 1.0  # type: ignore[misc]  # no option: it follows from the gradient
 
     bin_size: int = 500
     conv_bin_size: int = 50
-    values: str | Codec = "signs"
-    residual: ResidualDtype = "float32"
+    values: str | Codec = "signs"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        OwnPositions.__post_init__(self)
         check_positive("bin_size", self.bin_size)
         check_positive("conv_bin_size", self.conv_bin_size)
-        self._codec()
+        assert self.codec  # known
 
-    def conserving(self) -> AdaComp:
-        return replace(self, residual="float32")
-
-    def _codec(self) -> Codec:
+    @property
+    def codec(self) -> Codec:
         return _SIGNS if self.values == "signs" else value_codec(self.values)
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        bin_size = self.conv_bin_size if spec.ndim > 2 else self.bin_size
-        return compact(AdaCompReducer(codec=self._codec(), bin_size=bin_size), self.residual)
+    @property
+    def label(self) -> str:
+        return f"adacomp, bins of {self.bin_size} and {self.conv_bin_size}"
+
+    def bin_size_of(self, spec: TensorSpec) -> int:
+        return self.conv_bin_size if spec.ndim > 2 else self.bin_size
+
+    def num_kept(self, spec: TensorSpec) -> int:
+        bin_size = self.bin_size_of(spec)
+        return min(spec.numel, expected_per_bin(bin_size) * -(-spec.numel // bin_size))
+
+    def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        residual = total.formed()
+        bin_size = self.bin_size_of(view.spec)
+        indices = select_in_bins(residual, view.flat().float(), bin_size, _MOST * expected_per_bin(bin_size))
+        return Chosen(indices, residual.index_select(0, indices))

@@ -14,8 +14,8 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.options.configuration import configuration
 
@@ -87,9 +87,31 @@ def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[
     return [max(1, each) for each in kept]
 
 
-class DEFTReducer(CommonPositionsReducer):
-    """Fields as in `DEFT`."""
+@configuration
+class DEFT(CommonPositions):
+    """Each rank selects in its own parts of the model; parts with large gradients send more.
 
+    Every step, for all parameters (under FSDP2: of a module) together, on every rank:
+
+    1. ``h = g + e``
+    2. parameters larger than a quarter of a rank's share of the model are cut into equal parts
+    3. rank ``step mod W`` sends the norms of its parts; the number of elements is split over parts by them
+    4. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far
+    5. each rank finds the largest elements of its parts exactly; all ranks get all positions
+    6. every rank contributes its own h there; ``e' = h``, 0 there
+
+    As with `ExDyna` no position is chosen twice, but counts are exact and selection costs a top-k of a W-th of the
+    model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
+
+    Args:
+        density: Share of the model's elements that is sent, in (0, 1].
+
+    References:
+        Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient
+        Sparsification", 2023, arXiv 2307.03500. From the definition, not from the authors' code.
+    """
+
+    name: ClassVar[str] = "deft"
     title: ClassVar[str] = "deft"
     whole_model: ClassVar[bool] = True
     position_messages: ClassVar[int] = 2
@@ -122,34 +144,3 @@ class DEFTReducer(CommonPositionsReducer):
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return _POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
-
-
-@configuration
-class DEFT(SparseCompressor):
-    """Each rank selects in its own parts of the model; parts with large gradients send more.
-
-    Every step, for all parameters (under FSDP2: of a module) together, on every rank:
-
-    1. ``h = g + e``
-    2. parameters larger than a quarter of a rank's share of the model are cut into equal parts
-    3. rank ``step mod W`` sends the norms of its parts; the number of elements is split over parts by them
-    4. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far
-    5. each rank finds the largest elements of its parts exactly; all ranks get all positions
-    6. every rank contributes its own h there; ``e' = h``, 0 there
-
-    As with `ExDyna` no position is chosen twice, but counts are exact and selection costs a top-k of a W-th of the
-    model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
-
-    Args:
-        density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the owner's rounding errors stay in its residual.
-
-    References:
-        Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient
-        Sparsification", 2023, arXiv 2307.03500. From the definition, not from the authors' code.
-    """
-
-    name: ClassVar[str] = "deft"
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return DEFTReducer(density=self.density, codec=self.codec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,22 +13,76 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
-from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, Selector, check_positive
+from lowbit_strategy.methods._base.compressor import (
+    DENSE,
+    Assignment,
+    Compressor,
+    ReducingCompressor,
+    Selector,
+    check_positive,
+)
 from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradiVeQReducer(ResidualReducer):
-    """Fields as in `GradiVeQ`. State: ``residual`` flat, ``basis`` [slice_size, kept], zeros before the first step."""
+def _principal(slices_SK: Tensor, kept: int) -> Tensor:
+    """float32 [K, kept]: the eigenvectors of the largest eigenvalues of the slices' second moments."""
+    unit = slices_SK / slices_SK.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.linalg.eigh(unit.T @ unit).eigenvectors[:, -kept:].contiguous()
 
-    slice_size: int
-    kept: int
-    period: int
 
+@configuration
+class GradiVeQ(ReducingCompressor, ResidualReducer):
+    """Slices of the gradient as coefficients of principal components, which are added up over ranks.
+
+    For each parameter, cut into slices of `slice_size` elements, on every rank:
+
+    1. ``h = g + e``
+    2. in every `period`-th step rank ``step mod W`` broadcasts the principal components of its slices of h
+    3. each slice's coefficients in the first `slice_size / ratio` of them are added up over ranks, as floats
+    4. the result is decoded from the mean coefficients; ``e'`` is h minus what this rank's coefficients decode to
+
+    It pays if neighboring elements of a gradient are correlated, as in the filters of convolutions.
+
+    Args:
+        slice_size: Elements per slice.
+        ratio: Elements per coefficient that is sent.
+        period: Steps between two bases.
+        exempt: Parameters that stay dense; see `Compressor`. So do those with fewer than `slice_size` slices.
+        high_precision: Not used.
+
+    References:
+        Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
+        Training", 2018, arXiv 1811.03617, section 4. There the basis comes from gradients that were sent uncompressed,
+        and errors are lost.
+    """
+
+    name: ClassVar[str] = "gradiveq"
     temporary_nbytes: ClassVar[float] = 3.6
+
+    slice_size: int = 64
+    ratio: int = 8
+    period: int = 100
+    high_precision: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        for field in ("slice_size", "ratio", "period"):
+            check_positive(field, getattr(self, field))
+        if self.slice_size % self.ratio:
+            raise ValueError(f"slice_size must be a multiple of ratio, got {self.slice_size} and {self.ratio}")
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is None and spec.numel < self.slice_size * self.slice_size:
+            return Assignment(DENSE, "exempt", "its basis would not be much smaller")
+        return assignment or Assignment(self.method(spec), "compressed", self.name)
+
+    @property
+    def kept(self) -> int:
+        """Coefficients of a slice."""
+        return self.slice_size // self.ratio
 
     @property
     def label(self) -> str:
@@ -39,6 +92,7 @@ class GradiVeQReducer(ResidualReducer):
         return False  # a slice may span two rows
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        """``basis`` [slice_size, kept] is zeros before the first step."""
         state = ResidualReducer.init(self, specs, device)
         for tensors in state.values():
             tensors["basis"] = torch.zeros(self.slice_size, self.kept, dtype=torch.float32, device=device)
@@ -83,58 +137,3 @@ class GradiVeQReducer(ResidualReducer):
         coefficients = -(-spec.numel // self.slice_size) * self.kept
         basis = 4 * (world_size - 1) * self.slice_size * self.kept // (world_size * self.period)
         return ordered_nbytes(coefficients, 4, world_size) + (basis if spec.numel else 0)
-
-
-def _principal(slices_SK: Tensor, kept: int) -> Tensor:
-    """float32 [K, kept]: the eigenvectors of the largest eigenvalues of the slices' second moments."""
-    unit = slices_SK / slices_SK.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.linalg.eigh(unit.T @ unit).eigenvectors[:, -kept:].contiguous()
-
-
-@configuration
-class GradiVeQ(Compressor):
-    """Slices of the gradient as coefficients of principal components, which are added up over ranks.
-
-    For each parameter, cut into slices of `slice_size` elements, on every rank:
-
-    1. ``h = g + e``
-    2. in every `period`-th step rank ``step mod W`` broadcasts the principal components of its slices of h
-    3. each slice's coefficients in the first `slice_size / ratio` of them are added up over ranks, as floats
-    4. the result is decoded from the mean coefficients; ``e'`` is h minus what this rank's coefficients decode to
-
-    It pays if neighboring elements of a gradient are correlated, as in the filters of convolutions.
-
-    Args:
-        slice_size: Elements per slice.
-        ratio: Elements per coefficient that is sent.
-        period: Steps between two bases.
-        exempt: Parameters that stay dense; see `Compressor`. So do those with fewer than `slice_size` slices.
-        high_precision: Not used.
-
-    References:
-        Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
-        Training", 2018, arXiv 1811.03617, section 4. There the basis comes from gradients that were sent uncompressed,
-        and errors are lost.
-    """
-
-    name: ClassVar[str] = "gradiveq"
-
-    slice_size: int = 64
-    ratio: int = 8
-    period: int = 100
-    high_precision: tuple[Selector, ...] = ()
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        for field in ("slice_size", "ratio", "period"):
-            check_positive(field, getattr(self, field))
-        if self.slice_size % self.ratio:
-            raise ValueError(f"slice_size must be a multiple of ratio, got {self.slice_size} and {self.ratio}")
-
-    def assign(self, spec: TensorSpec) -> Assignment:
-        if (assignment := self.exempted(spec)) is None and spec.numel < self.slice_size * self.slice_size:
-            return Assignment(DENSE, "exempt", "its basis would not be much smaller")
-        return assignment or Assignment(self.method(spec), "compressed", self.name)
-
-    def method(self, spec: TensorSpec) -> GradiVeQReducer:
-        return GradiVeQReducer(slice_size=self.slice_size, kept=self.slice_size // self.ratio, period=self.period)

@@ -13,8 +13,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import DensityReducer, SparseCompressor
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import SparseCompressor
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, filler, layout_of, observe_
 from lowbit_strategy.options.configuration import configuration
 
@@ -31,9 +31,36 @@ def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
     return Chosen(indices[kept], values[kept]), Chosen(indices[dropped], values[dropped])
 
 
-class GTopKReducer(DensityReducer):
-    """Fields as in `GTopK`."""
+def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
+    """Add finite entries at the positions of a mask."""
+    here = where[part.indices] & part.values.isfinite()
+    residual.index_add_(0, part.indices[here], part.values[here])
 
+
+@configuration
+class GTopK(SparseCompressor):
+    """Global top-k by a tree of merges.
+
+    Every step, for each parameter:
+
+    1. ``h = g + e``; each rank takes the k largest ``|h|`` out of its residual, ``e' = h``, 0 there
+    2. in ``log2(W)`` rounds a rank receives its partner's k entries, adds them to its own and keeps the k largest
+    3. rank 0 broadcasts the result; the mean is the result over W
+    4. a rank's entries at positions that are not in the result go back to its residual; entries that a merge dropped,
+       at positions that are in the result, go to the residual of the rank that merged
+
+    Each rank sends k entries at most once before the broadcast: traffic grows as k log W instead of k W. Under FSDP2
+    every rank takes its rows from the result.
+
+    Args:
+        density: Share of each parameter's elements in the result, in (0, 1].
+
+    References:
+        Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
+        Networks", 2019, arXiv 1901.04359. There the second kind of entries in step 4 is lost.
+    """
+
+    name: ClassVar[str] = "gtopk"
     title: ClassVar[str] = "global top-k"
 
     def reduce(
@@ -118,39 +145,3 @@ class GTopKReducer(DensityReducer):
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), self.codec)
         return 2 * message * (world_size - 1) // world_size  # mean over ranks; rank 0 sends most
-
-
-def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
-    """Add finite entries at the positions of a mask."""
-    here = where[part.indices] & part.values.isfinite()
-    residual.index_add_(0, part.indices[here], part.values[here])
-
-
-@configuration
-class GTopK(SparseCompressor):
-    """Global top-k by a tree of merges.
-
-    Every step, for each parameter:
-
-    1. ``h = g + e``; each rank takes the k largest ``|h|`` out of its residual, ``e' = h``, 0 there
-    2. in ``log2(W)`` rounds a rank receives its partner's k entries, adds them to its own and keeps the k largest
-    3. rank 0 broadcasts the result; the mean is the result over W
-    4. a rank's entries at positions that are not in the result go back to its residual; entries that a merge dropped,
-       at positions that are in the result, go to the residual of the rank that merged
-
-    Each rank sends k entries at most once before the broadcast: traffic grows as k log W instead of k W. Under FSDP2
-    every rank takes its rows from the result.
-
-    Args:
-        density: Share of each parameter's elements in the result, in (0, 1].
-        values: See `TopK`; rounding errors go to the sender's residual.
-
-    References:
-        Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
-        Networks", 2019, arXiv 1901.04359. There the second kind of entries in step 4 is lost.
-    """
-
-    name: ClassVar[str] = "gtopk"
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return GTopKReducer(density=self.density, codec=self.codec)

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import Rounding
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.codecs.block import BlockwiseCodec, Noise, Rounding
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,56 +14,14 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.sparse import sample_positions
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, conditions
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RandomKReducer(CommonPositionsReducer):
-    """Fields as in `RandomK`."""
-
-    scale: bool
-
-    @property
-    def label(self) -> str:
-        return f"random-k {self.density:g}{', scaled' if self.scale else ''}"
-
-    @property
-    def residual_gain(self) -> float | None:
-        return None if self.scale else 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {} if self.scale else CommonPositionsReducer.init(self, specs, device)
-
-    def accumulate_(self, views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
-        return conditions([view.x for view in views]) if self.scale else accumulate_(views, state)
-
-    def positions(
-        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Generator[Pending, None, list[Tensor]]:
-        chosen = []
-        for view in views:
-            seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
-            chosen.append(sample_positions(view.spec.numel, self.num_kept(view.spec), seed, view.x.device))
-        return chosen
-        yield  # a generator that has nothing to wait for
-
-    def values(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
-        if not self.scale:
-            return CommonPositionsReducer.values(self, view, tensors, indices)
-        num = indices.numel()
-        edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
-        return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
-
-    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
-        if not self.scale:
-            CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
-
-
 @configuration
-class RandomK(SparseCompressor):
+class RandomK(CommonPositions):
     """Random sparsification.
 
     Every step, for each parameter of n elements:
@@ -86,5 +43,37 @@ class RandomK(SparseCompressor):
 
     scale: bool = False
 
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return RandomKReducer(density=self.density, codec=self.codec, scale=self.scale)
+    @property
+    def label(self) -> str:
+        return f"random-k {self.density:g}{', scaled' if self.scale else ''}"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return None if self.scale else 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return {} if self.scale else CommonPositions.init(self, specs, device)
+
+    def accumulate_(self, views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
+        return conditions([view.x for view in views]) if self.scale else accumulate_(views, state)
+
+    def positions(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        chosen = []
+        for view in views:
+            seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
+            chosen.append(sample_positions(view.spec.numel, self.num_kept(view.spec), seed, view.x.device))
+        return chosen
+        yield  # a generator that has nothing to wait for
+
+    def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
+        if not self.scale:
+            return CommonPositions.values_at(self, view, tensors, indices)
+        num = indices.numel()
+        edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
+        return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
+
+    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+        if not self.scale:
+            CommonPositions.update_residual_(self, view, tensors, chosen, sent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,8 +13,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, Chosen, counts_nbytes
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import layout_of
 from lowbit_strategy.options.configuration import configuration
 
@@ -28,23 +27,48 @@ def largest_of_chunks(x: Tensor, chunk: int) -> Tensor:
     return padded.argmax(1) + torch.arange(padded.shape[0], device=x.device) * chunk
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleComReducer(CommonPositionsReducer):
-    """Fields as in `ScaleCom`. The residual is ``beta`` times what has not been sent."""
+@configuration
+class ScaleCom(CommonPositions):
+    """Cyclic local top-k with a low-pass residual.
 
-    beta: float
-    selection: Selection
+    Every step, for each parameter:
 
+    1. ``h = m + g`` on every rank
+    2. rank ``step mod W`` chooses the k largest of its own ``|h|`` and broadcasts their positions
+    3. all ranks send their ``h`` there; the mean over ranks there, 0 elsewhere
+    4. ``m' = m + beta * (g - sent)``
+
+    Traffic does not grow with the number of ranks.
+
+    Args:
+        beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning rates,
+            which otherwise make the ranks' residuals diverge.
+        selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbors, in one pass.
+
+    References:
+        Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
+        Training", 2020, arXiv 2104.11125. The filter's constants are unchecked.
+    """
+
+    name: ClassVar[str] = "scalecom"
     title: ClassVar[str] = "scalecom"
     position_messages: ClassVar[int] = 1
 
+    beta: float = 1.0
+    selection: Selection = "exact"
+
+    def __post_init__(self) -> None:
+        CommonPositions.__post_init__(self)
+        if not 0.0 < self.beta <= 1.0:
+            raise ValueError(f"beta must be in (0, 1], got {self.beta!r}")
+
     @property
     def residual_gain(self) -> float | None:
-        return self.beta
+        return self.beta  # the residual is this times what has not been sent
 
     def num_kept(self, spec: TensorSpec) -> int:
         if self.selection == "exact":
-            return CommonPositionsReducer.num_kept(self, spec)
+            return CommonPositions.num_kept(self, spec)
         return -(-spec.numel // self._chunk)
 
     @property
@@ -75,7 +99,7 @@ class ScaleComReducer(CommonPositionsReducer):
 
     def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:
-            CommonPositionsReducer.update_residual_(self, view, tensors, chosen, sent)
+            CommonPositions.update_residual_(self, view, tensors, chosen, sent)
             return
         # The residual is h = m + g. It becomes h - beta * sent - (1 - beta) * g = m + beta * (g - sent).
         left = (chosen.values - self.beta * sent).nan_to_num_(0.0, 0.0, 0.0)
@@ -85,41 +109,3 @@ class ScaleComReducer(CommonPositionsReducer):
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         message = counts_nbytes(spec.numel) + POSITION_NBYTES * self.num_kept(spec)
         return message * (world_size - 1) // world_size
-
-
-@configuration
-class ScaleCom(SparseCompressor):
-    """Cyclic local top-k with a low-pass residual.
-
-    Every step, for each parameter:
-
-    1. ``h = m + g`` on every rank
-    2. rank ``step mod W`` chooses the k largest of its own ``|h|`` and broadcasts their positions
-    3. all ranks send their ``h`` there; the mean over ranks there, 0 elsewhere
-    4. ``m' = m + beta * (g - sent)``
-
-    Traffic does not grow with the number of ranks.
-
-    Args:
-        values: See `TopK`; the owner's rounding errors stay in its residual.
-        beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning rates,
-            which otherwise make the ranks' residuals diverge.
-        selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbors, in one pass.
-
-    References:
-        Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
-        Training", 2020, arXiv 2104.11125. The filter's constants are unchecked.
-    """
-
-    name: ClassVar[str] = "scalecom"
-
-    beta: float = 1.0
-    selection: Selection = "exact"
-
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
-        if not 0.0 < self.beta <= 1.0:
-            raise ValueError(f"beta must be in (0, 1], got {self.beta!r}")
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return ScaleComReducer(density=self.density, codec=self.codec, beta=self.beta, selection=self.selection)

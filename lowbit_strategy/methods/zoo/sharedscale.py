@@ -1,4 +1,4 @@
-"""Quantization with a shared scale: integers add up exactly."""
+"""Quantization with a scale that all ranks share: integers add up exactly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.integers import pack_bits, pack_integers, packed_nbytes, unpack_bits, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, packed_views
 from lowbit_strategy.options.configuration import configuration
 
@@ -274,3 +276,111 @@ class SharedScale(Compressor):
     def high_precision_method(self, spec: TensorSpec) -> SharedScaleReducer:
         bits = max(self.bits, self.high_precision_bits)
         return SharedScaleReducer(limit=2 ** (bits - 1) - 1, block_size=self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiScaleReducer(SharedScaleReducer):
+    """`SharedScaleReducer` with two scales; `ratio` is their quotient."""
+
+    ratio: int
+
+    temporary_nbytes: ClassVar[float] = 33.0
+
+    def _scale(self, shared: SharedViews, norm_K1: Tensor) -> Generator[Pending, None, Tensor]:
+        """One bit per element and direction says where the finer scale fits on all ranks."""
+        rows_WN = shared.rows(shared.h_KB.abs() * self.ratio <= norm_K1)
+        numel = rows_WN.shape[1]
+        padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
+        agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
+        is_fine_KB = shared.unrows(unpack_bits(agreed)[:, :numel])
+        return torch.where(is_fine_KB, norm_K1 / (self.limit * self.ratio), norm_K1 / self.limit)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        where_it_fits = 2
+        return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        bits = 2 * (world_size - 1) * -(-spec.row_numel(world_size, 1) // 8)
+        return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size)
+
+
+@configuration
+class MultiScale(SharedScale):
+    """`SharedScale` with a second step, 2**finer_bits times finer, for elements that are small on every rank.
+
+    With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
+
+    1. all ranks agree on ``w = max over ranks of max|g|`` of each block
+    2. all ranks agree, one bit per element and direction, where ``|g| <= w / r`` on every rank: there the step is
+       ``w / (s r)``, elsewhere ``w / s``
+    3. every rank rounds to integers in [-s, s] at random, without bias; they are summed exactly
+    4. the mean is the sum times the step over W
+
+    Args:
+        bits: Per code, 2 to 8; the agreement takes two more.
+        finer_bits: log2 of the quotient of the two steps, 1 to 8.
+        block_size: Elements that share w, a power of two.
+        high_precision_bits: Per code of embeddings and output heads, which have one scale.
+
+    References:
+        arXiv 2109.12497, 2021, its multi-scale quantizer: sums are exact only where all ranks use the same step.
+    """
+
+    name: ClassVar[str] = "multiscale"
+
+    finer_bits: int = 3
+
+    def __post_init__(self) -> None:
+        SharedScale.__post_init__(self)
+        if not 1 <= self.finer_bits <= 8:
+            raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
+
+    def method(self, spec: TensorSpec) -> MultiScaleReducer:
+        ratio = 2**self.finer_bits
+        title = f"two shared scales 1:{ratio}"
+        return MultiScaleReducer(limit=2 ** (self.bits - 1) - 1, ratio=ratio, block_size=self.block_size, title=title)
+
+
+@configuration
+class TernGrad(Compressor):
+    """Gradients as -1, 0 and 1 times a scaler, rounded without bias.
+
+    For each block, on every rank:
+
+    1. clip at `clip_sigmas` standard deviations of the rank's own block
+    2. the scaler is ``s = max|g|``, the largest of all ranks' (an all-reduce of one float per block)
+    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits per element
+    4. trits are summed as integers and sent back exactly, with the bits that ``-W ... W`` needs: nothing is quantized
+       twice
+
+    Unbiased except for the clipping. The variance is large: use large batches or small learning rates.
+
+    Args:
+        block_size: Elements that share a scaler and a clipping bound, a power of two; a layer in the publication.
+        clip_sigmas: Smaller: less variance, more bias. None: no clipping.
+        high_precision_bits: Per code of embeddings and output heads.
+
+    References:
+        Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,
+        arXiv 1705.07878, algorithm 1 and sections 3.3 (layer-wise ternarizing, gradient clipping, scaler sharing).
+    """
+
+    name: ClassVar[str] = "terngrad"
+
+    block_size: int = 1024
+    clip_sigmas: float | None = 2.5
+    high_precision_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
+        if self.clip_sigmas is not None and not self.clip_sigmas > 0:
+            raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
+
+    def method(self, spec: TensorSpec) -> SharedScaleReducer:
+        return SharedScaleReducer(
+            limit=1, block_size=self.block_size, clip_sigmas=self.clip_sigmas, title="shared trits"
+        )
+
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return CodecPair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,13 +13,13 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import SparseCompressor, SparseReducer
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import nonzero, zero_residuals
 from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
-Distribution = Literal["exponential", "gamma", "pareto"]
+Distribution = Literal["exponential", "pareto"]
 FIRST_SHARE = 0.25  # of the sample, kept by the first of several stages
 _FEWEST = 2  # elements that a stage can be fitted to
 
@@ -51,33 +50,13 @@ def pareto_quantile(mean: float, variance: float, share: float) -> float:
     return alpha * (1.0 - share**kappa) / kappa
 
 
-def gamma_quantile(mean: float, mean_log: float, share: float) -> float:
-    """The same for a gamma distribution, its shape from the closed form close to maximum likelihood."""
-    s = math.log(mean) - mean_log
-    if s <= 1e-9:  # all equal
-        return mean
-    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
-    low, high = 0.0, 1.0
-    while _gamma_tail(shape, high) > share:
-        high *= 2.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _gamma_tail(shape, middle) > share else (low, middle)
-    return high * mean / shape
-
-
-def _gamma_tail(shape: float, x: float) -> float:
-    values = torch.tensor([shape, x], dtype=torch.float64)
-    return float(torch.special.gammaincc(values[0], values[1]))
-
-
 def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distribution: Distribution) -> float:
     """A threshold that about a share `density` of the magnitudes reaches.
 
     1. the distribution is fitted to all magnitudes; its quantile is the first threshold: of the share `density` if
        there is one stage, else of a quarter
-    2. each further stage is fitted to what exceeds the last threshold, an exponential or, after a gamma or Pareto
-       stage, a generalized Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
+    2. each further stage is fitted to what exceeds the last threshold, an exponential or a
+       generalized Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
 
     Args:
         magnitudes: float [n], not empty, all positive and finite.
@@ -108,8 +87,6 @@ def _first(values: Tensor, share: float, distribution: Distribution) -> float:
     mean = float(values.mean())
     if distribution == "exponential":
         return exponential_quantile(mean, share)
-    if distribution == "gamma":
-        return gamma_quantile(mean, float(values.log().mean()), share)
     return pareto_quantile(mean, float(values.var(correction=0)), share)
 
 
@@ -122,11 +99,39 @@ _MOST = 1.3  # times the wanted count, at most
 _REACH = 2.0  # the fit may be off by this factor; beyond it the sample's quantile is used
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SIDCoReducer(SparseReducer):
-    """Fields as in `SIDCo`."""
+@configuration
+class SIDCo(OwnPositions):
+    """Sparsification by a fitted distribution: no sorting, one pass over the gradient.
 
-    distribution: Distribution
+    Every step, for each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
+       fitted to what the last one kept, and the last one keeps the density
+    3. the threshold is that of the last stage, but between the sample's quantiles of twice and half the density
+    4. ``|h|`` at or above it is sent, but at most the largest 1.3 times the target; ``e' = h``, 0 there
+    5. every five steps: one stage less if the fit's average count was too high by a fifth, one more if it was too low,
+       between 1 and ``log2(1 / density)``
+    6. the mean over ranks of what was sent, 0 where no rank sent
+
+    Zeros are left out of the fit. The authors fit to all of h instead of a sample, start with one stage, and have no
+    bounds, so that gradients of plus and minus one send everything. Their step 5 assumes tails lighter than the fitted
+    distribution; with heavier ones more stages lower the count, so here a change that made it worse reverses the sense.
+    If a sample would be a large part of the parameter, the selection is exact.
+
+    Args:
+        density: Target share of each parameter's elements, in (0, 1].
+        distribution: ``pareto``: counts closest to the target in tests with any true distribution; ``exponential``: a
+            faster fit, off by up to a fifth.
+
+    References:
+        Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training
+        Systems", 2021, arXiv 2101.10761, section 2 and algorithm 1.
+    """
+
+    name: ClassVar[str] = "sidco"
+
+    distribution: Distribution = "pareto"
 
     @property
     def label(self) -> str:
@@ -195,42 +200,3 @@ class SIDCoReducer(SparseReducer):
             tensors["last_error"].fill_(_LARGE)
         tensors["ratio"].zero_()
         tensors["steps"].zero_()
-
-
-@configuration
-class SIDCo(SparseCompressor):
-    """Sparsification by a fitted distribution: no sorting, one pass over the gradient.
-
-    Every step, for each parameter, on every rank:
-
-    1. ``h = g + e``
-    2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
-       fitted to what the last one kept, and the last one keeps the density
-    3. the threshold is that of the last stage, but between the sample's quantiles of twice and half the density
-    4. ``|h|`` at or above it is sent, but at most the largest 1.3 times the target; ``e' = h``, 0 there
-    5. every five steps: one stage less if the fit's average count was too high by a fifth, one more if it was too low,
-       between 1 and ``log2(1 / density)``
-    6. the mean over ranks of what was sent, 0 where no rank sent
-
-    Zeros are left out of the fit. The authors fit to all of h instead of a sample, start with one stage, and have no
-    bounds, so that gradients of plus and minus one send everything. Their step 5 assumes tails lighter than the fitted
-    distribution; with heavier ones more stages lower the count, so here a change that made it worse reverses the sense.
-    If a sample would be a large part of the parameter, the selection is exact.
-
-    Args:
-        density: Target share of each parameter's elements, in (0, 1].
-        values: How values travel, as in `TopK`.
-        distribution: ``pareto``: counts closest to the target in tests with any true distribution; ``gamma`` (then
-            Pareto): as close, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-
-    References:
-        Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training
-        Systems", 2021, arXiv 2101.10761, section 2 and algorithm 1.
-    """
-
-    name: ClassVar[str] = "sidco"
-
-    distribution: Distribution = "pareto"
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return SIDCoReducer(density=self.density, codec=self.codec, distribution=self.distribution)

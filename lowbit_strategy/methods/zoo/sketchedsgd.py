@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,8 +16,8 @@ from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.compressor import check_positive
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositionsReducer, SparseCompressor
+from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -60,16 +59,41 @@ class CountSketch:
         return (read * self._signs_RN).median(0).values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SketchReducer(CommonPositionsReducer):
-    """Fields as in `SketchedSGD`."""
+@configuration
+class SketchedSGD(CommonPositions):
+    """The largest elements of the *sum* over ranks, found in count sketches that are added up.
 
-    rows: int
-    columns_per_entry: int
+    Every step, for each parameter, on every rank:
 
+    1. ``h = g + e``
+    2. a count sketch of h, `rows` tables of ``columns_per_entry * k`` sums, is added up over ranks
+    3. each element is estimated by the median over rows; the ``k = density * n`` largest are the same on all ranks
+    4. all ranks add up their exact h there; ``e' = h``, 0 there
+
+    Traffic does not grow with the number of ranks, and the elements are the largest of the sum. A table costs ten times
+    as much as top-k for the same k, so it pays from some tens of ranks on.
+
+    Args:
+        rows: Of the sketch. More: fewer small elements are taken for large ones.
+        columns_per_entry: Columns per element to find. More: the same.
+
+    References:
+        Ivkin et al., "Communication-efficient Distributed SGD with Sketching", 2019, arXiv 1903.04488, algorithm 2;
+        Rothchild et al., "FetchSGD", 2020, arXiv 2007.07682, with sketches of residuals on a server.
+    """
+
+    name: ClassVar[str] = "sketchedsgd"
     title: ClassVar[str] = "sketched"
     position_messages: ClassVar[int] = 2
     temporary_nbytes: ClassVar[float] = 62.0
+
+    rows: int = 5
+    columns_per_entry: int = 4
+
+    def __post_init__(self) -> None:
+        CommonPositions.__post_init__(self)
+        check_positive("rows", self.rows)
+        check_positive("columns_per_entry", self.columns_per_entry)
 
     def _columns(self, spec: TensorSpec) -> int:
         return self.columns_per_entry * self.num_kept(spec)
@@ -90,43 +114,3 @@ class SketchReducer(CommonPositionsReducer):
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return ordered_nbytes(self.rows * self._columns(spec), 4, world_size) if spec.numel else 0
-
-
-@configuration
-class SketchedSGD(SparseCompressor):
-    """The largest elements of the *sum* over ranks, found in count sketches that are added up.
-
-    Every step, for each parameter, on every rank:
-
-    1. ``h = g + e``
-    2. a count sketch of h, `rows` tables of ``columns_per_entry * k`` sums, is added up over ranks
-    3. each element is estimated by the median over rows; the ``k = density * n`` largest are the same on all ranks
-    4. all ranks add up their exact h there; ``e' = h``, 0 there
-
-    Traffic does not grow with the number of ranks, and the elements are the largest of the sum. A table costs ten times
-    as much as top-k for the same k, so it pays from some tens of ranks on.
-
-    Args:
-        values: See `TopK`; the owner's rounding errors stay in its residual.
-        rows: Of the sketch. More: fewer small elements are taken for large ones.
-        columns_per_entry: Columns per element to find. More: the same.
-
-    References:
-        Ivkin et al., "Communication-efficient Distributed SGD with Sketching", 2019, arXiv 1903.04488, algorithm 2;
-        Rothchild et al., "FetchSGD", 2020, arXiv 2007.07682, with sketches of residuals on a server.
-    """
-
-    name: ClassVar[str] = "sketchedsgd"
-
-    rows: int = 5
-    columns_per_entry: int = 4
-
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
-        check_positive("rows", self.rows)
-        check_positive("columns_per_entry", self.columns_per_entry)
-
-    def reducer(self, spec: TensorSpec) -> Reducer:
-        return SketchReducer(
-            density=self.density, codec=self.codec, rows=self.rows, columns_per_entry=self.columns_per_entry
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_
@@ -44,13 +43,53 @@ def decode_runs(coded_B: Tensor) -> Tensor:
     return torch.where(runs, _ZEROS, coded_B).to(torch.uint8).repeat_interleave(lengths)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThreeLCReducer(ResidualReducer):
-    """Fields as in `ThreeLC`. State: ``residual`` flat."""
+def _message(head: Tensor, trits: Sequence[Tensor]) -> Tensor:
+    packed = torch.cat([pack_integers(part[None], 1)[0] for part in trits])
+    return torch.cat([head, code_runs(packed)])
 
-    sparsity: float
 
+def _read(wire: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """float32: each parameter's values in one rank's message."""
+    head = 4 * len(sizes)
+    packed = decode_runs(wire[head:]).split([packed_nbytes(size, 1) for size in sizes])
+    for scale, part, size in zip(wire[:head].clone().view(torch.float32), packed, sizes, strict=True):
+        yield unpack_integers(part[None], size, 1)[0] * scale
+
+
+@configuration
+class ThreeLC(ReducingCompressor, ResidualReducer):
+    """Three values per element with error feedback; five elements to a byte, runs of zeros as one byte.
+
+    For each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. ``M = sparsity * max|h|``; ``q = round(h / M)`` is -1, 0 or 1
+    3. ``e' = h - M q``
+    4. five q to a byte, values 0 to 242; 2 to 14 bytes of zeros in a row are one byte, 243 to 255
+    5. DDP: all ranks get all messages, padded to the longest; FSDP2: each owner gets its rows. The mean of ``M q``
+
+    One large element turns all others into zeros: few bytes, stale errors. In effect a top-k with signs, whose count
+    depends on the gradient.
+
+    Args:
+        sparsity: In [1, 2). Larger: more zeros.
+        exempt, high_precision: Which parameters; see `Compressor`. High precision is not used.
+
+    References:
+        Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",
+        2019, arXiv 1802.07389, section 3. There a server codes the mean again.
+    """
+
+    name: ClassVar[str] = "threelc"
+    approaches_mean: ClassVar[bool] = False
     temporary_nbytes: ClassVar[float] = 2.3
+
+    sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        if not 1.0 <= self.sparsity < 2.0:
+            raise ValueError(f"sparsity must be in [1, 2), got {self.sparsity!r}: from 2 on all elements are zeros")
 
     @property
     def label(self) -> str:
@@ -102,54 +141,3 @@ class ThreeLCReducer(ResidualReducer):
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         whole = -(-packed_nbytes(spec.numel, 1) // _EXPECTED)
         return (world_size - 1) * (4 + (whole // world_size if spec.sharded else whole))
-
-
-def _message(head: Tensor, trits: Sequence[Tensor]) -> Tensor:
-    packed = torch.cat([pack_integers(part[None], 1)[0] for part in trits])
-    return torch.cat([head, code_runs(packed)])
-
-
-def _read(wire: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """float32: each parameter's values in one rank's message."""
-    head = 4 * len(sizes)
-    packed = decode_runs(wire[head:]).split([packed_nbytes(size, 1) for size in sizes])
-    for scale, part, size in zip(wire[:head].clone().view(torch.float32), packed, sizes, strict=True):
-        yield unpack_integers(part[None], size, 1)[0] * scale
-
-
-@configuration
-class ThreeLC(Compressor):
-    """Three values per element with error feedback; five elements to a byte, runs of zeros as one byte.
-
-    For each parameter, on every rank:
-
-    1. ``h = g + e``
-    2. ``M = sparsity * max|h|``; ``q = round(h / M)`` is -1, 0 or 1
-    3. ``e' = h - M q``
-    4. five q to a byte, values 0 to 242; 2 to 14 bytes of zeros in a row are one byte, 243 to 255
-    5. DDP: all ranks get all messages, padded to the longest; FSDP2: each owner gets its rows. The mean of ``M q``
-
-    One large element turns all others into zeros: few bytes, stale errors. In effect a top-k with signs, whose count
-    depends on the gradient.
-
-    Args:
-        sparsity: In [1, 2). Larger: more zeros.
-        exempt, high_precision: Which parameters; see `Compressor`. High precision is not used.
-
-    References:
-        Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",
-        2019, arXiv 1802.07389, section 3. There a server codes the mean again.
-    """
-
-    name: ClassVar[str] = "threelc"
-    approaches_mean: ClassVar[bool] = False
-
-    sparsity: float = 1.0
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        if not 1.0 <= self.sparsity < 2.0:
-            raise ValueError(f"sparsity must be in [1, 2), got {self.sparsity!r}: from 2 on all elements are zeros")
-
-    def method(self, spec: TensorSpec) -> ThreeLCReducer:
-        return ThreeLCReducer(sparsity=self.sparsity)

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec, contracts, hard_blocks
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.contraction import contracts, hard_blocks
-from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.kernels.format import BlockFormat, lloyd_max, ternary, uniform
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
-from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
-from lowbit_strategy.methods.zoo.terngrad import TernaryCodec
+from lowbit_strategy.methods.zoo.signs import TwoMeansCodec
 
 SHRINK: dict[str, Codec] = {
     "dense": DenseCodec(),
@@ -26,15 +23,11 @@ SHRINK: dict[str, Codec] = {
     "fitted, 2 bits": BlockCodec(lloyd_max(2, 64)),
     "two means": TwoMeansCodec(4096),
     "rotated": RotatedCodec(BlockCodec(uniform(2, 64))),
-    "l2, nearest": L2Codec(2, 128).nearest(),
     "natural, 2 bits, nearest": NaturalCodec(2, 128).nearest(),
     "natural, 8 bits, nearest": NaturalCodec(8, 128).nearest(),
-    "trits, nearest": TernaryCodec(128).nearest(),
     "fitted, 1 bit, nearest": BlockCodec(lloyd_max(1, 64)).nearest(),
 }
 GROW: dict[str, Codec] = {
-    "l2": L2Codec(2, 128),
-    "trits": TernaryCodec(128),
     "stochastic 2 bits": BlockCodec(uniform(2, 128), "stochastic"),
     "fitted, 1 bit": BlockCodec(lloyd_max(1, 64)),
     "fitted, 2 bits, large blocks": BlockCodec(lloyd_max(2, 512)),
@@ -42,8 +35,8 @@ GROW: dict[str, Codec] = {
 }
 
 
-KEEP_ZEROS = {"dense", "bfloat16", "2 bits", "ternary", "l2, nearest", "l2", "natural, 2 bits, nearest"}
-KEEP_ZEROS |= {"natural, 8 bits, nearest", "trits, nearest", "trits", "stochastic 2 bits"}
+KEEP_ZEROS = {"dense", "bfloat16", "2 bits", "ternary", "natural, 2 bits, nearest"}
+KEEP_ZEROS |= {"natural, 8 bits, nearest", "stochastic 2 bits"}
 
 
 def decoded(codec: Codec, x: Tensor) -> Tensor:

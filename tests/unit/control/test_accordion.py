@@ -143,13 +143,10 @@ def test_batch_grows_outside_critical_regimes_and_never_shrinks() -> None:
     assert [decision.accumulation for decision in decisions[::INTERVAL]] == [2, 2, 2, 16, 16, 16, 16]
 
 
-@pytest.mark.parametrize("only_grows", [False, True])
 @pytest.mark.parametrize("unit", ["steps", "epochs"])
-def test_the_batch_of_a_constant_gradient_stays_large(unit: str, only_grows: bool) -> None:
+def test_the_batch_of_a_constant_gradient_stays_large(unit: str) -> None:
     """Sums of real gradients: g + noise / sqrt(batch), a window of 10 steps or of one epoch of 80 batches."""
-    controller = AccordionBatch(
-        small=1, large=8, interval=INTERVAL if unit == "steps" else 1, unit=unit, only_grows=only_grows
-    )
+    controller = AccordionBatch(small=1, large=8, interval=INTERVAL if unit == "steps" else 1, unit=unit)
     state, accumulation, batches, step, total, sizes = controller.init(matrices("a"), 4), 1, 0, 0, 0.0, []
     while batches < 1600:
         progress = Progress(step=step, epoch=batches // 80)
@@ -165,21 +162,10 @@ def test_the_batch_of_a_constant_gradient_stays_large(unit: str, only_grows: boo
     assert set(sizes[sizes.index(8) :]) == {8}
 
 
-def test_batch_may_shrink_if_asked() -> None:
-    controller = AccordionBatch(small=1, large=8, interval=INTERVAL, unit="steps", only_grows=False)
-    base = {1: 8.0, 2: 8.0, 3: 3.0, 4: 0.1, 5: 0.1}  # the third is the first with large batches
-    decisions = run(
-        controller, matrices("a"), progresses(60), norms=lambda progress: {"a": base[progress.step // INTERVAL]}
-    )
-    assert [decisions[step].accumulation for step in (5, 15, 25, 35, 45, 55)] == [1, 1, 8, 8, 1, 1]
-
-
 @pytest.mark.parametrize("unit", ["steps", "epochs"])
 def test_the_batch_of_pure_noise_does_not_swing(unit: str) -> None:
     """A mean of 8 times as many samples is smaller by the square root of 8, whatever the regime."""
-    controller = AccordionBatch(
-        small=1, large=8, interval=INTERVAL if unit == "steps" else 1, unit=unit, only_grows=False
-    )
+    controller = AccordionBatch(small=1, large=8, interval=INTERVAL if unit == "steps" else 1, unit=unit)
     state, accumulation, batches, step, energy, sizes = controller.init(matrices("a"), 4), 1, 0, 0, 0.0, []
     while batches < 3200:
         progress = Progress(step=step, epoch=batches // 80)
@@ -193,15 +179,6 @@ def test_the_batch_of_pure_noise_does_not_swing(unit: str) -> None:
         sizes.append(accumulation)
     assert set(sizes[sizes.index(8) :]) == {8}
     assert sizes.index(8) <= 3 * 80
-
-
-def test_a_window_in_which_the_batch_has_changed_is_not_compared() -> None:
-    """The learning rate falls in the middle of the third window: small at once, and windows around it say nothing."""
-    controller = AccordionBatch(small=1, large=8, interval=INTERVAL, unit="steps", only_grows=False)
-    norms = {1: 8.0, 2: 8.0, 3: 5.0, 4: 1.0, 5: 1.0}
-    steps = [Progress(step=step, epoch=0, learning_rate=1.0 if step < 25 else 0.1) for step in range(60)]
-    decisions = run(controller, matrices("a"), steps, norms=lambda progress: {"a": norms[progress.step // INTERVAL]})
-    assert [decisions[step].accumulation for step in (15, 22, 27, 35, 45, 55)] == [1, 8, 1, 1, 1, 8]
 
 
 @pytest.mark.parametrize(

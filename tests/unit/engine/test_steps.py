@@ -18,7 +18,7 @@ from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import MethodStore
-from lowbit_strategy.methods.mixtures import WarmUp
+from lowbit_strategy.methods.composed import WarmUp
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")

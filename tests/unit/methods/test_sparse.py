@@ -15,13 +15,11 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods import exdyna as exclusive
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.sparse import round_to_bfloat16
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
 from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.micro import MiCRO
 from lowbit_strategy.methods.zoo.randomk import RandomK
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
@@ -99,7 +97,6 @@ BOUNDED: dict[str, Compressor] = {
     "dgc": DGC(density=0.01),
     "dgc_momentum": DGC(density=0.01, momentum=0.9),
     "sidco": SIDCo(density=0.01),
-    "sidco_gamma": SIDCo(density=0.01, distribution="gamma"),
     "sidco_exponential": SIDCo(density=0.01, distribution="exponential"),
     "exdyna": ExDyna(density=0.01),
     "micro": MiCRO(density=0.01),
@@ -160,7 +157,7 @@ def test_a_spike_sends_no_more_than_four_times_the_target(name: str) -> None:
     assert int(mean.count_nonzero()) == 4 * target  # as many as are allowed: far more reach the old threshold
 
 
-@pytest.mark.parametrize("name", ["sidco", "sidco_gamma", "exdyna", "micro"])
+@pytest.mark.parametrize("name", ["sidco", "exdyna", "micro"])
 def test_signs_send_the_target_and_not_nothing(name: str) -> None:
     """All thresholds are the same there: all elements reach it or none."""
     ranks = OneTensor(BOUNDED[name], (_ROWS, _COLUMNS), 2)
@@ -207,18 +204,14 @@ def test_exdynas_description_has_the_constants_of_its_code() -> None:
     assert exclusive._MOST == 4
 
 
-RESIDUALS = ["bfloat16", "int8"]
-
-
-@pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize(
     "kind", [TopK, AdaComp, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind is not TopK)]
 )
-def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor], residual: str) -> None:
+def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor]) -> None:
     """A constant gradient: rounding to the nearest value would lose it where the residual is large."""
     options = {} if kind is AdaComp else {"density": 0.02}
     results = {}
-    for dtype in ("float32", residual):
+    for dtype in ("float32", "int8"):
         ranks = OneTensor(kind(residual=dtype, **options), (40, 60), 2)  # type: ignore[call-arg]
         total = torch.zeros(2400, dtype=torch.float64)
         for _ in range(80):
@@ -226,30 +219,20 @@ def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor], residu
         results[dtype] = total
         state = ranks.state(0)
         nbytes = state["residual"].nbytes + (state["residual_scale"].nbytes if "residual_scale" in state else 0)
-    assert nbytes <= {"bfloat16": 2, "int8": 1.05}[residual] * 2400
+    assert nbytes <= 1.05 * 2400
     left = ranks.syncs[0].state.residual("p").double() + ranks.syncs[1].state.residual("p").double()
     came = 80 * (gaussian((2400,), 0) + gaussian((2400,), 1)).double() / 2
-    lost = came - results[residual] - left / 2
-    assert float(lost.norm() / came.norm()) < {"bfloat16": 0.02, "int8": 0.06}[residual]
+    lost = came - results["int8"] - left / 2
+    assert float(lost.norm() / came.norm()) < 0.06
     assert abs(float(lost @ came / came.square().sum())) < 0.003
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-def test_an_idle_parameter_keeps_a_compact_residual_bit_for_bit(residual: str) -> None:
-    ranks = OneTensor(TopK(density=0.02, residual=residual), (40, 60), 1)
+def test_an_idle_parameter_keeps_a_compact_residual_bit_for_bit() -> None:
+    ranks = OneTensor(TopK(density=0.02, residual="int8"), (40, 60), 1)
     ranks.step([gaussian((2400,), 0)])
     before = {key: value.clone() for key, value in ranks.state(0).items()}
     ranks.step([torch.zeros(2400)])
     assert all(torch.equal(value, before[key]) for key, value in ranks.state(0).items())
-
-
-def test_rounding_to_bfloat16_is_right_on_average() -> None:
-    x = gaussian((200_000,), 3).abs() + 1
-    rounded = round_to_bfloat16(x, 0, 12345).float()
-    assert float((rounded - x).mean()) == pytest.approx(0.0, abs=2e-5)
-    assert float(((rounded - x) / x).abs().max()) <= 2.0**-7
-    assert torch.equal(round_to_bfloat16(rounded, 0, 99).float(), rounded)
-    assert round_to_bfloat16(torch.tensor([3.4e38]), 0, 1).isfinite().all()
 
 
 @pytest.mark.parametrize("residual", ["float32", "int8"])
@@ -273,7 +256,7 @@ def test_chunks_lose_nothing_on_either_hop(world_size: int, values: str, residua
 
 
 def test_chunk_options_are_checked() -> None:
-    for options in ({"return_density": 0.1}, {"selection": "block"}, {"selection": "chunk", "residual": "bfloat16"}):
+    for options in ({"return_density": 0.1}, {"selection": "block"}):
         with pytest.raises(ValueError, match="selection"):
             TopK(**options)
     with pytest.raises(ValueError, match="residual must be"):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods.composed import Partition
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.mixtures import Partition
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain

@@ -12,9 +12,9 @@ from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.composed import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = [TensorSpec("blocks.0.weight", (512, 384)), TensorSpec("blocks.1.weight", (512, 384))]
@@ -40,7 +40,9 @@ def test_what_is_sent_adds_up_to_what_came_in(residual: Literal["int8", "none"])
         assert error < 0.03, (name, error)
 
 
-@pytest.mark.parametrize("compressor", [ErrorFeedback(residual="int8"), LoCo(residual="none"), QSGD(norm="l2", bits=4)])
+@pytest.mark.parametrize(
+    "compressor", [ErrorFeedback(residual="int8"), LoCo(residual="none"), NaturalCompression(bits=4)]
+)
 def test_the_same_bits_in_parts_of_any_size(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numel in (1 << 10, 1 << 30):

@@ -28,7 +28,7 @@ def test_a_bin_of_zeros_sends_nothing() -> None:
 
 
 def test_convolutions_have_smaller_bins() -> None:
-    assert AdaComp().method(TensorSpec("conv", (8, 8, 3, 3))).bin_size == 50
+    assert AdaComp().bin_size_of(TensorSpec("conv", (8, 8, 3, 3))) == 50
     assert AdaComp().method(TensorSpec("linear", (80, 80))).bin_size == 500
 
 

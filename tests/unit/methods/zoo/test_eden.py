@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import hard_blocks
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.contraction import hard_blocks
 from lowbit_strategy.kernels.format import unbiased_lloyd_max
 from lowbit_strategy.kernels.rotation import hadamard, signs
 from lowbit_strategy.methods.zoo.eden import EdenCodec

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_strategy.methods.zoo.multiscale import MultiScale
-from lowbit_strategy.methods.zoo.sharedscale import SharedScale
-from lowbit_strategy.methods.zoo.terngrad import TernGrad
+from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, TernGrad
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 BLOCK = 64
