@@ -163,7 +163,7 @@ class AdaptiveBinding:
         control.accumulation = lambda: self.accelerator.gradient_accumulation_steps
         if plugin.controller is not None:
             control.adapt(plugin.controller)
-            session.sync.extra_state["clock"] = self.clock
+            session.sync.save_with("clock", self.clock)
         if plugin.monitor is not None:
             control.monitor(plugin.monitor)
         self._controls[session] = control

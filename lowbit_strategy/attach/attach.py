@@ -336,7 +336,9 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepar
         return
     if options.outer is not None:
         if options.second_moment:
-            sync.second_moment = MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size)
+            sync.set_second_moment_correction(
+                MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size)
+            )
         return
     if not prepared.exchanges_squares:
         return

@@ -134,7 +134,7 @@ class AutoChoice:
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
         self._time_baseline()
-        sync.extra_state[EXTRA_STATE_KEY] = self
+        sync.save_with(EXTRA_STATE_KEY, self)
 
     @property
     def is_baseline(self) -> bool:
@@ -146,7 +146,7 @@ class AutoChoice:
     def end_step(self) -> bool:
         """An optimizer step that counts is over, on all ranks. Returns True."""
         if self.is_baseline:
-            self.sync.step_index += 1
+            self.sync.count_local_step()
         self.trial_steps += self.phase != "settled"
         self._clock.end_step()
         self._remaining -= 1

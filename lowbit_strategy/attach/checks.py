@@ -172,7 +172,7 @@ class IfOfAdamsKind(SecondMoment):
         if has_second_moment(optimizer):
             super().correct_(optimizer)
             return
-        self._sync.second_moment = None
+        self._sync.set_second_moment_correction(None)
         self._sync.unsubscribe(self)
         del self._sync.rank_state[self.name]
         if self._sync.ranks.rank == 0:

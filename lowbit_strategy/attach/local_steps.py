@@ -80,7 +80,7 @@ class LocalSteps:
         self._extended = False  # since steps are local
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
-        sync.rank_state[STATE_KEY] = self
+        sync.save_per_rank(STATE_KEY, self)
         if rule.is_local(0):
             self._start()
         elif rule.synchronous_compressor is not None:

@@ -349,6 +349,27 @@ class GradientSync:
         self.transactions.keeps_all = self.rollback
         self.forget()
 
+    def count_local_step(self) -> None:
+        """An optimizer step that nothing is reduced for."""
+        self.step_index += 1
+
+    def serve_weights(self, weights: WeightSync) -> None:
+        """FSDP2's weights travel through `weights`: its steps are the engine's, its state is saved with it."""
+        self.weights = weights
+        self.save_with("weights", weights)
+
+    def set_second_moment_correction(self, second_moment: SecondMomentCorrection | None) -> None:
+        """Call it when an optimizer has stepped on what was reduced; None: stop."""
+        self.second_moment = second_moment
+
+    def save_with(self, name: str, part: Stateful) -> None:
+        """Save and restore `part`, the same on all ranks, with the residuals."""
+        self.extra_state[name] = part
+
+    def save_per_rank(self, name: str, part: RankState) -> None:
+        """The same for what each rank has for itself."""
+        self.rank_state[name] = part
+
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """A checkpoint's; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale

@@ -153,9 +153,9 @@ class SecondMoment:
         self.name_parameters()
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _ParamStats] = {}
-        sync.second_moment = self
+        sync.set_second_moment_correction(self)
         sync.subscribe(self, StepPhase.OBSERVE)
-        sync.rank_state[self.name] = self
+        sync.save_per_rank(self.name, self)
 
     def name_parameters(self) -> None:
         """The model may have others than before."""

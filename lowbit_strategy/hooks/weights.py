@@ -183,7 +183,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)
         each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
     _forget_on_load(module, weights)
-    sync.weights = sync.extra_state["weights"] = weights
+    sync.serve_weights(weights)
 
 
 def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:

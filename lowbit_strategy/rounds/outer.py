@@ -141,7 +141,7 @@ class OuterSync:
         Args:
             learning_rate: Of the inner optimizer.
         """
-        self.sync.step_index += 1
+        self.sync.count_local_step()
         self._since += 1
         self._rates = (self._rates[1], learning_rate)
         self.finished = False

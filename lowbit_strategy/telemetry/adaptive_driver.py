@@ -112,7 +112,7 @@ class AdaptiveDriver:
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.subscribe(self, StepPhase.DECIDE)
-        sync.extra_state[EXTRA_STATE_KEY] = self
+        sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             peers = sync.ranks.peers
             for level in self.controller.levels:

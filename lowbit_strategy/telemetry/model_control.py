@@ -191,7 +191,7 @@ class ModelControl:
         )
         if options.bounds is not None:
             self._bounds = options.bounds.init()
-            self.sync.extra_state["bounds"] = self
+            self.sync.save_with("bounds", self)
         return self.observer
 
     # -- moments ------------------------------------------------------------------------------------------------------
