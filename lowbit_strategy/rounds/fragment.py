@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
-from lowbit_strategy.engine.sampling import spread_sample
+from lowbit_strategy.kernels.reference.sparse import sample_positions
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import local_part, shaped
 from lowbit_strategy.plan.rounds import NUM_FACTS, SAMPLE_NUMEL, buckets_of
@@ -37,7 +37,7 @@ class Fragment:
         self.numel = sum(spec.numel for spec in specs)
         self.buckets = _buckets(self._specs)
         device = next(iter(self.params.values())).device
-        self.sample = spread_sample(self.numel, SAMPLE_NUMEL, 0, device).positions_N
+        self.sample = sample_positions(self.numel, min(self.numel, SAMPLE_NUMEL), 0, device)
         self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.anchors = self.views(self._anchor)
         self.rebase()

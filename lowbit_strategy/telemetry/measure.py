@@ -14,8 +14,8 @@ from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.sampling import Sample, spread_sample, squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32
+from lowbit_strategy.kernels.reference.sparse import sample_positions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.ranks.ranks import Ranks
@@ -150,8 +150,8 @@ class StepMeasure:
             stages: Reduce it.
         """
         comm, device, seed = self._sync.ranks.peers, self._sync.device, self._sync.step_context().shared_seed
-        samples = [spread_sample(view.spec.numel, _SAMPLE, hash32(seed + at), device) for at, view in enumerate(views)]
-        picked = [view.flat()[sample.positions_N].float() for view, sample in zip(views, samples, strict=True)]
+        samples = [sampled(view.spec.numel, hash32(seed + at), device) for at, view in enumerate(views)]
+        picked = [view.flat()[positions_N].float() for view, (positions_N, _) in zip(views, samples, strict=True)]
         mean = torch.cat([torch.empty(0, device=device), *picked])  # a bucket may have no parameters
         before = comm.sent_nbytes
         arrives = comm.all_reduce(mean)
@@ -160,7 +160,7 @@ class StepMeasure:
         yield from stages
         means = (mean / comm.world_size).split([each.numel() for each in picked])
         for view, mean_N, sample in zip(views, means, samples, strict=True):
-            self.rows["end_to_end"][view.name] = _compared(view, mean_N, sample, comm)
+            self.rows["end_to_end"][view.name] = _compared(view, mean_N, *sample, comm)
 
     def summed(self, widths: Mapping[Any, int], facts: Sequence[float] = ()) -> tuple[dict[Any, Tensor], list[float]]:
         """On all ranks, in one exchange: the rows of each figure, ``[names, width]``, and the mean of each fact.
@@ -181,15 +181,29 @@ class StepMeasure:
         return tables, (means / everyone.world_size).tolist()
 
 
-def _compared(view: ParamView, mean_N: Tensor, sample: Sample, comm: Comm) -> Tensor:
+def sampled(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of at most `_SAMPLE` elements, and how many elements each stands for: each has the reciprocal of that
+    as its probability, regardless of the tensor's shape.
+    """
+    num = min(numel, _SAMPLE)
+    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
+    return sample_positions(numel, num, seed, device), edges.diff().double()
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """float64: the sum of squares. In float32 those of elements below 1e-19 would vanish."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+def _compared(view: ParamView, mean_N: Tensor, positions_N: Tensor, weights_N: Tensor, comm: Comm) -> Tensor:
     """float64 [2]: in float32 the squares of elements below 1e-19 would vanish."""
     if view.spec.sharded:
         first, length = comm.rank * view.row_numel, view.row_length(comm.rank)
-        places = torch.tensor([first, first + length], device=sample.positions_N.device)
-        own = slice(*torch.searchsorted(sample.positions_N, places).tolist())
-        result_N = view.out[sample.positions_N[own] - first].float() / comm.world_size
-        mean_N, weights_N = mean_N[own], sample.weights_N[own]
+        places = torch.tensor([first, first + length], device=positions_N.device)
+        own = slice(*torch.searchsorted(positions_N, places).tolist())
+        result_N = view.out[positions_N[own] - first].float() / comm.world_size
+        mean_N, weights_N = mean_N[own], weights_N[own]
     else:
-        result_N, weights_N = view.out[sample.positions_N], sample.weights_N / comm.world_size
+        result_N, weights_N = view.out[positions_N], weights_N / comm.world_size
     result, mean = result_N.double(), mean_N.double()
     return torch.stack([torch.dot(each.square(), weights_N) for each in (result - mean, mean)])

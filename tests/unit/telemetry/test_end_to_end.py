@@ -11,10 +11,9 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.compressor import Dense
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.measure import StepMeasure
+from lowbit_strategy.telemetry.measure import StepMeasure, sampled
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def test_gradients_below_the_smallest_squares_of_float32_have_an_error() -> None
 def test_every_element_is_picked_as_often_as_its_weight_says(numel: int) -> None:
     totals = []
     for seed in range(200):
-        positions, weights = spread_sample(numel, 2048, seed, CPU)
+        positions, weights = sampled(numel, seed, CPU)
         assert len(positions) == min(numel, 2048)
         assert int(weights.sum()) == numel
         assert bool((positions.diff() > 0).all())
@@ -70,7 +69,7 @@ def test_every_element_is_picked_as_often_as_its_weight_says(numel: int) -> None
 
 
 def test_a_sample_of_a_tensor_beyond_two_to_the_31() -> None:
-    positions, weights = spread_sample(2**33 + 5, 2048, 3, CPU)
+    positions, weights = sampled(2**33 + 5, 3, CPU)
     assert int(positions[-1]) > 2**32
     assert len(set((positions % 2).tolist())) == 2  # the low bits are hashed as well
     assert int(weights.sum()) == 2**33 + 5
