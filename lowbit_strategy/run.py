@@ -12,6 +12,7 @@ Where autoloading is in force (``lowbit doctor`` says so), the environment varia
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--lowbit_config", metavar="FILE", help="file with a lowbit_config section, or the section")
-    parser.add_argument("--lowbit_dry_run", metavar="KIND:PROCESSES", help="report for ddp:8 or fsdp:8; do not train")
+    parser.add_argument("--lowbit_dry_run", metavar="RUN", help="report for this run, as lowbit launch describes it")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("target", help="the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -64,7 +65,7 @@ def _prepare(arguments: argparse.Namespace) -> bool:
         os.environ.update(export(section))
         serve()
         return False
-    install(plugin, Planned.parse(arguments.lowbit_dry_run))
+    install(plugin, Planned(**json.loads(arguments.lowbit_dry_run)))
     os.environ.pop(VARIABLE, None)
     return True
 

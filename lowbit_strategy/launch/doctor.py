@@ -179,30 +179,14 @@ _FAR_PAGE = "docs/far-links.md"
 
 
 def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
-    """Socket buffers, slow start after idle, congestion control; nothing where the kernel does not say.
-
-    How long send buffers should be, and which congestion control, depends on the link, which is not known here: these
-    are always noted.
-    """
+    """Socket buffers and slow start after idle; nothing where the kernel does not say."""
     if (text := _read(root / "tcp_rmem")) is not None:
         largest = int(text.split()[-1])
         advice = f"on a link of R bit/s and a round trip of T seconds it has to be R * T / 8 bytes: {_FAR_PAGE}"
         yield _judged("net.ipv4.tcp_rmem", f"at most {largest / 1e6:.1f} MB", largest < _FAR, advice)
-    if (text := _read(root / "tcp_wmem")) is not None:
-        advice = (
-            "far links: 1.5 * R * T / 8 bytes for R bit/s and a round trip of T seconds, shared by this host's"
-            f" connections over the link; longer ones overflow queues on the way: {_FAR_PAGE}"
-        )
-        yield _judged("net.ipv4.tcp_wmem", f"at most {int(text.split()[-1]) / 1e6:.1f} MB", True, advice)
     if (text := _read(root / "tcp_slow_start_after_idle")) is not None:
         advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
         yield _judged("slow start after idle", "off" if text == "0" else "on", text != "0", advice)
-    if (text := _read(root / "tcp_congestion_control")) is not None:
-        advice = (
-            "far links: bbr spreads each message over up to half a round trip, cubic and reno send it at once; where"
-            f" packets are lost bbr is faster all the same: {_FAR_PAGE}"
-        )
-        yield Finding("note", "congestion control", text, advice)
 
 
 def _judged(what: str, found: str, noted: bool, advice: str) -> Finding:

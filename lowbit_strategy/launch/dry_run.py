@@ -31,7 +31,7 @@ from lowbit_strategy.telemetry.startup_report import Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """The run that is planned, as ``ddp:8`` or, on two nodes of four, ``fsdp:2x4`` on command lines.
+    """The run that is planned.
 
     Args:
         scatter: FSDP2 instead of DDP.
@@ -49,25 +49,6 @@ class Planned:
                 f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
                 " together, and every machine has to have the same number"
             )
-
-    def __str__(self) -> str:
-        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
-        return f"{'fsdp' if self.scatter else 'ddp'}:{nodes}{self.world_size // self.num_nodes}"
-
-    @classmethod
-    def parse(cls, text: str) -> Planned:
-        """Raises:
-        ValueError: Not of that form.
-        """
-        kind, _, shape = text.partition(":")
-        nodes, times, each = shape.rpartition("x")
-        numbers = [nodes, each] if times else ["1", each]
-        if kind not in ("ddp", "fsdp") or not all(number.isdigit() and int(number) for number in numbers):
-            raise ValueError(
-                f"a dry run is given as ddp:<processes> or fsdp:<processes>, or <nodes>x<processes>, got {text!r}"
-            )
-        num_nodes, per_node = map(int, numbers)
-        return cls(scatter=kind == "fsdp", world_size=num_nodes * per_node, num_nodes=num_nodes)
 
 
 def plan(

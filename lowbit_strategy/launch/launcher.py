@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
@@ -206,5 +208,13 @@ def _dry_run(args: argparse.Namespace) -> None:
         scatter=args.use_fsdp, world_size=max(args.num_processes, 1), num_nodes=int(args.num_machines or 1)
     )
     target = [] if _runs_run_module(args) else [*(["-m"] if args.module else []), args.training_script]
-    command = [sys.executable, "-m", _RUN, "--lowbit_dry_run", str(planned), *target, *args.training_script_args]
+    command = [
+        sys.executable,
+        "-m",
+        _RUN,
+        "--lowbit_dry_run",
+        json.dumps(asdict(planned)),
+        *target,
+        *args.training_script_args,
+    ]
     os.execv(sys.executable, command)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from lowbit_strategy.options.conversion import size
-from lowbit_strategy.report.charts import PHONE, SCREEN, draw_all, png
+from lowbit_strategy.report.charts import draw_all
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run, Series
 
 _MAX_SWITCHES = 40
@@ -36,35 +36,28 @@ class Tile(NamedTuple):
     alert: bool = False
 
 
-def write_report(run: Run, out: Path, baseline: Run | None = None, *, log_loss: bool | None = None) -> Path:
+def write_report(run: Run, out: Path, baseline: Run | None = None) -> Path:
     """Write ``index.html`` and the charts as PNG files into `out`; returns the page's path.
 
     Args:
         run: What the page is about.
         out: Made if it is not there.
         baseline: A run to compare with.
-        log_loss: Logarithmic loss; None: where losses span more than a factor of ten.
     """
     out.mkdir(parents=True, exist_ok=True)
-    papers = [paper._replace(log_loss=log_loss) for paper in (SCREEN, PHONE)]
-    screen, phone = (
-        {stem: png(figure, 170) for stem, figure in draw_all(run, paper, baseline).items()} for paper in papers
-    )
     charts = []
-    for stem, picture in screen.items():
-        (out / f"{stem}.png").write_bytes(picture)
+    for stem, figure in draw_all(run, baseline).items():
+        picture = out / f"{stem}.png"
+        figure.savefig(picture, dpi=170)
         title, note = _title(stem, run)
         charts.append(
-            {"title": title, "note": note, "png": as_text(picture), "phone": as_text(phone[stem]), "stem": stem}
+            {"title": title, "note": note, "png": base64.b64encode(picture.read_bytes()).decode(), "stem": stem}
         )
+    loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
+    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
     page = out / "index.html"
-    page.write_text(render("page.html.j2", charts=charts, **_content(run, baseline)), encoding="utf-8")
+    page.write_text(template.render(charts=charts, **_content(run, baseline)), encoding="utf-8")
     return page
-
-
-def as_text(picture: bytes) -> str:
-    """For an address of an image that has the image in it."""
-    return base64.b64encode(picture).decode()
 
 
 def _title(stem: str, run: Run) -> tuple[str, str]:
@@ -74,13 +67,6 @@ def _title(stem: str, run: Run) -> tuple[str, str]:
     if stem == "bytes" and not run.counts_weights and run.start.get("layout") == "reduce-scatter":
         note = f"{note} {_GRADIENTS_ONLY}"
     return title, note
-
-
-def render(template: str, **content: Any) -> str:
-    """A page from a template beside this file."""
-    loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
-    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
-    return pages.get_template(template).render(content)
 
 
 def _content(run: Run, baseline: Run | None) -> dict[str, Any]:

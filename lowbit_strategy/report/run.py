@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,6 @@ class Run:
     warnings: list[Line]
     validations: list[Line]
     logged: dict[str, Series]  # columns of the CSV logger that are losses
-    logged_rates: dict[str, Series]  # and those that are learning rates
 
     @property
     def last_step(self) -> int:
@@ -78,13 +76,8 @@ class Run:
         return Series.of([(line["step"], line["total"][key]) for line in self.observations])
 
     def of_step(self, key: str) -> Series:
-        """A figure of the whole step, such as ``codec_ms``; not every framework gives the loss or the learning rate."""
+        """A figure of the whole step, such as ``codec_ms``; not every framework gives the loss."""
         return Series.of([(line["step"], line.get(key)) for line in self.observations])
-
-    def learning_rates(self) -> dict[str, Series]:
-        """What a learning rate monitor has logged, else the rate at observed steps."""
-        observed = self.of_step("learning_rate")
-        return self.logged_rates or ({"learning rate": observed} if observed else {})
 
     def group(self, name: str, key: str) -> Series:
         return Series.of([(line["step"], line["groups"].get(name, {}).get(key)) for line in self.observations])
@@ -149,33 +142,18 @@ def _newest_first(folder: Path, name: str) -> list[Path]:
     return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
-def read_run(folder: str | Path, number: int | None = None) -> Run:
-    """The last run in the record in `folder`, or the one with this number, from 1.
+def read_run(folder: str | Path) -> Run:
+    """The last run in the record in `folder`.
 
     Raises:
         FileNotFoundError: There is no record in `folder`.
-        ValueError: The record has no line, or one that is none, or no run of this number.
+        ValueError: The record has no line, or one that is none.
     """
     folder = Path(folder)
-    runs = read_runs(folder)
-    if not runs[-1]:
+    *_, last = read_runs(folder)
+    if not last:
         raise ValueError(f"the record in {folder} is empty: the run has not begun to train yet")
-    if number is not None and not 1 <= number <= len(runs):
-        raise ValueError(f"--run must be 1 to {len(runs)}: the record in {folder} has as many, got {number}")
-    return _run(folder, runs[-1 if number is None else number - 1])
-
-
-def describe_runs(folder: Path) -> list[str]:
-    """Each run in a record, in a few words."""
-    runs = [_run(folder, lines) for lines in read_runs(folder)]
-    return [
-        f"{at}: {_begun(run)}, {len(run.observations)} observations, {run.last_step} steps"
-        for at, run in enumerate(runs, start=1)
-    ]
-
-
-def _begun(run: Run) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start["time"])) if "time" in run.start else "no start"
+    return _run(folder, last)
 
 
 def read_baseline(folder: str | Path) -> Run:
@@ -215,18 +193,17 @@ def _run(folder: Path, lines: list[Line]) -> Run:
         members=by_kind["members"],
         warnings=by_kind["warning"],
         validations=by_kind["validation"],
-        logged=_logged(folder / "metrics.csv", lambda name: "loss" in name),
-        logged_rates=_logged(folder / "metrics.csv", lambda name: name.startswith("lr-")),
+        logged=_logged(folder / "metrics.csv"),
     )
 
 
-def _logged(path: Path, wanted: Callable[[str], bool]) -> dict[str, Series]:
-    """Columns of a CSVLogger's file; of a metric that was logged per step and per epoch, that of steps."""
+def _logged(path: Path) -> dict[str, Series]:
+    """Losses of a CSVLogger's file; of a metric that was logged per step and per epoch, that of steps."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = [name for name in (rows[0] if rows else {}) if wanted(name) and not name.startswith("lowbit/")]
+    names = [name for name in (rows[0] if rows else {}) if "loss" in name and not name.startswith("lowbit/")]
     names = [name for name in names if not (name.endswith("_epoch") and f"{name.removesuffix('_epoch')}_step" in names)]
     curves = {}
     for name in names:

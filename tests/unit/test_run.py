@@ -61,7 +61,6 @@ def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_pa
     [
         (["train.py"], "no lowbit_config section: give --lowbit_config FILE, or set LOWBIT_CONFIG"),
         (["--lowbit_config", "{compressor: loca}", "train.py"], "did you mean 'loco'"),
-        (["--lowbit_config", SECTION, "--lowbit_dry_run", "zero:2", "train.py"], "ddp:<processes> or fsdp:<processes>"),
         (["--lowbit_config", SECTION, "missing.py"], "there is no script 'missing.py'"),
     ],
 )

@@ -250,7 +250,10 @@ def test_a_dry_run_takes_this_process_s_place(monkeypatch: pytest.MonkeyPatch, t
     file = _write(tmp_path / "job.yaml", {**fsdp, "lowbit_config": SECTION})
     with pytest.raises(Replaced):
         launcher.launch(["--dry-run", "--config_file", file, "train.py", "--lr", "1"])
-    assert commands[0][1:] == ["-m", "lowbit_strategy.run", "--lowbit_dry_run", "fsdp:8", "train.py", "--lr", "1"]
+    module, planned, script = commands[0][1:4], json.loads(commands[0][4]), commands[0][5:]
+    assert module == ["-m", "lowbit_strategy.run", "--lowbit_dry_run"]
+    assert planned == {"scatter": True, "world_size": 8, "num_nodes": 1}
+    assert script == ["train.py", "--lr", "1"]
 
 
 def test_bench_needs_no_section(handed: Handed) -> None:
