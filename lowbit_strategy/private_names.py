@@ -171,7 +171,7 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_WRAPPER}._has_rebuilt_buckets
       set {_WRAPPER}._bucket_config
       set {_WRAPPER}.bucket_bytes_cap
-    where compression does not help, all that attaching has set is put back (hooks/ddp.py, attach/wiring.py)
+    where compression does not help, all that attaching has set is put back (hooks/ddp.py, hooks/fsdp.py)
       set {_FSDP_GROUP}._all_gather_comm
       set {_FSDP_GROUP}._all_reduce_hook
       set {_FSDP_GROUP}._all_reduce_hook_stream

@@ -19,20 +19,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_fsdp
+from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
-from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
-from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
+from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
+from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Dense
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.fsdp_sharding import (
@@ -50,7 +50,6 @@ from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
-from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
@@ -190,7 +189,10 @@ def attach_fsdp(
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
-    check_fsdp(module, scatter=prepared.scatter)
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError("attach_fsdp was given a DistributedDataParallel: for DDP it is attach_ddp")
+    if not prepared.scatter:
+        raise ValueError("the model was prepared for DDP: give prepare scatter=True, which attach_fsdp needs")
     if not (groups := sharded_groups(module)):
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     reshard(module)  # a forward pass without a backward pass leaves it gathered
@@ -268,7 +270,6 @@ def _session(
         options,
         group=group,
         hook=hook,
-        ranks=ranks,
         digest=digest if compares else None,
         local=local,
         shards=prepared.scatter,
@@ -303,19 +304,16 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def used_compressor(prepared: PreparedModel, topology: Topology) -> Compressor:
-    """A single rank compresses nothing, and keeps only the residuals that a checkpoint brings along."""
-    return Dense() if topology.num_peers == 1 else prepared.compressor
-
-
 def make_engine(prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
-    """The engine of a prepared model."""
+    """The engine of a prepared model. A single rank only keeps the residuals that a checkpoint brings along."""
     options = prepared.options
+    if device.type == "cuda" and device.index is None:  # which futures and streams need
+        device = torch.device("cuda", torch.cuda.current_device())
     sync = GradientSync(
-        prepared.compressor if ranks.comes_and_goes else used_compressor(prepared, ranks.topology),
+        Dense() if ranks.alone else prepared.compressor,
         prepared.specs,
         ranks,
-        _with_index(device),
+        device,
         scatter=prepared.scatter and prepared.shard_size is None,
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
@@ -366,10 +364,3 @@ def _report(sync: GradientSync, options: SyncOptions) -> None:
 
 def _device_of(module: nn.Module) -> torch.device:
     return next(param.device for param in module.parameters() if param.requires_grad)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Futures and streams need the index of the device that "cuda" stands for."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lowbit_strategy.attach.prepare import PreparedModel, room_for
-from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.ddp import DDPWiring
+from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, Dense, assign_all
 from lowbit_strategy.methods.auto import Auto
@@ -111,7 +112,11 @@ class AutoChoice:
     """
 
     def __init__(
-        self, prepared: PreparedModel, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None
+        self,
+        prepared: PreparedModel,
+        sync: GradientSync,
+        wiring: DDPWiring | FSDPWiring,
+        group: dist.ProcessGroup | None,
     ) -> None:
         assert isinstance(prepared.compressor, Auto)
         self.auto = prepared.compressor

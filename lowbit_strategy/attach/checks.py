@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.strategy_options import SyncOptions
@@ -37,17 +36,6 @@ NEVER_ATTACHED = (
 _log = logging.getLogger("lowbit_strategy")
 
 
-def check_bare(module: nn.Module) -> None:
-    """Raises:
-    ValueError: `module` has been wrapped already, in a way that hides its parameters' names.
-    """
-    if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
-        kind = type(module).__name__
-        others = {DistributedDataParallel: "then wrap it", DataParallel: "and wrap it in DistributedDataParallel"}
-        then = others.get(type(module), "and shard it with fully_shard: FSDP1 cannot be compressed")
-        raise ValueError(f"prepare was given a {kind}: give it the bare model, {then}")
-
-
 def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -> None:
     """Raises:
     ValueError: `model` is not what was prepared, wrapped in DDP.
@@ -70,16 +58,6 @@ def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -
             f" {_shape(expected.get(name))} in the other. Prepare the model that is wrapped, after freezing what is not"
             " trained"
         )
-
-
-def check_fsdp(module: nn.Module, *, scatter: bool) -> None:
-    """Raises:
-    ValueError: The model was prepared for DDP, or is wrapped in it.
-    """
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError("attach_fsdp was given a DistributedDataParallel: for DDP it is attach_ddp")
-    if not scatter:
-        raise ValueError("the model was prepared for DDP: give prepare scatter=True, which attach_fsdp needs")
 
 
 def _shape(shape: Sequence[int] | None) -> str:

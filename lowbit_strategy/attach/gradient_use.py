@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -268,63 +268,39 @@ class LossScale:
         self._is_new = False
 
 
-class Watcher(Protocol):
-    """Learns of steps: a session, or a model that waits for one."""
-
-    @property
-    def param_ids(self) -> set[int]:
-        """The identities of its model's parameters."""
-
-    def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
-
-
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-_waiting: weakref.WeakKeyDictionary[nn.Module, _Unattached] = weakref.WeakKeyDictionary()
+watching: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that are told of every step
+_unattached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared, and nothing has been attached
 _handles: list[Any] = []  # torch's hook, once per process
 
 
-def watch_optimizers(watcher: Watcher) -> None:
-    """Tell a watcher, as long as it lives, after every step of an optimizer of ``torch.optim``.
-
-    An earlier watcher of the same model is removed: another trainer has taken the model over.
-    """
-    for other in list(_watchers):
-        if other is not watcher and not other.param_ids.isdisjoint(watcher.param_ids):
-            _watchers.discard(other)
-    if not _handles:
-        _handles.append(register_optimizer_step_post_hook(_on_step))
-    _watchers.add(watcher)
-
-
-def forget_optimizers(watcher: Watcher) -> None:
-    """Stop telling it."""
-    _watchers.discard(watcher)
+def watch_optimizers(session: Any) -> None:
+    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
+    _take_over(session.param_ids)
+    watching.add(session)
 
 
 def expect_attachment(module: nn.Module) -> None:
     """`module` is going to be compressed: an optimizer that steps it before anything is attached is an error."""
-    _waiting[module] = _Unattached(module)
-    watch_optimizers(_waiting[module])
+    _take_over(set(map(id, module.parameters())))
+    _unattached.add(module)
 
 
-class _Unattached:
-    def __init__(self, module: nn.Module) -> None:
-        self._module_of = weakref.ref(module)
-
-    @property
-    def param_ids(self) -> set[int]:
-        """As they are now: ``fully_shard`` replaces parameters."""
-        module = self._module_of()
-        return set() if module is None else {id(param) for param in module.parameters()}
-
-    def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Raises:
-        RuntimeError: It has stepped a parameter.
-        """
-        if any(id(param) in self.param_ids for group in optimizer.param_groups for param in group["params"]):
-            raise RuntimeError(NEVER_ATTACHED)
+def _take_over(param_ids: set[int]) -> None:
+    """From whoever had a model with these parameters: another trainer has taken it over, or it is attached now."""
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(_on_step))
+    for session in list(watching):
+        if not session.param_ids.isdisjoint(param_ids):
+            watching.discard(session)
+    for module in list(_unattached):
+        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
+            _unattached.discard(module)
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for watcher in list(_watchers):
-        watcher.on_optimizer_step(optimizer)
+    for session in list(watching):
+        session.on_optimizer_step(optimizer)
+    if _unattached:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
+            raise RuntimeError(NEVER_ATTACHED)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lowbit_strategy.attach.checks import check_bare
 from lowbit_strategy.attach.gradient_use import expect_attachment
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -90,7 +91,10 @@ def prepare(
         ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
-    check_bare(module)
+    if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
+        others = {DistributedDataParallel: "then wrap it", DataParallel: "and wrap it in DistributedDataParallel"}
+        then = others.get(type(module), "and shard it with fully_shard: FSDP1 cannot be compressed")
+        raise ValueError(f"prepare was given a {type(module).__name__}: give it the bare model, {then}")
     compressor = as_compressor(compressor)
     options = SyncOptions() if options is None else options
     specs = checked_specs(module, compressor, options, scatter=scatter)

@@ -21,15 +21,15 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale, forget_optimizers, watch_optimizers
+from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale, watch_optimizers, watching
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.strategy_options import SyncOptions
-from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
+from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.handshake import ParameterDigest
 from lowbit_strategy.ranks.ranks import Ranks
@@ -51,7 +51,6 @@ class Session:
         options: As given to `prepare`.
         group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
         hook: DDP's, or what reduces shards over replicas.
-        ranks: The engine's. `close` destroys the groups that were made for them alone.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
         shards: FSDP2 shards the model, and asks for what it has to synchronize in every step.
@@ -69,7 +68,6 @@ class Session:
         *,
         group: dist.ProcessGroup | None,
         hook: Hook | None = None,
-        ranks: Ranks | None = None,
         digest: ParameterDigest | None = None,
         local: LocalSteps | None = None,
         shards: bool = False,
@@ -78,7 +76,7 @@ class Session:
         self.sync = sync
         self.options, self.group = options, group
         self.local, self.shards, self.auto = local, shards, auto
-        self._ranks = ranks
+        self._ranks: Ranks | None = sync.ranks  # whose own groups `close` destroys
         self._digest = digest
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
@@ -376,7 +374,7 @@ class Session:
         A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
         """
         self.is_closed = True
-        forget_optimizers(self)
+        watching.discard(self)
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:

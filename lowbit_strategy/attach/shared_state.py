@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
 from lowbit_strategy.model.parameters import local_part
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True)
+class _Kind:
     """What stands for a tensor until it has come."""
 
     shape: tuple[int, ...]
@@ -39,7 +42,7 @@ def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
         tensors.append(part := local_part(tensor.detach()))
         return _Kind(tuple(part.shape), part.dtype, part.device.type)
 
-    outline = _replaced(state, Tensor, noted) if comm.rank == 0 else None
+    outline = tree_map_only(Tensor, noted, state) if comm.rank == 0 else None
     outline = pickle.loads(bytes_from_first_rank(pickle.dumps(outline), comm, device))
     sent = iter(tensors)
 
@@ -49,18 +52,7 @@ def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
         comm.broadcast(values, 0).wait()
         return values.to(kind.device_type)
 
-    return _replaced(outline, _Kind, arrived)
-
-
-def _replaced(value: Any, kind: type[Any], replace: Callable[[Any], Any]) -> Any:
-    """Nested plain data with every value of one class replaced."""
-    if isinstance(value, kind):
-        return replace(value)
-    if isinstance(value, Mapping):
-        return {key: _replaced(each, kind, replace) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_replaced(each, kind, replace) for each in value)
-    return value
+    return tree_map_only(_Kind, arrived, outline)
 
 
 def resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

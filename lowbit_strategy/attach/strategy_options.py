@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.loco import LoCo
@@ -37,7 +38,6 @@ from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import unknown_option
-from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
@@ -163,11 +163,6 @@ _FSDP1_REMEDIES = {
     "state_dict_type": "use save_distributed_checkpoint=True for a folder of shards",
     "activation_checkpointing_policy": "apply activation checkpointing in configure_model",
 }
-
-
-def default_bucket_cap_mb(device: torch.device) -> int:
-    """The size of DDP's buckets where the user has set none."""
-    return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
 class _Options:

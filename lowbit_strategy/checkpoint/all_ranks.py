@@ -26,7 +26,6 @@ from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
 from lowbit_strategy.checkpoint.residual_files import ADVICE, ResidualFile, ResidualFileError
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.engine.engine import GradientSync
 
 OnMissingResidual = Literal["error", "reset"]
@@ -38,8 +37,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's `value`, in rank order."""
-    with naming_lost_ranks(group, "agreeing on a checkpoint's residual files", ""):
-        return gathered(value, group)
+    return gathered(value, group, "agreeing on a checkpoint's residual files")
 
 
 def all_succeed(value: Any, problem: str | None, group: dist.ProcessGroup | None) -> list[Any]:

@@ -268,10 +268,18 @@ class LocalComm(Comm):
         return _Done()
 
 
-def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, by pickling; all ranks call this."""
+def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the comparison of values") -> list[T]:
+    """Every rank's value, in rank order, by pickling; all ranks call this.
+
+    Raises:
+        LostRankError: A rank has ended. `what` names this exchange.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError:
+        with naming_lost_ranks(group, what, ""):
+            raise
     return values
 
 

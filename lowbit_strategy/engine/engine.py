@@ -23,7 +23,7 @@ from lowbit_strategy.engine.interfaces import (
     StepPhase,
 )
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.engine.node_codes import node_codes_of
+from lowbit_strategy.engine.node_codes import NodeCodes
 from lowbit_strategy.engine.transactions import ByteCheck, Transactions
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -94,7 +94,9 @@ class GradientSync:
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
-        self.node_codes = node_codes_of(self.state, ranks, device)
+        self.node_codes: NodeCodes | None = None
+        if ranks.intra is not None and ranks.intra_node is not None:
+            self.node_codes = NodeCodes(self.state, ranks.intra_node, ranks.intra, device)
         self.transactions = Transactions(self.state, keeps_all=rollback)
         self._flags, self._listeners = StepFlags(device), Listeners()
         self._begun = False

@@ -14,7 +14,6 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_n
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.plan.gradients import node_codec
-from lowbit_strategy.ranks.ranks import Ranks
 
 _NO_RANDOMNESS = StepContext(0, 0, 0)
 
@@ -110,10 +109,3 @@ class NodeCodes:
             codec = node_codec(self._bits, exact=self._state.assignments[param.name].is_exact)
             by_codec.setdefault(codec, []).append(param)
         return [CodedGroup(codec, {}, None, {}, codec.block_size, tuple(own)) for codec, own in by_codec.items()]
-
-
-def node_codes_of(state: MethodState, ranks: Ranks, device: torch.device) -> NodeCodes | None:
-    """None: sums inside a node are exact, or there is one level."""
-    if ranks.intra is None or ranks.intra_node is None:
-        return None
-    return NodeCodes(state, ranks.intra_node, ranks.intra, device)

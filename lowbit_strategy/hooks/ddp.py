@@ -24,7 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _log = logging.getLogger("lowbit_strategy")
@@ -34,9 +36,9 @@ _MIB = 1024 * 1024
 hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # hooks of ours
 
 
-def chose_buckets(model: DistributedDataParallel) -> bool:
-    """Whether the user has given DDP a size of its buckets."""
-    return not model.bucket_bytes_cap_default
+def default_bucket_cap_mb(device: torch.device) -> int:
+    """The size of DDP's buckets where the user has set none."""
+    return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
 def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
@@ -201,6 +203,56 @@ class DDPHook:
         """True once the worker has stopped."""
         self.closed = True
         return not isinstance(self._side, BucketWorker) or self._side.close()
+
+
+class DDPWiring:
+    """Switches a DDP model between the framework's communication, with which it begins, and the engine's.
+
+    Args:
+        model: The wrapped model.
+        sync: Its buckets have the default size unless the user has chosen one; the framework's keep theirs.
+    """
+
+    def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
+        self._sync = sync
+        self._hook: DDPHook | None = None
+        self._taken = False
+        self._cap = default_bucket_cap_mb(sync.device)
+        self.wrapped_anew(model)
+
+    def wrapped_anew(self, model: DistributedDataParallel) -> "DDPWiring":
+        """The framework has wrapped the module again, after `close`. Returns this object."""
+        self._model_of = weakref.ref(model)  # the session closes when the model is gone
+        self._chosen = not model.bucket_bytes_cap_default  # the user has given their size
+        self._own_cap_mb = model.bucket_bytes_cap / _MIB
+        if self._taken:
+            self.take(None)
+        return self
+
+    @property
+    def cap_nbytes(self) -> int:
+        """The size of the engine's buckets."""
+        return round(_MIB * (self._own_cap_mb if self._chosen else self._cap))
+
+    def take(self, weights: WeightCoding | None) -> None:
+        """From now on the engine reduces gradients. `weights`: how FSDP2's travel."""
+        self.close()
+        model = self._model_of()
+        assert model is not None
+        renew_reducer(model, None if self._chosen else self._cap)
+        self._hook, self._taken = DDPHook(model, self._sync), True
+
+    def give_back(self) -> None:
+        """Back to the framework's communication: no hook."""
+        self.close()
+        self._taken = False
+        if (model := self._model_of()) is not None:
+            renew_reducer(model, None if self._chosen else self._own_cap_mb)
+
+    def close(self) -> bool:
+        """End threads. Returns True once they have stopped."""
+        hook, self._hook = self._hook, None
+        return hook is None or hook.close()
 
 
 def refuse_other_hooks(model: DistributedDataParallel) -> None:

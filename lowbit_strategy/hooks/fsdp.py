@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
@@ -18,10 +22,124 @@ from lowbit_strategy.hooks.fsdp_gradients import (
     ShardLayouts,
 )
 from lowbit_strategy.hooks.weights import install_weights
-from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
+from lowbit_strategy.methods.weights import Exact, WeightCoding
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup
+
+_SET = (  # by attaching, on the parameter groups of FSDP2
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
+_WRAPPED = ("pre_forward", "post_backward")  # on the instance
+
+
+class FSDPWiring:
+    """Switches a model that is sharded over all ranks, or over those of a node, between FSDP2's own communication,
+    with which it begins, and the engine's. Between steps, on all ranks together.
+
+    FSDP2's own is remembered. A later instance for the same model takes over; the earlier one then restores nothing.
+
+    Args:
+        module: The model.
+        groups: What FSDP2 shards of it.
+        sync: Its engine.
+        side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ShardedGroup],
+        sync: GradientSync,
+        side: OverlappedReducer | None = None,
+    ) -> None:
+        self._module, self._sync, self._side = module, sync, side
+        self._taken: WeightCoding | None = None
+        self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
+        for group in [each.param_group for each in groups]:
+            if (earlier := _holders.get(group)) is not None:
+                earlier._release()
+            values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
+            wrapped = vars(group).keys() & _WRAPPED
+            self._stock[group] = values, {name: vars(group)[name] for name in wrapped} if wrapped else {}
+            _holders[group] = self
+
+    def take(self, weights: WeightCoding | None) -> None:
+        """As `DDPWiring.take`."""
+        weights = weights or Exact()
+        if self._taken == weights:
+            return
+        if self._taken is not None:
+            self.give_back()
+        install(self._module, self._sync, weights, self._side)
+        self._taken = weights
+
+    def give_back(self) -> None:
+        """Back to FSDP2's communication, which is to reduce over replicas where the model is sharded over one dim."""
+        if self._taken is not None and self._sync.weights is not None:
+            self._sync.weights.end()
+        self._taken = None
+        alone = self._sync.scatter or self._sync.ranks.comes_and_goes  # FSDP2 itself reduces over no replica
+        mesh = None if alone else self._hybrid_mesh()
+        self._restore()
+        for group, (values, _) in self._stock.items():
+            info = values["mesh_info"]
+            if mesh is None or isinstance(info, HSDPMeshInfo):
+                continue
+            group.mesh_info = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+            if values["post_forward_mesh_info"] == info:
+                _set_post_forward_mesh(group, group.mesh_info)
+
+    def _hybrid_mesh(self) -> DeviceMesh:
+        """HSDP: the engine's groups, for the steps in which FSDP2 reduces."""
+        ranks = self._sync.ranks
+        assert ranks.intra_node is not None
+        world = ranks.world.group if ranks.world.group is not None else dist.group.WORLD
+        groups: list[Any] = [ranks.peers.group, ranks.intra_node.group]
+        return DeviceMesh.from_group(
+            groups,
+            self._sync.device.type,
+            torch.tensor(dist.get_process_group_ranks(world)).view(ranks.peers.world_size, -1),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def _restore(self) -> None:
+        for group, (values, wrapped) in self._stock.items():
+            for name, value in values.items():
+                setattr(group, name, value)
+            _set_post_forward_mesh(group, group.post_forward_mesh_info)
+            for name in _WRAPPED:
+                vars(group).pop(name, None)
+            vars(group).update(wrapped)
+
+    def _release(self) -> None:
+        self._restore()
+        for group in self._stock:
+            del _holders[group]
+        self._stock.clear()
+
+    def close(self) -> bool:
+        """Leave the model as it was before. Returns True once threads have stopped."""
+        self._release()
+        return self._side is None or self._side.close()
+
+
+_holders: weakref.WeakKeyDictionary[Any, FSDPWiring] = weakref.WeakKeyDictionary()  # who remembers a group
+
+
+def _set_post_forward_mesh(group: Any, info: Any) -> None:
+    group.post_forward_mesh_info = info
+    for param in group.fsdp_params:
+        if param.post_forward_mesh_info is not None:
+            param.post_forward_mesh_info = info
 
 
 def reduce_dtype(group: Any) -> torch.dtype:

@@ -15,12 +15,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.attach import used_compressor, weight_coding
+from lowbit_strategy.attach.attach import weight_coding
 from lowbit_strategy.attach.prepare import checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
@@ -77,7 +78,7 @@ def plan(
     prepared = prepared_for(Topology(planned.world_size, nodes), compressor, options, specs, scatter=planned.scatter)
     node_size = prepared.shard_size or prepared.node_size
     topology = replace(prepared.topology, node_size=node_size, intra=options.intra)
-    chosen = used_compressor(prepared, topology)
+    chosen = Dense() if topology.num_peers == 1 else prepared.compressor
     chosen.check(prepared.specs)
     parts = topology.own_parts(prepared.specs, sharded=prepared.layout == "fsdp")
     modules, reduced = _layouts(module) if prepared.scatter else {}, list[ParamGroup]()

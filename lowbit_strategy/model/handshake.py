@@ -79,8 +79,7 @@ def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
         LostRankError: A rank has ended.
         RuntimeError: On every rank, naming the first rank and field that differ from rank 0.
     """
-    with naming_lost_ranks(group, "the comparison of models and options", ""):
-        everyone = gathered(dict(mine), group)
+    everyone = gathered(dict(mine), group, "the comparison of models and options")
     for rank, theirs in enumerate(everyone):
         for field in everyone[0] | theirs:
             value, their_value = everyone[0].get(field), theirs.get(field)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.attach import wiring
+from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.private_names import PRIVATE_NAMES, PrivateName, problems
 
 EVERY = [pytest.param(name, id=f"{name.target}") for names in PRIVATE_NAMES.values() for name in names]
@@ -52,4 +52,4 @@ def test_what_has_moved_is_named_with_the_reason() -> None:
 def test_what_attaching_sets_on_fsdp2_s_groups_is_listed() -> None:
     owner, *others = {name.target.rpartition(".")[0] for name in PRIVATE_NAMES["torch"] if ".mesh_info" in name.target}
     assert not others
-    assert {f"{owner}.{name}" for name in wiring._SET} <= {name.target for name in PRIVATE_NAMES["torch"]}
+    assert {f"{owner}.{name}" for name in fsdp._SET} <= {name.target for name in PRIVATE_NAMES["torch"]}
