@@ -94,9 +94,7 @@ class GradientSync:
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
-        self.node_codes: NodeCodes | None = None
-        if ranks.intra is not None and ranks.intra_node is not None:
-            self.node_codes = NodeCodes(self.state, ranks.intra_node, ranks.intra, device)
+        self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
         self.transactions = Transactions(self.state, keeps_all=rollback)
         self._flags, self._listeners = StepFlags(device), Listeners()
         self._begun = False

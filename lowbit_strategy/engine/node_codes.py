@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.plan.gradients import node_codec
+from lowbit_strategy.ranks.ranks import Ranks
 
 _NO_RANDOMNESS = StepContext(0, 0, 0)
 
@@ -31,8 +32,7 @@ class NodeCodes:
 
     Args:
         state: The methods of parameters.
-        comm: The ranks of the node.
-        bits: Of a code.
+        ranks: Those of a node send each other codes.
         device: Of gradients.
 
     References:
@@ -40,8 +40,10 @@ class NodeCodes:
         2024, arXiv 2410.15526.
     """
 
-    def __init__(self, state: MethodState, comm: Comm, bits: int, device: torch.device) -> None:
-        self._state, self._comm, self._bits, self._device = state, comm, bits, device
+    def __init__(self, state: MethodState, ranks: Ranks, device: torch.device) -> None:
+        assert ranks.intra_node is not None
+        assert ranks.intra is not None
+        self._state, self._comm, self._bits, self._device = state, ranks.intra_node, ranks.intra, device
         self._assignments: Mapping[str, object] = {}
         self._exchanges: dict[BucketLayout, Exchange] = {}  # while parameters keep their methods
         self.flags = StepFlags(device)
