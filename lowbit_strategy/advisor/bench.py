@@ -1,7 +1,7 @@
 """``lowbit bench``: links and codecs, measured, in a file that ``lowbit advise`` reads.
 
-Alone it measures every codec on this device. Under ``torchrun --no-python lowbit bench`` or ``lowbit launch bench`` it
-measures the links between all ranks, and the codecs that ``lowbit advise`` compares.
+Alone it measures every codec on this device. Under ``torchrun --no-python lowbit bench`` it measures the links between
+all ranks, and the codecs that ``lowbit advise`` compares.
 """
 
 from __future__ import annotations
@@ -78,7 +78,3 @@ def _show(measured: Any) -> None:
         codecs.add_row(name, rate, f"{1e3 * coding.bucket_s:.2g}")
     console.print(codecs)
     console.print("±: by how much measurements of the same figure differ")
-
-
-if __name__ == "__main__":
-    typer.run(bench)

@@ -60,9 +60,8 @@ def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLay
         parts = spec.name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         modules.setdefault("root" if at is None else ".".join(parts[: at + 1]), []).append(spec)
-    gathers = {"root": 1}  # FSDP2 keeps the outermost module's weights from forward to backward
-    return {
-        name: ModuleLayout(specs=tuple(members), dtype=dtype, num_gathers=gathers.get(name, 2))
+    return {  # FSDP2 keeps the outermost module's weights from forward to backward
+        name: ModuleLayout(specs=tuple(members), dtype=dtype, num_gathers=1 if name == "root" else 2)
         for name, members in modules.items()
     }
 
@@ -111,7 +110,6 @@ def plan_for(
     layout: Layout,
     compressor: Compressor,
     *,
-    coding: WeightCoding | None = None,
     outer: OuterRule | None = None,
     assigned: Mapping[str, Assignment] | None = None,
     squares: bool = False,
@@ -120,12 +118,12 @@ def plan_for(
     assigned = assign(workload, compressor) if assigned is None else assigned
     topology = topology_for(workload, layout, local=outer is not None)
     parts, modules = workload.parts(topology, layout), workload.modules
+    coding: WeightCoding | None = None
     if layout == "ddp":
-        coding = None
         cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
         reduced = ddp_buckets(((spec.name, spec.numel, workload.itemsize) for spec in workload.specs), cap_nbytes)
     else:
-        coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
+        coding = Exact() if layout == "hsdp" else default_weights(compressor)
         members = [(name, module.specs) for name, module in reversed(modules.items())]
         reduced = [ParamGroup(tuple(spec.name for spec in specs), workload.itemsize, name) for name, specs in members]
     return make_plan(

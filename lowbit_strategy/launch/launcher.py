@@ -37,7 +37,6 @@ from lowbit_strategy.launch.section import read_config, section_of
 _NOT_SHOWN = ("DeepSpeed Arguments", "Megatron-LM Arguments", "ParallelismConfig Arguments", "TPU", "AWS Arguments")
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _RUN = "lowbit_strategy.run"
-_BENCH = "lowbit_strategy.advisor.bench"
 
 
 def launch_parser() -> argparse.ArgumentParser:
@@ -139,14 +138,11 @@ def launch(argv: Sequence[str]) -> None:
         if not os.path.isfile(args.config_file):
             raise ValueError(f"there is no configuration file {args.config_file!r}")
         read_config(args.config_file)
-    complete = accelerate_launch._validate_launch_command
-
-    def complete_more(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-        args, defaults, mixed_precision_of_file = complete(args)
-        _complete(args, defaults)
-        return args, defaults, mixed_precision_of_file
-
-    with mock.patch.object(accelerate_launch, "_validate_launch_command", complete_more), forwarded_signals():
+    completed = accelerate_launch._validate_launch_command(args)
+    args, defaults, _ = completed
+    _complete(args, defaults)
+    once = mock.patch.object(accelerate_launch, "_validate_launch_command", return_value=completed)
+    with once, forwarded_signals():
         end_as(accelerate_launch.launch_command, args)
 
 
@@ -155,10 +151,7 @@ def _complete(args: argparse.Namespace, defaults: Any) -> None:
     args: Completed by Accelerate.
     defaults: Of the configuration file; None: there is none.
     """
-    if not args.module and args.training_script == "bench" and not os.path.exists("bench"):  # no script of that name
-        args.module, args.training_script = True, _BENCH
-    else:
-        _check_section(args, defaults)
+    _check_section(args, defaults)
     if args.dry_run:
         _dry_run(args)
     _several_on_cpu(args, defaults)

@@ -254,15 +254,3 @@ def test_a_dry_run_takes_this_process_s_place(monkeypatch: pytest.MonkeyPatch, t
     assert module == ["-m", "lowbit_strategy.run", "--lowbit_dry_run"]
     assert planned == {"scatter": True, "world_size": 8, "num_nodes": 1}
     assert script == ["train.py", "--lr", "1"]
-
-
-def test_bench_needs_no_section(handed: Handed) -> None:
-    launcher.launch(["--num_processes", "2", "bench", "--out", "links.json"])
-    assert (handed.args.module, handed.args.training_script) == (True, "lowbit_strategy.advisor.bench")
-    assert handed.args.training_script_args == ["--out", "links.json"]
-
-
-def test_a_script_called_bench_is_a_script(handed: Handed) -> None:
-    Path("bench").write_text("")
-    with pytest.raises(ValueError, match="there is no lowbit_config section"):
-        launcher.launch(["--num_processes", "2", "bench"])
