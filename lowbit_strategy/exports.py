@@ -31,6 +31,7 @@ from lowbit_strategy.methods.outer.rule import OuterRule as OuterRule
 from lowbit_strategy.methods.powersgd import ACPSGD as ACPSGD
 from lowbit_strategy.methods.powersgd import PowerSGD as PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD as QSGD
+from lowbit_strategy.methods.qsgd import NaturalCompression as NaturalCompression
 from lowbit_strategy.methods.registry import PRESETS as PRESETS
 from lowbit_strategy.methods.registry import as_compressor as as_compressor
 from lowbit_strategy.methods.registry import from_options as from_options
@@ -42,15 +43,15 @@ from lowbit_strategy.methods.weights import WeightCoding as WeightCoding
 from lowbit_strategy.methods.weights import WeightDelta as WeightDelta
 from lowbit_strategy.methods.weights import as_weights as as_weights
 from lowbit_strategy.methods.zoo.adacomp import AdaComp as AdaComp
+from lowbit_strategy.methods.zoo.agreed import RandomK as RandomK
+from lowbit_strategy.methods.zoo.agreed import ScaleCom as ScaleCom
+from lowbit_strategy.methods.zoo.agreed import SketchedSGD as SketchedSGD
 from lowbit_strategy.methods.zoo.deft import DEFT as DEFT
 from lowbit_strategy.methods.zoo.eden import EDEN as EDEN
 from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ as GradiVeQ
 from lowbit_strategy.methods.zoo.gtopk import GTopK as GTopK
-from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression as NaturalCompression
-from lowbit_strategy.methods.zoo.randomk import RandomK as RandomK
 from lowbit_strategy.methods.zoo.sampled import ATOMO as ATOMO
 from lowbit_strategy.methods.zoo.sampled import GSpar as GSpar
-from lowbit_strategy.methods.zoo.scalecom import ScaleCom as ScaleCom
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale as MultiScale
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale as SharedScale
 from lowbit_strategy.methods.zoo.sharedscale import TernGrad as TernGrad
@@ -58,7 +59,6 @@ from lowbit_strategy.methods.zoo.sidco import SIDCo as SIDCo
 from lowbit_strategy.methods.zoo.signs import EFSignSGD as EFSignSGD
 from lowbit_strategy.methods.zoo.signs import OneBitSGD as OneBitSGD
 from lowbit_strategy.methods.zoo.signs import SignSGD as SignSGD
-from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD as SketchedSGD
 from lowbit_strategy.methods.zoo.threelc import ThreeLC as ThreeLC
 from lowbit_strategy.model.handshake import DivergenceError as DivergenceError
 from lowbit_strategy.ranks.elastic import Elastic as Elastic

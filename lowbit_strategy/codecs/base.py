@@ -39,18 +39,6 @@ def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
     return True
 
 
-def keeps_zeros(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
-    """Whether every third element of a block, the only ones that are zero, stays zero.
-
-    Args:
-        decoded: What the code makes of float32 of `block_size` elements.
-        block_size: Elements that are coded together.
-    """
-    x = torch.randn(block_size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
-    x[1::3] = 0.0
-    return not bool(decoded(x)[1::3].any())
-
-
 def hard_blocks(block_size: int) -> Iterator[Tensor]:
     """float32 [block_size]: one element alone, alone in noise, all alike, alternating, Gaussian, heavy tails."""
     noise = torch.randn(block_size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
@@ -125,19 +113,23 @@ class Codec(ABC):
         """
         return self
 
+    def decoded(self, x_N: Tensor) -> Tensor:
+        """What the others decode of one tensor, float32 [N]."""
+        return self.decode_sum(self.encode(x_N, seed=0)[None], x_N.numel())
+
     @property
     def contracts(self) -> bool:
         """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; found out with some hard blocks."""
-        size = max(self.block_size, 64)
-        return contracts(lambda x: self.decode_sum(self.encode(x, seed=0)[None], size), size)
+        return contracts(self.decoded, max(self.block_size, 64))
 
     @property
     def keeps_zeros(self) -> bool:
         """Whether a zero beside other values is decoded as zero; found out with a block that has both kinds. A block of
         nothing but zeros is decoded as zeros by every codec.
         """
-        size = max(self.block_size, 64)
-        return keeps_zeros(lambda x: self.decode_sum(self.encode(x, seed=0)[None], size), size)
+        x = torch.randn(max(self.block_size, 64), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
+        x[1::3] = 0.0
+        return not bool(self.decoded(x)[1::3].any())
 
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:
@@ -215,8 +207,26 @@ class Codec(ABC):
         self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
 
 
+class BucketCodec(Codec):
+    """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
+
+    It implements `encode_segments_` and `decode_sum_segments_`.
+    """
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+        self.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+        return wire
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        return out
+
+
 @dataclass(frozen=True, slots=True)
-class DenseCodec(Codec):
+class DenseCodec(BucketCodec):
     """The identity: floats as they are, or cast to bfloat16 on the wire; always summed in float32. Exempt tensors ride
     the same messages with it.
     """
@@ -240,15 +250,6 @@ class DenseCodec(Codec):
     def wire_nbytes(self, numel: int) -> int:
         return numel * _DTYPES[self.dtype].itemsize
 
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        total = torch.zeros(numel, dtype=torch.float32, device=wire_WB.device)
-        for row in wire_WB.view(_DTYPES[self.dtype]):
-            total += row
-        return total
-
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
 
@@ -256,25 +257,7 @@ class DenseCodec(Codec):
         decode_sum_(wire_WB, out, segments, DenseFormat(self.dtype), alpha=alpha)
 
 
-class BucketCodec(Codec):
-    """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
-
-    It implements `encode_segments_` and `decode_sum_segments_`.
-    """
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        self.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
-        return wire
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
-        return out
-
-
-class StatefulCodec(Codec):
+class StatefulCodec(BucketCodec):
     """A codec with a rule for what it keeps between steps, such as a residual.
 
     A frozen dataclass whose field `codec` makes the bytes; a subclass says what it encodes (`encode_`) and what it
@@ -299,12 +282,6 @@ class StatefulCodec(Codec):
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return self.codec.encode(x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return self.codec.decode_sum(wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         self.codec.encode_segments_(x, wire, segments, seed=seed, flag=flag)

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec
-from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.codecs.block import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import (
     REFERENCE,
@@ -28,7 +28,6 @@ from lowbit_strategy.methods._base.feedback import (
     ResidualDtype,
     check_decay,
     contracting,
-    contracting_reducer,
 )
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
@@ -327,7 +326,7 @@ class ErrorFeedback(Wrapper):
             raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
         if self.residual != "float32":
             raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")
-        return FeedbackReducer(inner=contracting_reducer(reducer), decay=self.decay)
+        return FeedbackReducer(inner=contracting(reducer), decay=self.decay)
 
 
 @configuration

@@ -26,10 +26,8 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     add_at_once_,
     check_density,
     conditions,
-    in_order,
     nonzero,
     pending_sums,
-    zero_residuals,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -162,7 +160,7 @@ class DGC(OwnPositions):
         return f"dgc {self.density:g}, {self.codec.label}"
 
     @property
-    def temporary_nbytes(self) -> float:
+    def own_temporary_nbytes(self) -> float:  # type: ignore[override]
         return 43.0 * self.density  # much of it in the warm-up
 
     @property
@@ -170,13 +168,14 @@ class DGC(OwnPositions):
         return 1.0 if self.momentum == 0.0 and self.clip_norm is None else None
 
     def continues(self, earlier: Method) -> bool:
-        return isinstance(earlier, DGC) and (earlier.momentum, earlier.nesterov) == (
+        return isinstance(earlier, DGC) and (earlier.momentum, earlier.nesterov, earlier.residual) == (
             self.momentum,
             self.nesterov,
+            self.residual,
         )
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        state = zero_residuals(specs, device)
+        state = OwnPositions.init(self, specs, device)
         if self.momentum:
             for spec in specs:
                 state[spec.name]["momentum"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
@@ -192,14 +191,12 @@ class DGC(OwnPositions):
         """Whether a parameter is sent whole: nothing is masked then, and momentum is as in the optimizer."""
         return self.density == 1.0 or (self.whole_model and matching(self.exempt, spec) is not None)
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
-        if self.whole_model:
-            views = in_order(views, state)  # the norm must not depend on the order of buckets
         found, totals = self.accumulate_(views, state, comm)
         sparse, whole = (
             [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)

@@ -28,11 +28,9 @@ from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     form_,
-    in_order,
     num_kept,
     pending_sums,
     undo_,
-    zero_residuals,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -304,7 +302,7 @@ class ExDyna(CommonPositions):
         ``ratio``: chosen over wanted in the last step; ``loads``: moving average of the chosen elements per block;
         ``sizes``: blocks per partition.
         """
-        state = zero_residuals(specs, device)
+        state = CommonPositions.init(self, specs, device)
         for tensors in state.values():
             for key in ("threshold", "drift", "calm", "ratio"):
                 tensors[key] = torch.zeros(1, dtype=torch.float32, device=device)
@@ -317,12 +315,9 @@ class ExDyna(CommonPositions):
         for tensors in state.values():
             tensors["threshold"].mul_(factor)
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        if not views:
-            return
-        views = in_order(views, state)
         model = FlatModel(views, state, comm, step)
         control = state[views[0].spec.name]
         sizes = self._sizes(model, control)

@@ -10,10 +10,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
-from lowbit_strategy.codecs.block import BlockCodec, Rounding
-from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec, Rounding
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.blocks import encode_
 from lowbit_strategy.kernels.format import (
     BlockFormat,
     e2m1,
@@ -90,9 +89,6 @@ class LoCoCodec(StatefulCodec):
         )
         stochastic = self.rounding == "stochastic"
         encode_(x, wire, segments, self.fmt, flag=flag, stochastic=stochastic, seed=step.seed, feedback=feedback)
-
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
 
 
 @configuration

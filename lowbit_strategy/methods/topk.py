@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
+from lowbit_strategy.codecs.block import RotatedCodec
 from lowbit_strategy.codecs.chunk import GROUPS, ChunkTopK, GroupTop
-from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
@@ -167,7 +167,7 @@ class TopK(OwnPositions):
 
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
-            return OwnPositions.method(self, spec)
+            return self
         if self.gather:
             return FeedbackReducer(inner=GatheredReducer(codec=self._chunks(self.density)), decay=self.decay)
         return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))

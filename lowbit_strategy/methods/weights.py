@@ -54,7 +54,14 @@ class WeightCoding(ABC):
 
 @configuration
 class BlockWeights(WeightCoding):
-    """Blockwise codes, with bits by a parameter's role."""
+    """Blockwise codes, with bits by a parameter's role.
+
+    Args:
+        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
+        high_precision: Parameters that have at least `high_precision_bits`.
+        high_precision_bits: 8, 6, 5 or 4.
+        block_size: Elements that share a scale: a power of two from 32 to 4,096.
+    """
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
@@ -121,10 +128,6 @@ class WeightCode(BlockWeights):
             ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
             in the dtype of the forward pass (2 or 4 bytes per parameter). ``nothing``: no extra memory, and every
             gather sends.
-        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
-        high_precision: Parameters that have at least `high_precision_bits`.
-        high_precision_bits: 8, 6, 5 or 4.
-        block_size: Elements that share a scale: a power of two from 32 to 4,096.
 
     References:
         The blockwise weight all-gather of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective Communication
@@ -162,11 +165,8 @@ class WeightDelta(BlockWeights):
     Args:
         bits: Per code: 8, 4 or 2.
         keep: Only ``replica``: 4 bytes per parameter on every rank, 2 if the forward pass is in 16 bits.
-        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
         high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica corrects
             their errors too.
-        high_precision_bits: 8, 6, 5 or 4.
-        block_size: Elements that share a scale: a power of two from 32 to 4,096.
 
     References:
         Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error

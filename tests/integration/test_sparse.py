@@ -29,9 +29,8 @@ from lowbit_strategy.methods.exdyna import ExDyna, FlatModel, MiCRO
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
+from lowbit_strategy.methods.zoo.agreed import RandomK, ScaleCom
 from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.randomk import RandomK
-from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
@@ -156,7 +155,7 @@ DEFINED: dict[str, Compressor] = {
     "randomk": RandomK(density=0.07, **_ALL),
     "randomk_scaled": RandomK(density=0.07, scale=True, **_ALL),
     "scalecom": ScaleCom(density=0.07, **_ALL),
-    "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, selection="chunk", **_ALL),
+    "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, **_ALL),
     "topk": TopK(density=0.07, **_ALL),
     "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
     "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), high_precision=()),

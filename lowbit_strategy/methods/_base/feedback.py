@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.method import ResidualDtype, residual_arenas
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, WrappedReducer
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+
+CodecOrReducer = TypeVar("CodecOrReducer", Codec, Reducer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +98,7 @@ class FeedbackCodec(StatefulCodec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackReducer(WrappedReducer):
+class FeedbackReducer(Reducer):
     """A reducer that keeps no residual, with one: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
 
     Args:
@@ -140,49 +143,65 @@ class FeedbackReducer(WrappedReducer):
             if view.sent is not None:
                 view.sent.copy_(sent)
 
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.inner.whole_model
 
-def contracting(codec: Codec) -> Codec:
-    """The nearest form of `codec`, which feedback can do with.
+    @property
+    def fixed_size(self) -> bool:  # type: ignore[override]
+        return self.inner.fixed_size
+
+    @property
+    def temporary_nbytes(self) -> float:
+        return self.inner.temporary_nbytes
+
+    def keeps_zeros(self, spec: TensorSpec) -> bool:
+        return self.inner.keeps_zeros(spec)
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.inner.serves(spec)
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        return self.inner.num_messages(specs, world_size)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return self.inner.wire_nbytes(spec, world_size)
+
+
+def contracting(part: CodecOrReducer) -> CodecOrReducer:
+    """The nearest form of a codec or a reducer, which feedback can do with.
 
     Raises:
         ValueError: Its error can be larger than its input: a residual would grow with every step.
     """
-    nearest = codec.nearest()
+    nearest = part.nearest()
     if not _contracts(nearest):
+        advice = "use smaller blocks, more bits or another compressor"
+        if isinstance(part, Reducer):
+            advice = "use it without feedback (for random-k: RandomK(scale=False), which has feedback of its own)"
         raise ValueError(
-            f"{codec.label!r} can err by more than its input, so what has not been sent would grow with every step: use"
-            " smaller blocks, more bits or another compressor"
-        )
-    return nearest
-
-
-def contracting_reducer(reducer: Reducer) -> Reducer:
-    """As `contracting`, for a method with communication of its own."""
-    nearest = reducer.nearest()
-    if not _contracts_alone(nearest):
-        raise ValueError(
-            f"{reducer.label!r} can err by more than its input, so what has not been sent would grow with every step:"
-            " use it without feedback (for random-k: RandomK(scale=False), which has feedback of its own)"
+            f"{part.label!r} can err by more than its input, so what has not been sent would grow with every step:"
+            f" {advice}"
         )
     return nearest
 
 
 @functools.cache
-def _contracts(codec: Codec) -> bool:
-    return codec.contracts
-
-
-@functools.cache
-def _contracts_alone(reducer: Reducer) -> bool:
-    """Tried on one rank."""
+def _contracts(part: Codec | Reducer) -> bool:
+    """A reducer is tried on one rank."""
+    if isinstance(part, Codec):
+        return part.contracts
     size = 1024
     spec, comm = TensorSpec("probe", (32, size // 32)), LocalComm()
 
     def sent(x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
         view = ParamView(spec, 1, size, x=x.clone(), out=torch.zeros_like(x), sent=result)
-        state = reducer.init([spec], x.device)
-        wait_for_all(reducer.reduce([view], state, comm, StepContext(0, 0, 0)))
+        state = part.init([spec], x.device)
+        wait_for_all(part.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result
 
     return contracts(sent, size)
@@ -194,15 +213,6 @@ def check_decay(decay: float) -> None:
     """
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay must be in (0, 1], got {decay!r}")
-
-
-def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """The new momentum, and what is added to the velocity."""
-    if nesterov:
-        updated = (momentum + gradient) * factor
-        return updated, updated + gradient
-    updated = momentum * factor + gradient
-    return updated, updated
 
 
 def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, momentum: float) -> Tensor:
@@ -249,7 +259,8 @@ class MomentumCodec(StatefulCodec):
             added = average_(packed, state, "momentum", gradient, self.momentum)
         else:
             old = packed.collect_state(state["momentum"])
-            updated, added = add_momentum(old, gradient, self.momentum, nesterov=self.nesterov)
+            updated = (old + gradient) * self.momentum if self.nesterov else old * self.momentum + gradient
+            added = updated + gradient if self.nesterov else updated
             packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
         self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
 

@@ -25,6 +25,8 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up, row_length
 from lowbit_strategy.kernels.reference import blocks
+from lowbit_strategy.kernels.reference.rng import dither
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
 ReducerState = dict[str, StateTensors]  # by parameter name
 ResidualDtype = Literal["int8", "float32"]
@@ -51,16 +53,30 @@ def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
     return (flat.view(scale.numel(), -1) * scale.float()[:, None]).view(-1)
 
 
-def write_residual_(state: StateTensors, values: Tensor, hop: str = "") -> None:
-    """Store float32 `values`, padded to whole blocks where the residual has blocks."""
+def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int | None = None) -> None:
+    """Store float32 `values`, padded to whole blocks where the residual has blocks.
+
+    Args:
+        state: As for `read_residual`.
+        values: Finite.
+        hop: As for `read_residual`.
+        key: Of the stream of random numbers that int8 is rounded with; None: to nearest.
+    """
     residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
     if scale is None or not residual.numel():
         residual.copy_(values.view_as(residual))
         return
     values_KB = values.to(residual.device).view(scale.numel(), -1)
-    codes, scale_K = blocks.quantize_residual(values_KB)
-    residual.copy_(codes.view(-1))
-    scale.copy_(scale_K)
+    block_size = values_KB.shape[1]
+    num_blocks = CACHE_ELEMENTS // block_size  # at once: random numbers take several int64 of memory per element
+    for first in range(0, len(values_KB), num_blocks):
+        part_KB = values_KB[first : first + num_blocks]
+        noise: Tensor | float = 0.0
+        if key is not None:
+            noise = dither(first * block_size, part_KB.numel(), key, values.device).view_as(part_KB)
+        codes_KB, scale_K = blocks.quantize_residual(part_KB, noise)
+        residual.view_as(values_KB)[first : first + num_blocks] = codes_KB
+        scale[first : first + num_blocks] = blocks.to_bfloat16(scale_K)
 
 
 class MethodStore:
@@ -246,14 +262,10 @@ class CodecPair(Method):
     Args:
         uplink: Of every rank's gradient.
         downlink: Of the mean; None: the same codec.
-
-    Attributes:
-        block_size: What chunks and their state are cut to: whole blocks of both codecs.
     """
 
     uplink: Codec
     downlink: Codec = field(default=None)  # type: ignore[assignment]
-    block_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.downlink is None:
@@ -264,7 +276,11 @@ class CodecPair(Method):
                 "the larger blocks of a pair of codecs must be a multiple of the smaller ones, got"
                 f" {up} on the uplink and {down} on the downlink"
             )
-        object.__setattr__(self, "block_size", max(up, down))
+
+    @property
+    def block_size(self) -> int:
+        """What chunks and their state are cut to: whole blocks of both codecs."""
+        return max(self.uplink.block_size, self.downlink.block_size)
 
     def hops(self, spec: TensorSpec) -> tuple[Codec, ...]:
         """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""

@@ -7,19 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.codecs.packed import Packed, pack_parameters
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState, finite_gain
-
-
-def packed_views(views: Sequence[ParamView], block_size: int) -> tuple[Packed, Tensor]:
-    """How the views' parameters lie one after the other in whole blocks, and their gradients so, float32 [K, B]."""
-    packed = pack_parameters(tuple((view.spec.name, view.spec.numel) for view in views), block_size)
-    return packed, packed.join([view.flat() for view in views], views[0].x.device).view(-1, block_size)
 
 
 class Reducer(Method):
@@ -78,40 +70,3 @@ class Reducer(Method):
         gain = finite_gain(self.residual_gain)
         numbers = {name: {"numel": spec.numel, "residual_gain": gain} for name, spec in specs.items()}
         return MethodStore(self, self.init(list(specs.values()), device), numbers, device)
-
-
-class WrappedReducer(Reducer):
-    """Another reducer, with something before it or after it. Subclasses are frozen dataclasses with this field."""
-
-    inner: Reducer
-
-    @property
-    def whole_model(self) -> bool:  # type: ignore[override]
-        return self.inner.whole_model
-
-    @property
-    def fixed_size(self) -> bool:  # type: ignore[override]
-        return self.inner.fixed_size
-
-    @property
-    def temporary_nbytes(self) -> float:
-        return self.inner.temporary_nbytes
-
-    @property
-    def residual_gain(self) -> float | None:
-        return self.inner.residual_gain
-
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
-        return self.inner.keeps_zeros(spec)
-
-    def serves(self, spec: TensorSpec) -> bool:
-        return self.inner.serves(spec)
-
-    def rescale_(self, state: ReducerState, factor: float) -> None:
-        self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
-        return self.inner.num_messages(specs, world_size)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        return self.inner.wire_nbytes(spec, world_size)

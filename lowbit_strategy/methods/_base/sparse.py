@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -23,13 +23,11 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.sparse_sums import ValueSum, entries_sum_nbytes, exchange_entries, value_sum_nbytes
-from lowbit_strategy.kernels.reference import blocks
-from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
-from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
+from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.method import Method, ResidualDtype, read_residual
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, WrappedReducer
+from lowbit_strategy.methods._base.method import ResidualDtype, read_residual, write_residual_
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     Values,
@@ -61,6 +59,9 @@ class ResidualReducer(Reducer):
         return zero_residuals(specs, device)
 
 
+_BLOCK = 128  # of a residual of int8
+
+
 @configuration
 class SparseCompressor(ReducingCompressor, ResidualReducer):
     """Sends a share of each parameter's elements.
@@ -77,6 +78,7 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
     is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
     title: ClassVar[str]
+    own_temporary_nbytes: ClassVar[float] = 0.0  # beside what a residual of int8 takes
 
     density: float = 0.01
     values: Values | Codec = "float32"
@@ -99,8 +101,52 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
         """Entries to send for a parameter."""
         return num_kept(self.density, spec.numel)
 
-    def method(self, spec: TensorSpec) -> Method:
-        return self if self.residual == "float32" else CompactResidualReducer(inner=self)
+    def description(self, spec: TensorSpec) -> str:
+        return self.label if self.residual == "float32" else f"{self.label}, {self.residual} residual"
+
+    @property
+    def temporary_nbytes(self) -> float:
+        return self.own_temporary_nbytes + (0.0 if self.residual == "float32" else 1.5)
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        if self.residual == "float32":
+            return zero_residuals(specs, device)
+        state = {}
+        for spec in specs:
+            num_blocks = -(-spec.numel // _BLOCK)
+            codes = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
+            scales = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+            state[spec.name] = {"residual": codes, "residual_scale": scales}
+        return state
+
+    def reduce(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        """The residual is float32 during the reduction, and rounded stochastically afterwards."""
+        if not views:
+            return
+        if self.whole_model:
+            views = in_order(views, state)
+        opened: ReducerState = dict(state)
+        before: StateTensors = {}
+        for view in views if self.residual == "int8" else ():
+            name = view.spec.name
+            if (values := read_residual(state.get(name, {}))) is not None:
+                before[name] = values[: view.spec.numel]
+                opened[name] = {**state[name], "residual": before[name].clone()}
+        yield from self.reduce_float32(views, opened, comm, step)
+        for name, old in before.items():
+            residual = opened[name]["residual"]
+            if not torch.equal(residual, old):  # an unchanged residual is not rounded again
+                padded = torch.nn.functional.pad(residual, (0, -residual.numel() % _BLOCK))
+                key = stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM)
+                write_residual_(state[name], padded, key=key)
+
+    @abstractmethod
+    def reduce_float32(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        """`reduce` with residuals in float32: of at least one parameter, those of a whole model in its order."""
 
     def conserving(self) -> SparseCompressor:
         return replace(self, residual="float32")
@@ -129,11 +175,9 @@ class OwnPositions(SparseCompressor):
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         """Called once entries have been sent."""
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        if not views:
-            return
         yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
 
     def send(
@@ -209,14 +253,12 @@ class CommonPositions(SparseCompressor):
         """Take what was sent out of the residual."""
         take_out_(tensors["residual"], chosen, sent)
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
         if not views:
             return
-        if self.whole_model:
-            views = in_order(views, state)
         found = self.accumulate_(views, state)
         indices = yield from self.positions(views, state, comm, step)
         yield from self.sum_at(indices, views, found, state, comm, step)
@@ -261,61 +303,3 @@ class CommonPositions(SparseCompressor):
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         values = value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
         return self.positions_nbytes(spec, world_size) + values
-
-
-_BLOCK = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompactResidualReducer(WrappedReducer):
-    """Any sparse method: its residual is float32 during the reduction, and int8 with a scale per 128 elements between
-    two of them, rounded stochastically.
-    """
-
-    inner: Reducer
-
-    @property
-    def label(self) -> str:
-        return f"{self.inner.label}, int8 residual"
-
-    @property
-    def temporary_nbytes(self) -> float:
-        return self.inner.temporary_nbytes + 1.5
-
-    def continues(self, earlier: Method) -> bool:
-        return isinstance(earlier, CompactResidualReducer) and self.inner.continues(earlier.inner)
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        state = self.inner.init(specs, device)
-        for tensors in state.values():
-            if "residual" not in tensors:
-                continue
-            num_blocks = -(-tensors["residual"].numel() // _BLOCK)
-            tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
-            tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
-        return state
-
-    def reduce(
-        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Iterator[Pending]:
-        opened: ReducerState = dict(state)
-        before: StateTensors = {}
-        for view in views:
-            name = view.spec.name
-            if (values := read_residual(state.get(name, {}))) is not None:
-                before[name] = values[: view.spec.numel]
-                opened[name] = {**state[name], "residual": before[name].clone()}
-        yield from self.inner.reduce(views, opened, comm, step)
-        for name, old in before.items():
-            residual = opened[name]["residual"]
-            if not torch.equal(residual, old):  # an unchanged residual is not rounded again
-                self._store_(state[name], residual, stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM))
-
-    def _store_(self, tensors: StateTensors, values: Tensor, key: int) -> None:
-        for at in range(0, values.numel(), CACHE_ELEMENTS):
-            part = values[at : at + CACHE_ELEMENTS]
-            padded_KB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-            noise_KB = dither(at, padded_KB.numel(), key, values.device).view_as(padded_KB)
-            codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
-            tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
-            tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)

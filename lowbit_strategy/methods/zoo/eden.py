@@ -28,17 +28,10 @@ _SCALE_NBYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class EdenCodec(BlockwiseCodec):
-    """EDEN's quantizer, at one bit DRIVE's. For a block x of n elements:
-
-    1. ``y = H D x / sqrt(n)``, H the Hadamard matrix, D fixed random signs
-    2. ``c_i``: the nearest of the 2**bits values fitted to a Gaussian, of ``sqrt(n) y_i / |y|``
-    3. the scale ``S = |x|^2 / <y, c>``; the block decodes to ``S`` times c, rotated back
-
-    So the decoded block has the same inner product with x as x itself, for every x (a codebook of unit gain has that
-    for Gaussian blocks only). The sum over all ranks is rotated back once.
+    """`EDEN`'s quantizer: a decoded block has the same inner product with the original as the original itself.
 
     Args:
-        bits: Per code, 1 to 4. At one bit c is the sign, and ``S = |x|^2 / |y|_1``.
+        bits: Per code, 1 to 4.
         block_size: Elements that are rotated together and share a scale, a power of two.
         least_error: ``S = <y, c> / |c|^2`` instead: the block shrinks, and the error never exceeds it.
     """

@@ -63,11 +63,9 @@ class GTopK(SparseCompressor):
     name: ClassVar[str] = "gtopk"
     title: ClassVar[str] = "global top-k"
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        if not views:
-            return
         found = accumulate_(views, state)
         residuals = [state[view.spec.name]["residual"] for view in views]
         own = []

@@ -17,7 +17,6 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape, observe_, product
-from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
@@ -80,7 +79,7 @@ class GSpar(OwnPositions):
 
     name: ClassVar[str] = "gspar"
     title: ClassVar[str] = "unbiased"
-    temporary_nbytes: ClassVar[float] = 3.7
+    own_temporary_nbytes: ClassVar[float] = 3.7
 
     density: float = 0.1
 
@@ -88,18 +87,14 @@ class GSpar(OwnPositions):
     def residual_gain(self) -> float | None:
         return None
 
-    def method(self, spec: TensorSpec) -> Method:
-        return self
-
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}  # what is kept exists for one step only
 
-    def reduce(
+    def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        if views:
-            fresh = zero_residuals([view.spec for view in views], views[0].x.device)
-            yield from OwnPositions.reduce(self, views, fresh, comm, step)
+        fresh = zero_residuals([view.spec for view in views], views[0].x.device)
+        yield from OwnPositions.reduce_float32(self, views, fresh, comm, step)
 
     def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         g_N = total.formed()

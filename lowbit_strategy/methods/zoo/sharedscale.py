@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
-from lowbit_strategy.codecs.packed import PART_NUMEL
+from lowbit_strategy.codecs.packed import PART_NUMEL, pack_parameters
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.format import uniform
@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.compressor import Compressor, check_codes
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, packed_views
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -100,7 +100,9 @@ class SharedViews:
         self.step = step
         self.sharded = any(view.spec.sharded for view in views)
         if self.views:
-            self.packed, self.h_KB = packed_views(self.views, block_size)
+            self.packed = pack_parameters(tuple((view.spec.name, view.spec.numel) for view in self.views), block_size)
+            flat = self.packed.join([view.flat() for view in self.views], self.views[0].x.device)
+            self.h_KB = flat.view(-1, block_size)
             self.at_once = max(1, PART_NUMEL[self.h_KB.is_cuda] // block_size)
 
     def agree(self, norm_K: Tensor) -> Generator[Pending, None, Tensor]:

@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse import OwnPositions
-from lowbit_strategy.methods._base.sparse_residuals import nonzero, zero_residuals
+from lowbit_strategy.methods._base.sparse_residuals import nonzero
 from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
@@ -142,7 +142,7 @@ class SIDCo(OwnPositions):
         the wanted one; ``last_error``: logarithm of the average when stages last changed; ``sense``: 1 if fewer stages
         lower the count, -1 if more do.
         """
-        state = zero_residuals(specs, device)
+        state = OwnPositions.init(self, specs, device)
         for tensors in state.values():
             tensors["stages"] = torch.full((1,), default_stages(self.density), dtype=torch.int32)
             tensors["steps"] = torch.zeros(1, dtype=torch.int32)

@@ -84,11 +84,7 @@ _MEAN_NBYTES = 4  # both means, bfloat16
 
 @dataclass(frozen=True, slots=True)
 class TwoMeansCodec(BlockwiseCodec):
-    """1-bit SGD's quantizer: the 1-bit code of least squared error that splits a block at 0.
-
-    1. the bit says whether ``h >= 0``
-    2. it decodes to the mean of the block's elements that share it
-    """
+    """`OneBitSGD`'s quantizer: the 1-bit code of least squared error that splits a block at 0."""
 
     block_size: int = 512
 

@@ -73,7 +73,6 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
 
     Args:
         sparsity: In [1, 2). Larger: more zeros.
-        exempt, high_precision: Which parameters; see `Compressor`. High precision is not used.
 
     References:
         Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
 from lowbit_strategy.kernels.format import lloyd_max, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
+from lowbit_strategy.methods.qsgd import NaturalCodec
 from lowbit_strategy.methods.zoo.signs import SignCodec, TwoMeansCodec
 
 Z = 5.5

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lowbit_strategy.codecs.base import StatefulCodec
-from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods._base.compressor import Compressor, Dense
@@ -20,10 +19,9 @@ from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
-from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.qsgd import QSGD, NaturalCompression
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.zoo.randomk import RandomK
+from lowbit_strategy.methods.zoo.agreed import RandomK
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale, TernGrad
 from lowbit_strategy.methods.zoo.signs import EFSignSGD
 from testing.sign_blocks import blocks, scaled_sign
