@@ -89,18 +89,14 @@ class Topology:
         specs = [replace(spec, sharded=sharded) for spec in specs]
         return specs if size is None else [spec.part_for(self.rank % size, size, self.num_peers) for spec in specs]
 
-    def neighbors(self, rank: int) -> range:
-        """The ranks on the node of `rank`."""
+    def num_near(self, members: Collection[int], rank: int) -> int:
+        """How many other `members` are on the node of `rank`."""
         start = 0
         for size in self.node_sizes or ():
             if rank < start + size:
-                return range(start, start + size)
+                return len(set(range(start, start + size)).intersection(members)) - 1
             start += size
-        return range(rank, rank + 1)
-
-    def num_near(self, members: Collection[int], rank: int) -> int:
-        """How many other `members` are on the node of `rank`."""
-        return len(set(self.neighbors(rank)).intersection(members)) - 1
+        return 0
 
     @property
     def has_nodes(self) -> bool:

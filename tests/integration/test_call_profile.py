@@ -1,8 +1,8 @@
-"""The way of a gradient stays short: how many package functions one bucket calls in a steady step under DDP."""
+"""Ways stay short: how many package functions a bucket in a steady step calls under DDP, and a Trainer to its hook."""
 
 import pytest
 
-from benchmarks.call_profile import profile_bucket
+from benchmarks.call_profile import profile_bucket, profile_trainer
 from lowbit_strategy.kernels import native
 from testing.processes.ranks import run_ranks
 
@@ -14,3 +14,10 @@ def test_calls_of_a_bucket(method: str, first: int, bucket: int) -> None:
     found = run_ranks(profile_bucket, 2, method)[0]
     assert found["first"]["calls"] <= first, found["first"]["names"]
     assert found["bucket"]["calls"] <= bucket, found["bucket"]["names"]
+
+
+@pytest.mark.skipif(not native.available(), reason="the C extension is not built")
+def test_calls_from_the_trainer_to_its_hook() -> None:
+    found = run_ranks(profile_trainer, 2, process_group=None, timeout=300)[0]["trainer"]
+    assert found["calls"] <= 170, found["names"]
+    assert found["files"] <= 31, found["names"]

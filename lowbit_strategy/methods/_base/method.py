@@ -330,32 +330,35 @@ class CodecStore(MethodStore):
     hop = "uplink."
 
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
-        self._pair, self._is_sharded = pair, any(spec.sharded for spec in specs.values())
+        self._pair, self._is_sharded = pair, False
         self._chunks: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one chunk each
-        numbers, end = {}, 0
+        numbers: dict[str, dict[str, Any]] = {}
+        state: ReducerState = {}
+        of_all = {
+            "world_size": comm.world_size,
+            "rank": comm.rank,
+            "residual_gain": finite_gain(pair.uplink.residual_gain),
+            "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
+        }
+        end = 0
         for name, spec in specs.items():
+            self._is_sharded = spec.sharded  # all of them are, or none
             row_numel = spec.row_numel(comm.world_size, pair.block_size)
             start, end = end, end + round_up(row_numel, pair.block_size)
             self._chunks[name] = (start, end)
-            numbers[name] = {
-                "numel": spec.numel,
-                "row_numel": row_numel,
-                "world_size": comm.world_size,
-                "rank": comm.rank,
-                "residual_gain": finite_gain(pair.uplink.residual_gain),
-                "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
-            }
-        state: ReducerState = {name: {} for name in specs}
+            numbers[name] = {"numel": spec.numel, "row_numel": row_numel} | of_all
+            state[name] = {}
         self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
+        arenas: list[Tensor] = []
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
             for key, arena in codec.arenas().items():
                 num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
                 unit = codec.block_size if arena.per_block else 1
                 values = torch.zeros(end * num_chunks // unit, dtype=arena.dtype, device=device)
                 self._by_hop[hop][key] = values
+                arenas.append(values)
                 for name, (start, stop) in self._chunks.items():
                     state[name][f"{hop}.{key}"] = values[start * num_chunks // unit : stop * num_chunks // unit]
-        arenas = [values for tensors in self._by_hop.values() for values in tensors.values()]
         super().__init__(pair, state, numbers, device, arenas)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
