@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit_strategy.collectives.comm import Comm, gathered
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import canonical_name, local_part
@@ -144,42 +143,55 @@ class ParameterDigest:
         """Raises:
         DivergenceError: On every rank, if parameters differ.
         """
-        if not self.agree():
-            raise DivergenceError(_message(step_index, list(self._params()), self._gather(self._each()).cpu()))
+        if each := self._differing():
+            raise DivergenceError(_message(step_index, each))
 
     @torch.no_grad()
     def agree(self) -> bool:
         """Whether all ranks have the same parameters; the same answer on all of them."""
-        if self._comm.world_size == 1:
-            return True
-        if not (each := self._each()).numel():
-            return True
-        whole_W = self._gather(digests([each], self._device)).view(-1)
-        return bool((whole_W == whole_W[0]).all())
+        return not self._differing()
 
-    def _each(self) -> Tensor:
-        """int64 ``[parameters]``."""
-        return digests([local_part(param) for param in self._params().values()], self._device)
-
-    def _gather(self, mine_N: Tensor) -> Tensor:
-        """int64 ``[W, N]``; not counted by the engine, which counts gradients."""
-        rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
-        with naming_lost_ranks(self._comm.group, "the comparison of parameters", self._comm.describe_step()):
-            dist.all_gather(rows, mine_N, group=self._comm.group)
-        return torch.stack(rows)
+    def _differing(self) -> dict[str, list[int]]:
+        params, comm = self._params(), self._comm.with_own_counter()  # the engine's counts gradients
+        found = differing({name: local_part(param) for name, param in params.items()}, comm, self._device)
+        comm.end()
+        return found
 
 
-def _message(step_index: int, names: list[str], each_WP: Tensor) -> str:
-    differs_P = (each_WP != each_WP[0]).any(0)
-    first = int(differs_P.nonzero()[0])
+def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -> dict[str, list[int]]:
+    """On all ranks: which tensors differ between them, and each rank's digest of those.
+
+    Args:
+        tensors: By name, the same names on all ranks.
+        comm: The ranks.
+        device: Of its collectives.
+    """
+    if not tensors or comm.world_size == 1:
+        return {}
+    mine_N = digests(list(tensors.values()), device)
+    if len(set(_gathered(comm, digests([mine_N], device)).flatten().tolist())) == 1:
+        return {}
+    each_NW = _gathered(comm, mine_N).T.tolist()
+    return {name: each for name, each in zip(tensors, each_NW, strict=True) if len({*each}) > 1}
+
+
+def _gathered(comm: Comm, mine_N: Tensor) -> Tensor:
+    """Every rank's."""
+    everyone_WN = mine_N.new_empty(comm.world_size, mine_N.numel())
+    comm.all_gather(everyone_WN, mine_N).wait()
+    return everyone_WN
+
+
+def _message(step_index: int, differing: Mapping[str, list[int]]) -> str:
+    first, each_W = next(iter(differing.items()))
     groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(each_WP[:, first].tolist()):
+    for rank, value in enumerate(each_W):
         groups.setdefault(value, []).append(rank)
     ranks = "; ".join(f"rank{'s' * (len(same) > 1)} {_short(same)}" for same in groups.values())
-    others = int(differs_P.sum()) - 1
+    others = len(differing) - 1
     more = f" and {others} more parameter{'s' * (others > 1)}" if others else ""
     return (
-        f"after optimizer step {step_index} the ranks no longer hold the same parameters: {names[first]}{more}"
+        f"after optimizer step {step_index} the ranks no longer hold the same parameters: {first}{more}"
         f" differ{'' if others else 's'} between {ranks}. Look for code that changes gradients or parameters on some"
         " ranks only, between backward and the end of the step, and go back to a checkpoint from before. Where ranks"
         " have processors of different types, which round differently, small differences are expected:"

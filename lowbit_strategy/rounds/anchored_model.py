@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.model.handshake import differing
 from lowbit_strategy.model.parameters import local_part
 from lowbit_strategy.rounds.fragment import Fragment
 
@@ -179,12 +180,12 @@ class AveragedBuffers:
         beside = self._beside()
         return {name: local_part(beside[name]) for name in names if name in beside}
 
-    def _digests(self) -> dict[str, int]:
-        """Of all that is not averaged and may have to be."""
-        return self._digests_of(name for name in self._beside() if name not in {*self.shared, *self._reported})
+    def _watched(self) -> dict[str, Tensor]:
+        """All that is not averaged and may have to be, live."""
+        return self._live(name for name in self._beside() if name not in {*self.shared, *self._reported})
 
-    def _digests_of(self, names: Iterable[str]) -> dict[str, int]:
-        found = self._live(names)
+    def _digests(self) -> dict[str, int]:
+        found = self._watched()
         tensors = list(found.values())
         return dict(zip(found, digests(tensors, tensors[0].device).tolist(), strict=True)) if found else {}
 
@@ -196,7 +197,7 @@ class AveragedBuffers:
             comm: The ranks that have the same part of the model.
             device: Of its collectives.
         """
-        for name in _differing(self._digests_of(self.shared), comm, device):
+        for name in differing(self._live(self.shared), comm, device):
             own = self._live([name])[name]
             own.copy_(_mean(own, comm, device, range(comm.world_size)))
             self.shared[name] = own.clone()
@@ -213,9 +214,9 @@ class AveragedBuffers:
             known: Ranks that count. Where they agree, the others, which are new, get their value.
             floats_only: Do not compare what has no mean.
         """
-        beside, found = self._beside(), {}
-        mine = {k: digest for k, digest in self._digests().items() if beside[k].is_floating_point() or not floats_only}
-        for name, digest_W in _differing(mine, comm, device).items():
+        watched, found = self._watched(), {}
+        mine = {name: x for name, x in watched.items() if x.is_floating_point() or not floats_only}
+        for name, digest_W in differing(mine, comm, device).items():
             own = self._live([name])[name]
             if len({digest_W[rank] for rank in known}) == 1:
                 value = own.to(device, copy=True).contiguous()
@@ -293,15 +294,6 @@ class AveragedBuffers:
             self.use(state.get("private", {}))
 
 
-def _differing(mine: Mapping[str, int], comm: Comm, device: torch.device) -> dict[str, list[int]]:
-    """On all ranks: digests of each, by name, where they differ. All are gathered only if their digest differs."""
-    mine_N = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
-    if not mine or len(set(_gathered(comm, digests([mine_N], device)).flatten().tolist())) == 1:
-        return {}
-    each_NW = _gathered(comm, mine_N).T.tolist()
-    return {name: each for name, each in zip(mine, each_NW, strict=True) if len({*each}) > 1}
-
-
 def _mean(own: Tensor, comm: Comm, device: torch.device, known: Sequence[int]) -> Tensor:
     """float32, over the ranks `known`."""
     total = own.to(device, torch.float32, copy=True).contiguous()
@@ -309,10 +301,3 @@ def _mean(own: Tensor, comm: Comm, device: torch.device, known: Sequence[int]) -
         total.zero_()
     comm.all_reduce(total).wait()
     return total / len(known)
-
-
-def _gathered(comm: Comm, mine_N: Tensor) -> Tensor:
-    """Every rank's."""
-    everyone_WN = mine_N.new_empty(comm.world_size, mine_N.numel())
-    comm.all_gather(everyone_WN, mine_N).wait()
-    return everyone_WN
