@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 import termios
@@ -16,8 +15,8 @@ from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.default import write_basic_config
 
 from lowbit_strategy.accelerate.options import check_served
-from lowbit_strategy.launch.section import OTHER_KEYS, SECTION, Section, plugin_from_section, read_config
-from lowbit_strategy.methods.registry import PRESETS, preset
+from lowbit_strategy.launch.section import OTHER_KEYS, SECTION, Section, plugin_from_section, read_config, read_section
+from lowbit_strategy.methods.registry import PRESETS
 
 
 def configure(path: Path, given: Section | None = None) -> None:
@@ -43,7 +42,7 @@ def configure(path: Path, given: Section | None = None) -> None:
     else:
         text = _ask_accelerate(path) if given is None else _accelerate_defaults()
     _warn_of(yaml.safe_load(text))
-    section = ask_section() if given is None else given
+    section = _ask_section() if given is None else given
     path.write_text(with_section(text, section), encoding="utf-8")
     launcher = "lowbit" if yaml.safe_load(text).get("use_cpu") else "accelerate"  # which starts one process on CPU
     typer.echo(f"Written: {path}. Train with: {launcher} launch --config_file {path} train.py")
@@ -96,50 +95,24 @@ def with_section(text: str, section: Section) -> str:
     return "".join((*lines[:start], written, *lines[end:]))
 
 
-def ask_section() -> Section:
-    """The section that the answers give; asked again where an answer is not valid.
+def _ask_section() -> Section:
+    """A preset's name, or the whole section; asked again where an answer is not valid.
 
     Raises:
         ValueError: There are no more answers.
     """
-    section: Section = {}
-    try:
-        section = {"compressor": _ask_compressor()}
-        _ask_options(section)
-    except typer.Abort:
-        raise ValueError(f"the answers end here, so nothing is written. Those so far: {section or 'none'}") from None
-    return section
-
-
-def _ask_compressor() -> str:
+    typer.echo(f"Compressors: {', '.join(sorted(PRESETS))}")
+    typer.echo(f"Beside a compressor and its options: exempt, high_precision, {', '.join(OTHER_KEYS)}")
     while True:
-        answer: str = typer.prompt(f"Which compressor? ({', '.join(sorted(PRESETS))})", default="loco").strip()
-        if _valid({"compressor": answer}):
-            return answer
-
-
-def _ask_options(section: Section) -> None:
-    defaults = preset(section["compressor"])
-    options = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(defaults) if field.init}
-    shown = ", ".join(f"{key}={value}" for key, value in options.items() if isinstance(value, (int, float, str)))
-    typer.echo(f"Its options: {shown}")
-    typer.echo(f"For any compressor: exempt, high_precision, {', '.join(OTHER_KEYS)}")
-    while answer := typer.prompt("Change one (name=value; empty to finish)", default="", show_default=False).strip():
-        key, _, text = (part.strip() for part in answer.partition("="))
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            typer.echo(f'  {text!r} is not YAML: write a list as ["@vector", "head"] and a text with @ in quotes')
-            continue
-        if _valid({**section, key: value}):
-            section[key] = value
-
-
-def _valid(section: Section) -> bool:
-    """Whether the section is; prints why not."""
-    try:
-        plugin_from_section(section)
-    except ValueError as error:
-        typer.echo(f"  {error}")
-        return False
-    return True
+            answer = typer.prompt(
+                "Which compressor, or which section, such as {compressor: loco, bits: 3}?", default="loco"
+            ).strip()
+        except typer.Abort:
+            raise ValueError("the answers end here, so nothing is written") from None
+        try:
+            section = read_section(answer) if answer.startswith("{") else {"compressor": answer}
+            plugin_from_section(section)
+            return section
+        except (ValueError, yaml.YAMLError) as error:
+            typer.echo(f"  {error}")

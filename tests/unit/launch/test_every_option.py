@@ -104,6 +104,8 @@ def test_the_questions_take_every_preset(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     for name in PRESETS:
         path.write_text(BASE)
-        result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input=f"{name}\nseed=3\n\n")
+        result = CliRunner().invoke(
+            app, ["config", "--config-file", str(path)], input=f"{{compressor: {name}, seed: 3}}\n"
+        )
         assert result.exit_code == 0, result.output
         assert yaml.safe_load(path.read_text())["lowbit_config"] == {"compressor": name, "seed": 3}

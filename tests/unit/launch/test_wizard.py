@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -20,13 +21,13 @@ BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
 def test_an_existing_file_keeps_its_part_and_gets_the_section(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(BASE)
-    answers = 'loca\nloco\nbits=44\nbits=3\nexempt=["@vector", "*.gate.*"]\nseed=7\n\n'
+    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector", "*.gate.*"], "seed": 7}
+    answers = f"loca\n{{compressor: loco, bits: 44}}\n{json.dumps(section)}\n"
     result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input=answers)
     assert result.exit_code == 0, result.output
     assert "did you mean 'loco'" in result.output
     assert "bits must be an integer from 2 to 8" in result.output
     assert path.read_text().startswith(BASE)
-    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector", "*.gate.*"], "seed": 7}
     assert yaml.safe_load(path.read_text())["lowbit_config"] == section
 
 
@@ -50,12 +51,14 @@ def test_a_file_on_one_line() -> None:
 def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(BASE)
-    answers = 'loco\nbits=3\nexempt=@vector,head\nexempt\nbits=[3\n=3\nexempt=["@vector"]\n\n'
+    answers = (
+        "{compressor: loco, exempt: [@vector]}\n{bits: 3\n{compressor: loco, exempt: 3}\n{compressor: loco, bits: 3}\n"
+    )
     result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input=answers)
     assert result.exit_code == 0, result.output
-    assert "'@vector,head' is not YAML: write a list as" in result.output
-    assert "exempt must be a list, got None" in result.output
-    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector"]}
+    assert "'@' that cannot start any token" in result.output
+    assert "exempt must be a list, got 3" in result.output
+    section = {"compressor": "loco", "bits": 3}
     assert yaml.safe_load(path.read_text())["lowbit_config"] == section
 
 
@@ -79,7 +82,7 @@ def test_without_a_terminal(
     assert run_without_terminal(monkeypatch, "--config-file", path) == 2
     errors = capfd.readouterr().err
     assert "Traceback" not in errors
-    assert ("nothing is written. Those so far: none" if text else "need a terminal") in errors
+    assert ("nothing is written" if text else "need a terminal") in errors
     assert (path.read_text() if path.exists() else None) == text
 
 
@@ -94,7 +97,7 @@ def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypat
     )
     monkeypatch.setattr(wizard, "get_user_input", lambda: config)
     path = tmp_path / "job.yaml"
-    result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input="loco\n\n")
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input="loco\n")
     assert result.exit_code == 0, result.output
     written = yaml.safe_load(path.read_text())
     assert written.pop("lowbit_config") == {"compressor": "loco"}
@@ -114,7 +117,7 @@ def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypat
 def test_notes_about_what_would_not_be_compressed(tmp_path: Path, base: str, note: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(base)
-    result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n\n")
+    result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n")
     assert result.exit_code == 0, result.output
     assert note in result.output
     assert ("Note:" in result.output) == bool(note)
