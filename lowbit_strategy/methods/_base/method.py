@@ -340,11 +340,11 @@ class CodecStore(MethodStore):
             "residual_gain": finite_gain(pair.uplink.residual_gain),
             "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
         }
-        end = 0
+        block_size, end = pair.block_size, 0
         for name, spec in specs.items():
             self._is_sharded = spec.sharded  # all of them are, or none
-            row_numel = spec.row_numel(comm.world_size, pair.block_size)
-            start, end = end, end + round_up(row_numel, pair.block_size)
+            row_numel = spec.row_numel(comm.world_size, block_size)
+            start, end = end, end + round_up(row_numel, block_size)
             self._chunks[name] = (start, end)
             numbers[name] = {"numel": spec.numel, "row_numel": row_numel} | of_all
             state[name] = {}
