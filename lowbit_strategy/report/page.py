@@ -15,7 +15,6 @@ from lowbit_strategy.report.charts import draw_all
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run, Series
 
 _MAX_SWITCHES = 40
-_RUNNING_S = 600  # a record that has not grown for so long is taken for a finished run's
 _TITLES = {
     "loss": (
         "Loss, and what compressed it",
@@ -54,7 +53,9 @@ def write_report(run: Run, out: Path, baseline: Run | None = None) -> Path:
             {"title": title, "note": note, "png": base64.b64encode(picture.read_bytes()).decode(), "stem": stem}
         )
     loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
+    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    pages.filters["number"] = number
+    template = pages.get_template("page.html.j2")
     page = out / "index.html"
     page.write_text(template.render(charts=charts, **_content(run, baseline)), encoding="utf-8")
     return page
@@ -77,8 +78,7 @@ def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
         "headline": f"Compression report: {_name(run)}",
         "facts": _facts(run),
         "tiles": _tiles(run),
-        "groups": _group_rows(run),
-        "observed_step": run.observations[-1]["step"] if run.observations else 0,
+        "observed": run.observations[-1] if run.observations else {"groups": {}},
         "warnings": run.warnings,
         "members": run.members,
         "baseline": _name(baseline) if baseline is not None else "",
@@ -108,9 +108,7 @@ def _facts(run: Run) -> list[str]:
     facts.append(f"step {run.last_step:,}{planned}")
     times = [line["time"] for line in (*run.starts, *run.observations, *run.levels, *run.validations)]
     if times:
-        last = datetime.fromtimestamp(max(times), tz=timezone.utc)
-        quiet = (datetime.now(tz=timezone.utc) - last).total_seconds() > _RUNNING_S
-        facts.append(f"{'last written' if quiet else 'written'} {last:%Y-%m-%d %H:%M} UTC")
+        facts.append(f"last written {datetime.fromtimestamp(max(times), tz=timezone.utc):%Y-%m-%d %H:%M} UTC")
         facts.append(f"{(max(times) - min(times)) / 60:.1f} minutes recorded")
     return facts
 
@@ -145,34 +143,6 @@ def _tiles(run: Run) -> list[Tile]:
     return tiles
 
 
-def _group_rows(run: Run) -> list[dict[str, Any]]:
-    if not run.observations:
-        return []
-    groups = run.observations[-1]["groups"]
-    total = sum(figures["wire_nbytes"] for figures in groups.values()) or 1.0
-    rows = []
-    for name, figures in sorted(groups.items(), key=lambda item: -item[1]["numel"]):
-        share = figures["wire_nbytes"] / total
-        compensated, residual = figures["compensated_norm"], figures["residual_norm"]
-        both_hops = figures["end_to_end_error"]
-        rows.append(
-            {
-                "name": name,
-                "compressed": figures["compressed"],
-                "method": figures["method"] if figures["compressed"] else f"{figures['method']}, exempt",
-                "numel": f"{figures['numel']:,}",
-                "bits": number(figures["bits_per_element"], 3),
-                "share": f"{share:.1%}",
-                "bar": round(90 * share),
-                "error": number(figures["relative_error"], 2),
-                "end_to_end": "not known" if both_hops is None else number(both_hops, 2),
-                "cosine": number(figures["cosine"], 3),
-                "residual": number(residual / compensated if compensated and residual is not None else None, 2),
-            }
-        )
-    return rows
-
-
 class Row(NamedTuple):
     """One figure of both runs; ``change`` is that of the run against the baseline."""
 
@@ -190,8 +160,10 @@ def compare(run: Run, baseline: Run) -> list[Row]:
         if row := _loss_row(name, ours[name], theirs[name]):
             rows.append(row)
     rows.sort(key=lambda row: "val" not in row.name)
-    for name, keys in (("gradients sent", (GRADIENTS,)), ("weights sent", (WEIGHTS,))):
-        mine, other = (_mean(each, keys) for each in (run, baseline))
+    for name, key in (("gradients sent", GRADIENTS), ("weights sent", WEIGHTS)):
+        mine, other = (
+            statistics.fmean(line.get(key) or 0.0 for line in each.observations or [{}]) for each in (run, baseline)
+        )
         if mine and other:
             rows.append(Row(f"{name}, per rank and step", size(mine), size(other), f"{other / mine:.1f}x fewer"))
     if run.timed and baseline.timed:
@@ -208,10 +180,6 @@ def _loss_row(name: str, ours: Series, theirs: Series) -> Row | None:
     return Row(
         f"{name} at step {last:,}", number(mine, 4), number(other, 4), f"{mine / other - 1:+.2%}" if other else ""
     )
-
-
-def _mean(run: Run, keys: tuple[str, ...]) -> float:
-    return statistics.fmean(sum(line.get(key) or 0.0 for key in keys) for line in run.observations or [{}])
 
 
 def configuration(run: Run, baseline: Run | None = None) -> list[Row]:
