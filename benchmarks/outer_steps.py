@@ -12,7 +12,6 @@ training included, is tuned on seeds that are used for nothing else.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import time
@@ -23,7 +22,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -142,11 +140,7 @@ class Local:
             if self.steps:
                 sync.forget()
             own = {name: param.data[rank] for name, param in self.params.items()}
-            self.outers.append(OuterSync(sync, own, self.rule, states=functools.partial(self._states, rank)))
-
-    def _states(self, rank: int) -> dict[str, dict[str, Tensor]]:
-        kept = {name: self.optimizer.state.get(param, {}) for name, param in self.params.items()}
-        return {name: {key: value[rank] for key, value in state.items() if value.dim()} for name, state in kept.items()}
+            self.outers.append(OuterSync(sync, own, self.rule))
 
     def before_step(self) -> None:
         """In the synchronous part gradients are reduced, both hops, through the compressor."""

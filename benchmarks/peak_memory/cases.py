@@ -51,12 +51,6 @@ CASES: tuple[Case, ...] = (
     _loco("loco_fsdp, 2 micro-batches reduced", batches=2),
     _loco("loco_fsdp, 2 micro-batches kept", batches=2, accumulate="local"),
     _loco("loco_ddp, 2 micro-batches", kind="ddp", batches=2),
-    _loco("diloco_ddp, state averaged", kind="ddp", outer=DiLoCo(every=2, average_state=True)),
-    _loco(
-        "diloco_ddp, every key of AdamW every 2 rounds",
-        kind="ddp",
-        outer=DiLoCo(every=1, average_state={"exp_avg": 2, "exp_avg_sq": 2}),
-    ),
     *_of_rules(),
     _loco("loco_ddp, two levels", kind="ddp", world_size=4, per_node=2),
     _loco("loco_fsdp, two levels", world_size=4, per_node=2),

@@ -21,7 +21,7 @@ from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import ParameterDigest
-from lowbit_strategy.model.parameters import canonical_name, local_part, trainable_parameters
+from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
@@ -144,7 +144,7 @@ class LocalSteps:
             ddp.broadcast_buffers = self._broadcasts_buffers
 
     def _make_outer(self) -> OuterSync:
-        parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer, "states": self._states}
+        parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer}
         if self._membership is None:
             outer = OuterSync(self.sync, self._params, self.rule, **parts)
         else:
@@ -166,23 +166,9 @@ class LocalSteps:
         parts = self.own() or {f"optimizer {at}": each for at, each in enumerate(self._seen)}
         if not parts:
             raise RuntimeError(
-                "average_state and synchronous_end need the optimizer: call session.end_step(optimizer), not"
-                " session.end_step()"
+                "synchronous_end needs the optimizer: call session.end_step(optimizer), not session.end_step()"
             )
         return parts
-
-    def _states(self) -> dict[str, dict[str, Any]]:
-        """This rank's optimizer state of each parameter, and the options of its group."""
-        names = {id(param): name for name, param in self._params.items()}
-        found: dict[str, dict[str, Any]] = {}
-        for part in self._parts().values():
-            for group in getattr(part, "param_groups", ()):
-                for param in group["params"]:
-                    if (name := names.get(id(param))) is not None:
-                        kept = getattr(part, "state", {}).get(param, {}).items()
-                        own = {key: local_part(value) if isinstance(value, Tensor) else value for key, value in kept}
-                        found[name] = {key: value for key, value in group.items() if key != "params"} | own
-        return found
 
     def _forget_moments(self) -> None:
         """This rank's weights were not finite, so neither are its optimizers' moments: they start afresh."""

@@ -29,7 +29,7 @@ from lowbit_strategy.plan.messages import (
     step_nbytes,
     under_way_nbytes,
 )
-from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes, state_transfers
+from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes
 from lowbit_strategy.plan.squares import square_transfers, squares_nbytes
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.topology import Topology
@@ -170,9 +170,7 @@ def make_plan(
     reduction = ReductionPlan(methods, by_name, topology, exact)
     gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
     rounds = alike(round_transfers(outer, methods, by_name, topology)) if outer is not None else ()
-    state = state_transfers(outer, by_name, topology) if rounds and outer is not None and outer.average_state else ()
-    if squares:
-        state += square_transfers(reduced, assignments, by_name, topology)
+    state = square_transfers(reduced, assignments, by_name, topology) if squares else ()
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
     max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, topology, layout)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.topology import Topology
@@ -56,29 +55,6 @@ def round_transfers(
                 header = summed("header", NUM_FACTS + topology.num_peers + sampled, topology)
                 transfer = replace(transfer, messages=(header, *transfer.messages))
             transfers.append(transfer)
-    return tuple(transfers)
-
-
-def state_transfers(rule: OuterRule, specs: Mapping[str, TensorSpec], topology: Topology) -> tuple[TransferGroup, ...]:
-    """What averaging the inner optimizers' state sends: a key of a fragment's parameters each, in one message.
-
-    How many keys an optimizer keeps is not known before it steps: where all are averaged, two are taken for granted, as
-    Adam has them.
-    """
-    every = {"exp_avg": 1, "exp_avg_sq": 1} if rule.average_state is True else dict(rule.average_state or ())
-    methods = {name: each.method for name, each in assign_all(StateCode(), list(specs.values())).items()}
-    transfers = []
-    for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
-        for bucket in buckets_of(fragment):
-            transfer = peer_transfer("", bucket, methods, topology)
-            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), topology), *transfer.messages)
-            memory = transfer.buffer_nbytes + 3 * 4 * sum(spec.numel for spec in bucket)
-            transfers += [
-                replace(
-                    transfer, name=f"fragment {at}, {key}", messages=messages, repeats=1 / rounds, buffer_nbytes=memory
-                )
-                for key, rounds in sorted(every.items())
-            ]
     return tuple(transfers)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
+from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods.loco import LoCoCodec
-from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.topology import Topology
@@ -18,7 +19,7 @@ EVERY = 32  # steps between two exchanges of a bucket's squares, after the first
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
 FEW_BITS = 2
 _LATE = 1 << 20  # in steps: after any warm-up
-_CODES = StateCode(bits=4, exempt=(), high_precision=())
+_CODES = CodecPair(BlockCodec(uniform(4, 128)))
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
@@ -40,7 +41,7 @@ def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
     """How each parameter's roots travel."""
-    return {spec.name: _CODES.method(spec) for spec in specs}
+    return {spec.name: _CODES for spec in specs}
 
 
 def square_transfers(

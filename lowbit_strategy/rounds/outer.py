@@ -26,7 +26,6 @@ from lowbit_strategy.rounds.fragment import (
     FragmentSync,
     RoundLosses,
 )
-from lowbit_strategy.rounds.inner_state import InnerState, States
 
 STATE_KEY = "outer"  # of each rank's own saved state
 
@@ -53,7 +52,6 @@ class OuterSync:
         rule: When, and by which optimizer.
         buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
-        states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
@@ -77,7 +75,6 @@ class OuterSync:
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         reducer: AsyncReducer | None = None,
-        states: Callable[[], States] = dict,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -89,7 +86,6 @@ class OuterSync:
         self.on_left_out: Callable[[], None] = lambda: None
         self.weights: tuple[float, ...] = ()
         self._reducer = reducer if reducer is not None else BlockingReducer()
-        self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into([sync.specs[name] for name in params if name in sync.specs], rule.fragments)
         self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
@@ -270,9 +266,6 @@ class OuterSync:
             self.model.use_shared()
             self.on_left_out()
         self.num_syncs += 1
-        if self._inner is not None:
-            rounds = (self.num_syncs - 1) // len(self.fragments) + 1
-            self._inner.average(fragment.params, rounds, last=average)
         self.sync.end_step()
         self.on_sync()
 

@@ -305,7 +305,6 @@ def _refused(rank: int, world_size: int) -> str:
     [
         ({"outer": None}, "elastic needs local steps"),
         ({"outer": DiLoCo(every=5, delay=1)}, "elastic does not go with delay"),
-        ({"outer": DiLoCo(every=5, average_state=True)}, "elastic does not go with average_state"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

@@ -18,7 +18,6 @@ from testing.training.regression import ByStep, loader, trainer
 RULES = {
     "localsgd": LocalSGD(every=5),
     "streaming": DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5),
-    "averaged": DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2}),
     "begins locally meanwhile": PostLocalSGD(every=3, synchronous=14),
     "ends together meanwhile": LocalSGD(every=3, synchronous_end=9, num_steps=24),
 }

@@ -23,7 +23,7 @@ from testing.training.regression import (
     trainer,
 )
 
-OUTER = DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2}, synchronous_end=2, num_steps=11)
+OUTER = DiLoCo(every=4, momentum=0.5, synchronous_end=2, num_steps=11)
 
 
 class LocalSteps(NamedTuple):

@@ -10,32 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
-
-AverageState = bool | Mapping[str, int] | tuple[tuple[str, int], ...]
-
-# State of torch's optimizers in the shape of a parameter, averaged in every round.
-ALL_STATE = tuple(
-    (key, 1)
-    for key in (
-        "acc_delta",
-        "exp_avg",
-        "exp_avg_sq",
-        "exp_inf",
-        "grad_avg",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "sum",
-    )
-)
 
 _PROBE_NUMEL = 1024
 
@@ -64,10 +42,6 @@ class OuterRule(ABC):
         delay: Optimizer steps between sending a fragment and applying the result, at most a turn's length. Larger:
             hides slower links, with an older anchor.
         mix: Share of a rank's own weights that is kept when the anchor arrives, in [0, 1).
-        average_state: State of the inner optimizers to average with the weights: rounds between two averages by the
-            optimizer's key, as in ``{"exp_avg": 3, "exp_avg_sq": 3}`` for Adam; True: all state of torch's optimizers,
-            every round. It travels at 8 bits without a residual. Ranks that start a round with equal moments drift less
-            far apart; each key costs up to as many bytes as the weights.
         synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor;
             below 1 a share of `num_steps`. Early in training weights move fastest, and separate ranks drift furthest
             apart. The compressor's residual is dropped afterwards: its units are those of gradients.
@@ -77,9 +51,7 @@ class OuterRule(ABC):
         num_steps: Optimizer steps of the whole run, if an option above refers to it.
 
     References:
-        `average_state`: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
-        Models", 2025, arXiv 2505.22549. `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018,
-        arXiv 1808.07217.
+        `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
     """
 
     name: ClassVar[str]
@@ -90,7 +62,6 @@ class OuterRule(ABC):
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-    average_state: AverageState = False
     synchronous: int | float = 0
     synchronous_end: int | float = 0
     synchronous_compressor: Compressor | None = None
@@ -98,11 +69,6 @@ class OuterRule(ABC):
 
     def __post_init__(self) -> None:
         self._check_parts()
-        if not isinstance(self.average_state, bool):
-            pairs = tuple(sorted(dict(self.average_state).items()))
-            object.__setattr__(self, "average_state", pairs)
-            for key, every in pairs:
-                check_positive(f"average_state[{key!r}]", every)
         check_positive("fragments", self.fragments)
         shortest = self._shortest
         check_positive("every", shortest)
@@ -162,10 +128,6 @@ class OuterRule(ABC):
             parts.append(f"{self.fragments} fragments")
         if self.delay:
             parts.append(f"{self.delay} steps later")
-        if self.average_state is True:
-            parts.append("and the optimizer's state")
-        elif self.average_state:
-            parts += [f"{key} averaged every {every} rounds" for key, every in dict(self.average_state).items()]
         return ", ".join(parts)
 
     def check(self, assignments: Mapping[str, Assignment]) -> None:
@@ -247,29 +209,3 @@ class OuterRule(ABC):
         if isinstance(self.every, int):
             return self.every
         return self.every.at(step, learning_rate, rising=rising, progress=progress)
-
-
-@configuration
-class StateCode(Compressor):
-    """How `average_state` travels: blockwise codes, rounded to nearest, without a residual.
-
-    State is replaced by its mean, so errors do not accumulate. Second moments differ by decades within a block: at 4
-    bits, rounds of 10 steps were better without averaging.
-
-    Args:
-        bits: Per code.
-        block_size: Elements that share a scale.
-        high_precision_bits: Per code of embeddings and output heads.
-    """
-
-    name: ClassVar[str] = "statecode"
-
-    bits: int = 8
-    block_size: int = 128
-    high_precision_bits: int = 8
-
-    def method(self, spec: TensorSpec) -> CodecPair:
-        return CodecPair(BlockCodec(uniform(self.bits, self.block_size)))
-
-    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return CodecPair(BlockCodec(uniform(max(self.bits, self.high_precision_bits), self.block_size)))

@@ -105,3 +105,23 @@ def test_a_rule_has_the_same_compressor_by_every_name() -> None:
 def by_strategy(name: str) -> Compressor:
     compressor: Compressor = named(name)["compressor"]
     return compressor
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"synchronous": 0.1}, "give its length as num_steps"),
+        ({"synchronous": 1.5}, "share of the run below 1"),
+        ({"synchronous": -1}, "share of the run below 1"),
+        ({"num_steps": 0, "synchronous": 0.1}, "num_steps must be a positive integer"),
+    ],
+)
+def test_synchronous_parts_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(**options)
+
+
+def test_rules_from_files() -> None:
+    rule = as_outer({"name": "diloco", "synchronous": 0.05, "num_steps": 3000})
+    assert rule == DiLoCo(synchronous=0.05, num_steps=3000)
+    assert rule.synchronous_steps == 150
