@@ -188,7 +188,7 @@ class Compressor(ABC):
 
 @configuration
 class ReducingCompressor(Compressor, Reducer):
-    """A configuration that is itself the method of its parameters."""
+    """A configuration that is itself the method of its parameters: it has `reduce` as well as options."""
 
     def method(self, spec: TensorSpec) -> Method:
         return self

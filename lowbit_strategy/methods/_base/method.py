@@ -54,7 +54,7 @@ def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
 
 
 def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int | None = None) -> None:
-    """Store float32 `values`, padded to whole blocks where the residual has blocks.
+    """Store float32 `values`.
 
     Args:
         state: As for `read_residual`.
@@ -66,17 +66,16 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
     if scale is None or not residual.numel():
         residual.copy_(values.view_as(residual))
         return
-    values_KB = values.to(residual.device).view(scale.numel(), -1)
-    block_size = values_KB.shape[1]
-    num_blocks = CACHE_ELEMENTS // block_size  # at once: random numbers take several int64 of memory per element
-    for first in range(0, len(values_KB), num_blocks):
-        part_KB = values_KB[first : first + num_blocks]
+    block_size = residual.numel() // scale.numel()
+    for at in range(0, values.numel(), CACHE_ELEMENTS):  # random numbers take several int64 of memory per element
+        part = values[at : at + CACHE_ELEMENTS].to(residual.device)
+        part_KB = pad(part, (0, -part.numel() % block_size)).view(-1, block_size)
         noise: Tensor | float = 0.0
         if key is not None:
-            noise = dither(first * block_size, part_KB.numel(), key, values.device).view_as(part_KB)
+            noise = dither(at, part_KB.numel(), key, residual.device).view_as(part_KB)
         codes_KB, scale_K = blocks.quantize_residual(part_KB, noise)
-        residual.view_as(values_KB)[first : first + num_blocks] = codes_KB
-        scale[first : first + num_blocks] = blocks.to_bfloat16(scale_K)
+        residual[at : at + part_KB.numel()] = codes_KB.view(-1)
+        scale[at // block_size : at // block_size + len(part_KB)] = blocks.to_bfloat16(scale_K)
 
 
 class MethodStore:

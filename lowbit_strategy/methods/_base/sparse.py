@@ -3,8 +3,8 @@
 1. `OwnPositions`: each rank chooses its own positions, which travel with the values
 2. `CommonPositions`: all ranks send the same positions, so that only values travel
 
-A residual may have one byte per parameter. It grows until its element is sent, so a step's increment is far
-smaller than the residual: rounding to the nearest value would lose it. Stochastic rounding keeps it on average.
+A residual may have one byte per parameter. It grows until its element is sent, so a step's increment is far smaller
+than the residual: rounding to the nearest value would lose it. Stochastic rounding keeps it on average.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
         for name, old in before.items():
             residual = opened[name]["residual"]
             if not torch.equal(residual, old):  # an unchanged residual is not rounded again
-                padded = torch.nn.functional.pad(residual, (0, -residual.numel() % _BLOCK))
                 key = stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM)
-                write_residual_(state[name], padded, key=key)
+                write_residual_(state[name], residual, key=key)
 
     @abstractmethod
     def reduce_float32(
