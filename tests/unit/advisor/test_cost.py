@@ -181,7 +181,7 @@ def random_links() -> st.SearchStrategy[Link]:
     )
 
 
-@settings(max_examples=20 * settings.default.max_examples)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(
     random_plans(),
     random_links(),
