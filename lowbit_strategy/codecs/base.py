@@ -250,6 +250,9 @@ class DenseCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return numel * _DTYPES[self.dtype].itemsize
 
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)  # sparse methods code a message's values so
+
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
 

@@ -72,6 +72,8 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
         values: float32 [k].
         sent: float32 [k].
     """
+    if not indices.numel():
+        return
     if is_native(residual.device):
         native.take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
     else:

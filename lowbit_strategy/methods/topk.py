@@ -21,7 +21,7 @@ from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReduce
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import OwnPositions
-from lowbit_strategy.methods._base.sparse_residuals import check_density
+from lowbit_strategy.methods._base.sparse_residuals import check_density, num_kept
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -163,7 +163,7 @@ class TopK(OwnPositions):
         return f"top-k {self.density:g}, {self.codec.label}"
 
     def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*total.top_k(self.num_kept(view.spec)))
+        return Chosen(*total.top_k(num_kept(self.density, view.spec.numel)))
 
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":

@@ -25,6 +25,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.sparse_sums import ValueSum, entries_sum_nbytes, exchange_entries, value_sum_nbytes
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
+from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.method import ResidualDtype, read_residual, write_residual_
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
@@ -39,7 +40,6 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     num_kept,
     observe_,
     pending_sums,
-    take_out_,
     undo_,
     value_codec,
     write_sums_,
@@ -177,7 +177,7 @@ class OwnPositions(SparseCompressor):
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
+        return self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
 
     def send(
         self,
@@ -193,16 +193,16 @@ class OwnPositions(SparseCompressor):
             self._choose(view, total, state[view.spec.name], condition, step)
             for view, total, condition in zip(views, totals, found, strict=True)
         ]
-        layout = layout_of(views, comm.world_size if views[0].spec.sharded else None)
-        message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
+        layout, codec = layout_of(views, comm.world_size if views[0].spec.sharded else None), self.codec
+        message = layout.pack([part for _, part in entries], codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
             if view.sent is not None:
                 observe_(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
-                take_out_(tensors["residual"], part, sent.values)
+                take_out_(tensors["residual"], *part, sent.values)
                 self.taken_out_(tensors, part)
-        parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
+        parts_SV = yield from exchange_entries(message, layout, codec, comm, same_counts=self.same_counts)
         write_sums_(views, parts_SV, comm.world_size)
 
     def _choose(
@@ -250,7 +250,7 @@ class CommonPositions(SparseCompressor):
 
     def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         """Take what was sent out of the residual."""
-        take_out_(tensors["residual"], chosen, sent)
+        take_out_(tensors["residual"], *chosen, sent)
 
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

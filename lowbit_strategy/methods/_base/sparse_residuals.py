@@ -120,12 +120,6 @@ def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]]
         sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
 
 
-def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
-    """``e' = h - sent`` at the chosen positions; what could not be sent because it overflowed the codec is dropped."""
-    if chosen.indices.numel():
-        sparse.take_out_(residual, chosen.indices, chosen.values, sent)
-
-
 def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
     return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
