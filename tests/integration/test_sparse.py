@@ -285,15 +285,13 @@ def test_randomk_is_its_numpy_transcription(world_size: int, scale: bool) -> Non
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_scalecom_is_its_numpy_transcription(world_size: int, name: str) -> None:
     ranks, memory = reduced(world_size), _zeros(world_size)
-    beta, chunk = (1.0, None) if name == "scalecom" else (0.3, round(1 / 0.07))
+    beta = 1.0 if name == "scalecom" else 0.3
     for step in range(NUM_STEPS):
         for parameter in SHAPES:
             g = [_gradient(parameter, rank, step).numpy() for rank in range(world_size)]
             h = [memory[parameter, rank] + g[rank] for rank in range(world_size)]
             leader = np.abs(h[step % world_size])
             kept = _largest(leader, 0.07)
-            if chunk is not None:
-                kept = np.array([i + leader[i : i + chunk].argmax() for i in range(0, leader.size, chunk)])
             total = np.zeros_like(leader)
             for rank in range(world_size):
                 sent = np.zeros_like(leader)
