@@ -140,8 +140,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    def __init__(self) -> None:
-        self.on_reduced: Callable[[], None] = lambda: None
+    on_reduced: Callable[[], None] = staticmethod(lambda: None)
 
 
 class BetweenNodes:
@@ -191,7 +190,6 @@ class CompressedReduceScatter(_ReduceScatter):
         side: OverlappedReducer | None,
         between: BetweenNodes | None = None,
     ) -> None:
-        super().__init__()
         self.goes_on = side is None and sync.ranks.intra_node is not None and param_group._all_reduce_hook is None
         self._between = between
         self._rest: Stages = iter(())
@@ -272,7 +270,6 @@ class HybridReduction(_ReduceScatter):
     def __init__(
         self, sync: GradientSync, layouts: ShardLayouts, param_group: Any, side: OverlappedReducer | None
     ) -> None:
-        super().__init__()
         self._sync = sync
         self._layouts = layouts
         self._param_group = param_group

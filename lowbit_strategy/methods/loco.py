@@ -68,6 +68,10 @@ class LoCoCodec(StatefulCodec):
         return BlockCodec(self.fmt, self.rounding)
 
     @property
+    def block_size(self) -> int:
+        return self.fmt.block_size
+
+    @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
 
