@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach import attach
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import BucketWorker, DDPHook, SideStream
@@ -259,12 +258,11 @@ def test_backward_raises_what_the_worker_raised() -> None:
         assert "the disk of residuals is full" in outcomes[1]
 
 
-def test_the_engine_and_its_side_stream_know_the_index_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_stream_knows_the_index_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.device("cuda")`` has none, and a future takes no device without; without a GPU no stream can be made."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
     for name, wanted in (("cuda", 3), ("cuda:1", 1)):
-        assert attach._with_index(torch.device(name)) == torch.device("cuda", wanted)
         side = SideStream(torch.device(name))
         assert side._device == torch.device("cuda", wanted)
         assert side._stream == (torch.device("cuda", wanted), -1)  # before backward's own kernels
