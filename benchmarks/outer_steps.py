@@ -164,19 +164,6 @@ class Local:
             self._together(lambda outer: outer.after_step(learning_rate))
         elif self.rule.is_local(self.steps):
             self._start()
-        if self.outers and not self.rule.is_local(self.steps):
-            self._meet()
-
-    def _meet(self) -> None:
-        """Only the synchronous part at the end is left: at the mean weights, with the first rank's optimizer."""
-        self._together(lambda outer: outer.finish())
-        self.outers = []
-        for sync in self.syncs:
-            sync.forget()
-        for param in self.params.values():
-            for value in self.optimizer.state[param].values():
-                if value.dim():
-                    value.copy_(value[:1].expand_as(value).clone())
 
     def finish(self) -> None:
         self._together(lambda outer: outer.finish())

@@ -107,7 +107,7 @@ def attach_ddp(
         hook = DDPWiring(model, sync)
         choice = AutoChoice(prepared, sync, hook, group)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
-    elif not ranks.alone and (rule is None or not rule.always_local):
+    elif not ranks.alone and (rule is None or not rule.is_local(0)):
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), ranks.world, device)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.shared_state import from_first_rank, resharded
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
@@ -77,7 +77,6 @@ class LocalSteps:
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
         self._compressor = sync.compressor  # of pseudo-gradients
-        self._extended = False  # since steps are local
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
         sync.save_per_rank(STATE_KEY, self)
@@ -117,23 +116,10 @@ class LocalSteps:
             ddp.require_forward_param_sync = False
             ddp.broadcast_buffers = False
 
-    def _stop(self) -> None:
-        """The last steps are synchronous: from the mean of all ranks' weights, with the first rank's optimizers."""
-        assert self.outer is not None
-        if self._extended and self._ddp_of() is not None:
-            raise RuntimeError(
-                "parameters were unfrozen while steps were local, and DDP, which is to synchronize the last steps, does"
-                " not know them: unfreeze before the run and set requires_grad, or leave out synchronous_end"
-            )
-        self.outer.finish()
-        parts = self._parts()
-        state = {name: part.state_dict() for name, part in parts.items()}
-        shared = from_first_rank(state, self.sync.ranks.peers, self.sync.device)
-        for name, part in parts.items():
-            part.load_state_dict(resharded(part, shared[name]))
-        self._train_together()
-
-    def _train_together(self) -> None:
+    def _follow_loaded_step(self) -> None:
+        """The loaded state may be of the synchronous part: gradients are synchronized again."""
+        if self.outer is None or self.rule.is_local(self.sync.step_index):
+            return
         self.outer = None
         self.sync.train_together()
         if self.rule.synchronous_compressor is not None:
@@ -157,19 +143,6 @@ class LocalSteps:
             outer.on_sync = lambda: digest.after_step(self.sync.step_index)
         return outer
 
-    def _parts(self) -> Mapping[str, Stateful]:
-        """What each rank has for itself.
-
-        Raises:
-            RuntimeError: Nothing is known.
-        """
-        parts = self.own() or {f"optimizer {at}": each for at, each in enumerate(self._seen)}
-        if not parts:
-            raise RuntimeError(
-                "synchronous_end needs the optimizer: call session.end_step(optimizer), not session.end_step()"
-            )
-        return parts
-
     def _forget_moments(self) -> None:
         """This rank's weights were not finite, so neither are its optimizers' moments: they start afresh."""
         for part in self.own().values():
@@ -189,7 +162,6 @@ class LocalSteps:
             )
         self._params |= dict(params)
         if self.outer is not None:
-            self._extended = True
             self.outer.apply()
             state = self.outer.state_dict()
             self.outer = self._make_outer()
@@ -226,11 +198,8 @@ class LocalSteps:
         self._stepped = set()
         if self.outer is not None:
             self.outer.after_step(self._learning_rate)
-        is_local = self.rule.is_local(self.sync.step_index)
-        if is_local and self.outer is None:
+        elif self.rule.is_local(self.sync.step_index):
             self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
-        elif not is_local and self.outer is not None:
-            self._stop()
 
     def _before_validation(self) -> None:
         """Warn, once, if ranks have trained since the last validation without synchronizing: it sees old weights."""
@@ -297,12 +266,7 @@ class LocalSteps:
         self._loaded = (state, own)
         if state["outer"] is not None and self.outer is None:
             self._start()
-        self._follow_end()
-
-    def _follow_end(self) -> None:
-        """The loaded state may be of a synchronous part."""
-        if self.outer is not None and not self.rule.is_local(self.sync.step_index):
-            self._train_together()
+        self._follow_loaded_step()
 
     def forget(self) -> None:
         self._loaded = None
@@ -312,7 +276,7 @@ class LocalSteps:
         if they were loaded, otherwise from the model's weights, which all ranks share.
         """
         loaded, self._loaded = self._loaded, None
-        self._follow_end()
+        self._follow_loaded_step()
         self._stepped = set()
         if self.outer is None:
             return
@@ -331,13 +295,15 @@ class LocalSteps:
             parts = self.own()
             for name, saved in state["own"].items():
                 if name in parts:
-                    parts[name].load_state_dict(resharded(parts[name], saved))
+                    parts[name].load_state_dict(_resharded(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
     def adopt(self, earlier: LocalSteps) -> None:
         """Continue with the state of an earlier attachment of the same model. If that has finished, and the
         model has other weights since, training begins with those.
         """
+        done = earlier.sync  # by its steps the rule knows whether the next one is local
+        self.sync.restore_progress(step_index=done.step_index, num_skipped=done.num_skipped, loss_scale=done.loss_scale)
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
         if self.outer is None or earlier.outer is None or not earlier.outer.finished:
             return
@@ -356,3 +322,26 @@ def _before_forward(model: nn.Module, steps: LocalSteps) -> None:
             found.on_forward()
 
     model.register_forward_pre_hook(begin, prepend=True)
+
+
+def _resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state, its tensors sharded again as their parameters are."""
+    groups = getattr(part, "param_groups", None)
+    if groups is None:  # a gradient scaler
+        return dict(saved)
+    params = [param for group in groups for param in group["params"]]
+    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _like(param: Tensor, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

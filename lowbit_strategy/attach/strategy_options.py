@@ -143,7 +143,7 @@ def check_options(options: SyncOptions, *, scatter: bool) -> None:
         return
     if rule is None:
         raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-    for field in ("delay", "synchronous", "synchronous_end", "eager"):
+    for field in ("delay", "synchronous", "eager"):
         if getattr(rule, field):
             raise ValueError(
                 f"elastic does not go with {field} of an outer rule: members change at the beginning of an exchange,"

@@ -344,7 +344,7 @@ class GradientSync:
         self.transactions.keeps_all = revocable
 
     def train_together(self) -> None:
-        """Gradients are reduced again, in every step."""
+        """Gradients are reduced again, in every step: a state from before `train_locally` has been loaded."""
         self.outer, self.rollback = None, self._rolls_back
         self.transactions.keeps_all = self.rollback
         self.forget()

@@ -19,7 +19,6 @@ RULES = {
     "localsgd": LocalSGD(every=5),
     "streaming": DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5),
     "begins locally meanwhile": PostLocalSGD(every=3, synchronous=14),
-    "ends together meanwhile": LocalSGD(every=3, synchronous_end=9, num_steps=24),
 }
 
 

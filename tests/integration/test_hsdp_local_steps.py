@@ -23,7 +23,7 @@ from testing.training.regression import (
     trainer,
 )
 
-OUTER = DiLoCo(every=4, momentum=0.5, synchronous_end=2, num_steps=11)
+OUTER = DiLoCo(every=4, momentum=0.5)
 
 
 class LocalSteps(NamedTuple):

@@ -35,7 +35,7 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 # fragment's way.
 OUTER = {
     "streaming": DiLoCo(every=10, fragments=2, delay=2, mix=0.5, momentum=0.5),
-    "eager": EagerDiLoCo(every=8, fragments=2, momentum=0.5, synchronous=1, synchronous_end=1, num_steps=10),
+    "eager": EagerDiLoCo(every=8, fragments=2, momentum=0.5, synchronous=1),
 }
 
 

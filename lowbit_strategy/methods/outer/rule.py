@@ -45,9 +45,7 @@ class OuterRule(ABC):
         synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor;
             below 1 a share of `num_steps`. Early in training weights move fastest, and separate ranks drift furthest
             apart. The compressor's residual is dropped afterwards: its units are those of gradients.
-        synchronous_end: The same at the end of `num_steps`: ranks meet at the mean of their weights, and take over the
-            first one's optimizer. All ranks must have the same number of steps.
-        synchronous_compressor: Of gradients in the synchronous parts; None: that of pseudo-gradients.
+        synchronous_compressor: Of gradients in the synchronous part; None: that of pseudo-gradients.
         num_steps: Optimizer steps of the whole run, if an option above refers to it.
 
     References:
@@ -63,12 +61,11 @@ class OuterRule(ABC):
     delay: int = 0
     mix: float = 0.0
     synchronous: int | float = 0
-    synchronous_end: int | float = 0
     synchronous_compressor: Compressor | None = None
     num_steps: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_parts()
+        self._check_synchronous()
         check_positive("fragments", self.fragments)
         shortest = self._shortest
         check_positive("every", shortest)
@@ -85,23 +82,20 @@ class OuterRule(ABC):
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
 
-    def _check_parts(self) -> None:
+    def _check_synchronous(self) -> None:
         if self.num_steps is not None:
             check_positive("num_steps", self.num_steps)
-        for name in ("synchronous", "synchronous_end"):
-            value = getattr(self, name)
-            if value < 0 or (isinstance(value, float) and value >= 1.0):
-                raise ValueError(f"{name} must be a number of steps or a share of the run below 1, got {value!r}")
-            if isinstance(value, float) and value and self.num_steps is None:
-                raise ValueError(
-                    f"{name}={value!r} is a share of the run: give its length as num_steps, or a number of steps"
-                )
-        if self.synchronous_end and self.num_steps is None:
-            raise ValueError(f"synchronous_end={self.synchronous_end!r} needs the length of the run: give num_steps")
-        if self.num_steps is not None and self.synchronous_steps + self._end_steps >= self.num_steps:
+        value = self.synchronous
+        if value < 0 or (isinstance(value, float) and value >= 1.0):
+            raise ValueError(f"synchronous must be a number of steps or a share of the run below 1, got {value!r}")
+        if isinstance(value, float) and value and self.num_steps is None:
             raise ValueError(
-                f"synchronous and synchronous_end leave no local step of num_steps={self.num_steps}: make them smaller,"
-                " or leave out outer"
+                f"synchronous={value!r} is a share of the run: give its length as num_steps, or a number of steps"
+            )
+        if self.num_steps is not None and self.synchronous_steps >= self.num_steps:
+            raise ValueError(
+                f"synchronous={value!r} leaves no local step of num_steps={self.num_steps}: make it smaller, or leave"
+                " out outer"
             )
         chosen = self.synchronous_compressor
         if chosen is not None and chosen.momenta != {0.0}:
@@ -158,29 +152,13 @@ class OuterRule(ABC):
     @property
     def synchronous_steps(self) -> int:
         """Optimizer steps at the start in which gradients are synchronized instead."""
-        return self._steps_of(self.synchronous)
-
-    @property
-    def _end_steps(self) -> int:
-        return self._steps_of(self.synchronous_end)
-
-    def _steps_of(self, part: int | float) -> int:
-        if isinstance(part, float) and self.num_steps is not None:
-            return round(part * self.num_steps)
-        return int(part)
-
-    @property
-    def always_local(self) -> bool:
-        """Whether gradients are never synchronized."""
-        return self.synchronous_steps == 0 and self._end_steps == 0
-
-    def has_ended(self, step: int) -> bool:
-        """Whether the synchronous part at the end has begun after `step` optimizer steps."""
-        return self.num_steps is not None and self._end_steps > 0 and step >= self.num_steps - self._end_steps
+        if isinstance(self.synchronous, float) and self.num_steps is not None:
+            return round(self.synchronous * self.num_steps)
+        return int(self.synchronous)
 
     def is_local(self, step: int) -> bool:
         """Whether the next step after `step` optimizer steps is local."""
-        return step >= self.synchronous_steps and not self.has_ended(step)
+        return step >= self.synchronous_steps
 
     def delay_of(self, turn_length: int) -> int:
         """Optimizer steps between sending a fragment and applying the result.

@@ -53,8 +53,8 @@ def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
         ({"lr": 0.0}, "lr must be above 0"),
         ({"optimizer_class": "Sgd"}, "optimizer_class must be the name"),
         ({"decay": "linear"}, "needs the length of the run, num_steps"),
-        ({"synchronous_end": 100}, "needs the length of the run: give num_steps"),
-        ({"synchronous": 0.5, "synchronous_end": 50, "num_steps": 100}, "leave no local step of num_steps=100"),
+        ({"synchronous": 0.5}, "is a share of the run: give its length as num_steps"),
+        ({"synchronous": 100, "num_steps": 100}, "leaves no local step of num_steps=100"),
         ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply a momentum of its own, got dgc"),
     ],
 )
