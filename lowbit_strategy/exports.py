@@ -4,7 +4,6 @@ from lowbit_strategy.checkpoint.residual_files import ResidualFileError as Resid
 from lowbit_strategy.collectives.layout import TensorSpec as TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor as Compressor
 from lowbit_strategy.methods._base.compressor import Dense as Dense
-from lowbit_strategy.methods.auto import Auto as Auto
 from lowbit_strategy.methods.composed import EF21 as EF21
 from lowbit_strategy.methods.composed import ErrorFeedback as ErrorFeedback
 from lowbit_strategy.methods.composed import Partition as Partition
@@ -33,6 +32,7 @@ from lowbit_strategy.methods.powersgd import PowerSGD as PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD as QSGD
 from lowbit_strategy.methods.qsgd import NaturalCompression as NaturalCompression
 from lowbit_strategy.methods.registry import PRESETS as PRESETS
+from lowbit_strategy.methods.registry import Auto as Auto
 from lowbit_strategy.methods.registry import as_compressor as as_compressor
 from lowbit_strategy.methods.registry import from_options as from_options
 from lowbit_strategy.methods.registry import preset as preset

@@ -101,9 +101,8 @@ def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
 
 def named(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
-    from lowbit_strategy.methods.auto import Auto
     from lowbit_strategy.methods.outer.published import OUTER_RULES
-    from lowbit_strategy.methods.registry import preset
+    from lowbit_strategy.methods.registry import Auto, preset
 
     if base in OUTER_RULES:
         return {"compressor": OUTER_RULES[base].compressor(), "outer": OUTER_RULES[base]}

@@ -42,7 +42,7 @@ from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.handshake import handshake, to_plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor import inputs
 from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
@@ -130,7 +130,7 @@ def _number(params: str | None, model: str | None, hf_config: Path | None) -> fl
         raise ValueError("give one of --params, --model and --hf-config")
     if params is None:
         return None
-    number = units.count(params)
+    number = inputs.count(params)
     if number > _TOO_MANY:
         raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
     return number
@@ -225,7 +225,7 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
 
 def _title(workload: Any) -> str:
     return (
-        f"{units.rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
+        f"{inputs.rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
     )
 
 
@@ -253,15 +253,15 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
         table.add_row(
             each.name,
             *row,
-            units.rounded(each.between_nbytes / 1e9, 2),
-            f"{units.rounded(held / 1e9)}{too_much}",
+            inputs.rounded(each.between_nbytes / 1e9, 2),
+            f"{inputs.rounded(held / 1e9)}{too_much}",
             *costs,
         )
     return table
 
 
 def _step(time: Any) -> str:
-    return f"{units.rounded(time.seconds)} ({units.rounded(time.low, 2)}-{units.rounded(time.high, 2)})"
+    return f"{inputs.rounded(time.seconds)} ({inputs.rounded(time.low, 2)}-{inputs.rounded(time.high, 2)})"
 
 
 def _pays_to(choice: Any) -> str:

@@ -33,7 +33,7 @@ from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Dense
-from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
@@ -47,7 +47,7 @@ from lowbit_strategy.model.handshake import ParameterDigest, handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
-from lowbit_strategy.plan.squares import served
+from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.telemetry.startup_report import build_report

@@ -27,8 +27,7 @@ from lowbit_strategy.hooks.ddp import DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, Dense, assign_all
-from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.registry import PRESETS, Auto
 from lowbit_strategy.methods.weights import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed

@@ -20,15 +20,14 @@ from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.registry import Auto, as_compressor
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
 from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.squares import needs_squares
+from lowbit_strategy.plan.occasional import needs_squares
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
 

@@ -25,14 +25,13 @@ from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.methods.outer.published import (
     OUTER_RULES,
     OuterRule,  # and what else may be given for one
 )
-from lowbit_strategy.methods.registry import PRESETS, as_compressor
+from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any

@@ -36,7 +36,7 @@ from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.mean_moment import unsuitable
 from lowbit_strategy.model.parameters import flat_part, local_part, shaped
-from lowbit_strategy.plan.squares import EVERY, SKETCH_NUMEL, methods_of_squares, served
+from lowbit_strategy.plan.occasional import EVERY, SKETCH_NUMEL, methods_of_squares, served
 
 WINDOW = 8  # steps whose squares are added up for an exchange
 BLOCK = 128

@@ -64,8 +64,11 @@ def choose(device: torch.device) -> Backend:
 def implementation(stem: str, backend: Backend) -> ModuleType:
     """The file called `stem` of a backend, as `choose` says: all backends have the same functions in it.
 
-    It is imported when it is asked for, since Triton is not there on every machine.
+    It is imported when it is asked for, since Triton is not there on every machine. To C, floats as they are are a
+    format like the others.
     """
+    if backend == "native" and stem == "dense":
+        stem = "blocks"
     return import_module(f"lowbit_strategy.kernels.{'reference' if backend == 'torch' else backend}.{stem}")
 
 

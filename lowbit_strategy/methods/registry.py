@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import DENSE, Compressor, Dense
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
@@ -26,6 +28,7 @@ from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, Ter
 from lowbit_strategy.methods.zoo.sidco import SIDCo
 from lowbit_strategy.methods.zoo.signs import EFSignSGD, OneBitSGD, SignSGD
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
+from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
     Conversion,
     Mismatch,
@@ -67,7 +70,40 @@ PRESETS: dict[str, Compressor] = {
 }
 PRESETS = dict(sorted(PRESETS.items()))
 
-_presets = dict(PRESETS)  # and those that others register
+
+@configuration
+class Auto(Compressor):
+    """Chooses during training, and removes itself if it cannot help.
+
+    1. the first steps are the framework's own, and are timed
+    2. LoCo at 4 bits and bfloat16 are tried for a few steps each; under FSDP2 LoCo with coded weights and with exact
+       ones. All candidates together take 20 steps at most
+    3. the fastest is kept if it is certainly faster than the framework's own. Otherwise the hook is removed. The log
+       says why
+    4. when steps take 1.5 times as long as they did, or less than two thirds, it looks again
+
+    Gradients that a candidate has not sent yet are carried over to the next one, and are sent uncompressed before the
+    framework takes over. Local steps are never chosen, because they change the algorithm.
+
+    Args:
+        quality: ``same``: 4 bits and more, whose loss was measured to be that of float32; ``close``: also 2 bits,
+            whose loss was measured to be a little worse. One bit needs `second_moment`, which does not go with a change
+            of compressors.
+
+    Raises:
+        ValueError: `quality` is neither of the two.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    quality: Literal["same", "close"] = "same"
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        """Float32, through the engine's messages: what sends the rest of a candidate's residuals."""
+        return DENSE
+
+
+_presets = {**PRESETS, Auto.name: Auto()}  # and those that others register
 _others: dict[str, str] = {}  # names that are not compressors, and where they belong
 
 

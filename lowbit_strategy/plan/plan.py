@@ -29,8 +29,13 @@ from lowbit_strategy.plan.messages import (
     step_nbytes,
     under_way_nbytes,
 )
-from lowbit_strategy.plan.rounds import anchor_nbytes, round_transfers, share_nbytes
-from lowbit_strategy.plan.squares import square_transfers, squares_nbytes
+from lowbit_strategy.plan.occasional import (
+    anchor_nbytes,
+    round_transfers,
+    share_nbytes,
+    square_transfers,
+    squares_nbytes,
+)
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.topology import Topology
 

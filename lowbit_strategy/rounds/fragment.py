@@ -17,7 +17,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.kernels.reference.sparse import sample_positions
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import local_part, shaped
-from lowbit_strategy.plan.rounds import NUM_FACTS, SAMPLE_NUMEL, buckets_of
+from lowbit_strategy.plan.occasional import NUM_FACTS, SAMPLE_NUMEL, buckets_of
 
 
 class Fragment:

@@ -15,7 +15,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import to_plain
-from lowbit_strategy.plan.rounds import NUM_FACTS, cut_into
+from lowbit_strategy.plan.occasional import NUM_FACTS, cut_into
 from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
 from lowbit_strategy.rounds.fragment import (
     AnchorOptimizer,

@@ -34,7 +34,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import check_positive
-from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync

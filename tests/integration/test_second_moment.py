@@ -19,7 +19,7 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.engine.second_moment import is_due
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.plan.squares import EVERY
+from lowbit_strategy.plan.occasional import EVERY
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, scenarios

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for, threads
+from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for
 from lowbit_strategy.kernels.segments import Feedback, Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
@@ -174,7 +175,7 @@ def call_struct(
 def _run_in_parts(work: Any, kernels: int, call: CallStruct, reach: Extent) -> bool:
     """Call a function of the library for all blocks, by several threads; whether something was not finite."""
     pointer = ctypes.byref(call)
-    parts = threads.run(lambda first, last: work(kernels, pointer, first, last), reach.num_blocks, reach.block_size)
+    parts = native.run(lambda first, last: work(kernels, pointer, first, last), reach.num_blocks, reach.block_size)
     return any(parts)
 
 
@@ -192,7 +193,7 @@ def encode_(
     call, reach = call_struct(x, wire[None], segments, fmt, feedback)
     call.stochastic, call.seed = stochastic, seed & 0xFFFFFFFF
     work, kernels = function("lowbit_encode"), kernels_for(os.environ.get(ISA_OVERRIDE))
-    if reach.numel < 2 * threads.GRAIN:
+    if reach.numel < 2 * native.GRAIN:
         bad = work(kernels, ctypes.byref(call), 0, reach.num_blocks)
     else:
         bad = _run_in_parts(work, kernels, call, reach)
@@ -206,7 +207,7 @@ def decode_sum_(
     call, reach = call_struct(out, wire_WB, segments, fmt)
     call.alpha = alpha
     work, kernels = function("lowbit_decode_sum"), kernels_for(os.environ.get(ISA_OVERRIDE))
-    if reach.numel < 2 * threads.GRAIN:
+    if reach.numel < 2 * native.GRAIN:
         work(kernels, ctypes.byref(call), 0, reach.num_blocks)
     else:
         _run_in_parts(work, kernels, call, reach)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import function, isa, threads
-from lowbit_strategy.kernels.native.threads import run, run_on_elements
+from lowbit_strategy.kernels import native
+from lowbit_strategy.kernels.native import function, isa, run, run_on_elements
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
 
@@ -76,7 +76,7 @@ def select_above(
             indices, values, _ = work(start, stop, None, count)
         return indices[:count], values[:count], not nonfinite.value
 
-    if numel < 2 * threads.GRAIN:
+    if numel < 2 * native.GRAIN:
         return work(0, numel)
     parts = run_on_elements(work, numel)
     indices, values, finite = zip(*parts, strict=True)
@@ -88,7 +88,7 @@ def peaks(tensors: Sequence[Tensor]) -> list[float]:
     for x in tensors:
         work = functools.partial(largest, name, x.data_ptr())
         numel = x.numel()
-        found.append(work(0, numel) if numel < 2 * threads.GRAIN else max(run_on_elements(work, numel)))
+        found.append(work(0, numel) if numel < 2 * native.GRAIN else max(run_on_elements(work, numel)))
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit_strategy.codecs.bounded import Bounded
+from lowbit_strategy.functional import Bounded
 
 
 @given(

@@ -23,7 +23,7 @@ def test_c_writes_the_references_bytes(isa: str, monkeypatch: pytest.MonkeyPatch
     if not native.available() or isa not in native.isas():
         pytest.skip(f"this processor or this build has no {isa}")
     monkeypatch.setenv(native.ISA_OVERRIDE, isa)
-    from lowbit_strategy.kernels.native import dense
+    from lowbit_strategy.kernels.native import blocks as dense
 
     assert check_dense(dense, "cpu") == []
 
@@ -31,9 +31,9 @@ def test_c_writes_the_references_bytes(isa: str, monkeypatch: pytest.MonkeyPatch
 def test_threads_share_the_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.available():
         pytest.skip("the C extension is not built")
-    from lowbit_strategy.kernels.native import dense, threads
+    from lowbit_strategy.kernels.native import blocks as dense
 
-    monkeypatch.setattr(threads, "GRAIN", 1000)
+    monkeypatch.setattr(native, "GRAIN", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

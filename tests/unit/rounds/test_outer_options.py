@@ -21,7 +21,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.launch.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.outer.published import as_outer
-from lowbit_strategy.plan.rounds import cut_into
+from lowbit_strategy.plan.occasional import cut_into
 from lowbit_strategy.register import named
 from recipes.gpt import GPT
 
