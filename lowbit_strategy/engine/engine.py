@@ -44,8 +44,8 @@ class GradientSync:
 
     1. `begin_step`, before each backward pass. In the first one of a step controllers decide, and parameters whose
        method changes are regrouped
-    2. `reduce`, once per bucket: on DDP's worker thread or side stream, or in FSDP2's reduce-scatter stream. It opens
-       a transaction for each parameter (`Transactions`)
+    2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages, which
+       run on DDP's worker thread or side stream, or in FSDP2's reduce-scatter stream
     3. `commit` the parameters that an optimizer has stepped, or `roll_back` those whose gradients were thrown away
     4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 
