@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lowbit_strategy.advisor.cluster import rounded
 from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
-from lowbit_strategy.advisor.inputs import Situation, What, rounded
+from lowbit_strategy.advisor.inputs import Situation, What
 from lowbit_strategy.advisor.workload import Workload, assign, plan_for, topology_for, uncompressed
 from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.advisor import inputs
+from lowbit_strategy.advisor.cluster import ANY_RATE, count, read_bench, rounded
 from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
@@ -62,7 +62,6 @@ def advise(
     with errors_of("advise"):
         number = _number(params, model, hf_config)
         from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
-        from lowbit_strategy.advisor.cluster import read_bench
         from lowbit_strategy.advisor.inputs import find_machine, gather, is_far
 
         measured = None if bench is None else read_bench(bench)
@@ -130,7 +129,7 @@ def _number(params: str | None, model: str | None, hf_config: Path | None) -> fl
         raise ValueError("give one of --params, --model and --hf-config")
     if params is None:
         return None
-    number = inputs.count(params)
+    number = count(params)
     if number > _TOO_MANY:
         raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
     return number
@@ -224,9 +223,7 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
 
 
 def _title(workload: Any) -> str:
-    return (
-        f"{inputs.rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
-    )
+    return f"{rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
 
 
 def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
@@ -253,20 +250,18 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
         table.add_row(
             each.name,
             *row,
-            inputs.rounded(each.between_nbytes / 1e9, 2),
-            f"{inputs.rounded(held / 1e9)}{too_much}",
+            rounded(each.between_nbytes / 1e9, 2),
+            f"{rounded(held / 1e9)}{too_much}",
             *costs,
         )
     return table
 
 
 def _step(time: Any) -> str:
-    return f"{inputs.rounded(time.seconds)} ({inputs.rounded(time.low, 2)}-{inputs.rounded(time.high, 2)})"
+    return f"{rounded(time.seconds)} ({rounded(time.low, 2)}-{rounded(time.high, 2)})"
 
 
 def _pays_to(choice: Any) -> str:
-    from lowbit_strategy.advisor.cluster import ANY_RATE
-
     if not choice.line or not choice.between_nbytes:
         return ""
     if choice.break_even is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lowbit_strategy.advisor import inputs
+from lowbit_strategy.advisor import cluster
 from lowbit_strategy.cli import app
 
 
@@ -151,13 +151,17 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 def test_quantities() -> None:
     assert (
-        inputs.rate("10gbit") == inputs.rate("10 Gbit/s") == inputs.rate("10Gbps") == inputs.rate("1.25GB/s") == 1.25e9
+        cluster.rate("10gbit")
+        == cluster.rate("10 Gbit/s")
+        == cluster.rate("10Gbps")
+        == cluster.rate("1.25GB/s")
+        == 1.25e9
     )
-    assert inputs.rate("1Gb/s") == inputs.rate("1gbps") == inputs.rate("125 MB/s") == 1.25e8
-    assert [inputs.duration(text) for text in ("0.1ms", "100µs")] == pytest.approx([1e-4, 1e-4])
-    assert inputs.size("80GB") == 80e9
-    assert [inputs.rounded(value) for value in (1180.4, 99.96, 0.1234)] == ["1,180", "100", "0.123"]
-    assert inputs.count("7B") == inputs.count("7e9") == 7e9
+    assert cluster.rate("1Gb/s") == cluster.rate("1gbps") == cluster.rate("125 MB/s") == 1.25e8
+    assert [cluster.duration(text) for text in ("0.1ms", "100µs")] == pytest.approx([1e-4, 1e-4])
+    assert cluster.size("80GB") == 80e9
+    assert [cluster.rounded(value) for value in (1180.4, 99.96, 0.1234)] == ["1,180", "100", "0.123"]
+    assert cluster.count("7B") == cluster.count("7e9") == 7e9
 
 
 def test_losses_are_those_that_were_measured() -> None:
