@@ -24,9 +24,8 @@ from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 T = TypeVar("T")
 
 _GRACE_S = 0.05
-_all_gather_single = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # the name that torch 2.13 deprecates
+# the latter is the name that torch 2.13 deprecates
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 # gloo's threads need the GIL to let go of a collective that backward started (PyTorch 2.13). One that asks for it when
 # the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
