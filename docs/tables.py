@@ -29,7 +29,7 @@ from lowbit_strategy.options.configuration import arguments
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]

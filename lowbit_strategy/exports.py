@@ -60,7 +60,7 @@ from lowbit_strategy.methods.zoo.signs import EFSignSGD as EFSignSGD
 from lowbit_strategy.methods.zoo.signs import OneBitSGD as OneBitSGD
 from lowbit_strategy.methods.zoo.signs import SignSGD as SignSGD
 from lowbit_strategy.methods.zoo.threelc import ThreeLC as ThreeLC
-from lowbit_strategy.model.handshake import DivergenceError as DivergenceError
+from lowbit_strategy.model.digest import DivergenceError as DivergenceError
 from lowbit_strategy.ranks.elastic import Elastic as Elastic
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler as ElasticSampler
 from lowbit_strategy.version import __version__ as __version__

@@ -166,7 +166,7 @@ class Training:
         if self.session is not None:
             self.sync = self.session.sync
             if options.get("late") or options.get("count"):
-                self.sync.subscribe(self.buckets, StepPhase.OBSERVE)
+                self.sync.listeners.add(self.buckets, StepPhase.OBSERVE)
             if options.get("controller"):
                 self.driver = adapt(self.sync, options["controller"], LoopClock(self.optimizer, options["steps"]))
         self.host_ms: list[float] = []

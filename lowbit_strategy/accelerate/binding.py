@@ -35,8 +35,7 @@ from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator,
 from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
-from lowbit_strategy.attach.gradient_use import watch_optimizers
-from lowbit_strategy.attach.prepare import PreparedModel, prepare
+from lowbit_strategy.attach.prepare import PreparedModel, prepare, watch_optimizers
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.base import labels
@@ -44,7 +43,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
-from lowbit_strategy.model.handshake import handshake, to_plain
+from lowbit_strategy.model.parameters import handshake, to_plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
 _ATTRIBUTE = "lowbit"

@@ -18,7 +18,7 @@ from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.configuration import positional_configuration
-from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_shard_size
+from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 _NOT_CHOSEN = LoCo()

@@ -12,7 +12,7 @@ from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link, durati
 from lowbit_strategy.advisor.cost import StepTime, step_time
 from lowbit_strategy.options.conversion import did_you_mean
 from lowbit_strategy.plan.plan import StepPlan
-from lowbit_strategy.ranks.topology import FAR_S
+from lowbit_strategy.ranks.groups import FAR_S
 
 Source = Literal["measured", "given", "nominal", "assumed"]
 What = Literal["link", "latency", "inside", "coding", "compute"]

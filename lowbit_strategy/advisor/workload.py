@@ -18,7 +18,7 @@ from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, dd
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 _VOCABULARY = 32_000
 _HEAD = 128  # of attention: the width is a multiple of it, and a layer deep per head

@@ -35,6 +35,7 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Dense
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
     check_held,
@@ -43,9 +44,8 @@ from lowbit_strategy.model.fsdp_sharding import (
     sharded_groups,
     sharded_parameters,
 )
-from lowbit_strategy.model.handshake import ParameterDigest, handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
-from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parameters import canonical_name, handshake
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.membership import Membership

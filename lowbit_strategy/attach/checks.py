@@ -151,7 +151,7 @@ class IfOfAdamsKind(SecondMoment):
             super().correct_(optimizer)
             return
         self._sync.set_second_moment_correction(None)
-        self._sync.unsubscribe(self)
+        self._sync.listeners.remove(self)
         del self._sync.rank_state[self.name]
         if self._sync.ranks.rank == 0:
             inform(

@@ -1,7 +1,4 @@
-"""What becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step.
-
-Every optimizer of ``torch.optim`` tells here that it has stepped, however it was called.
-"""
+"""What becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.checks import NEVER_ATTACHED, check_keeps_weights, check_synchronizes
+from lowbit_strategy.attach.checks import check_keeps_weights, check_synchronizes
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
@@ -266,41 +262,3 @@ class LossScale:
     def forget(self) -> None:
         """The scaler has another scale now."""
         self._is_new = False
-
-
-watching: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that are told of every step
-_unattached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared, and nothing has been attached
-_handles: list[Any] = []  # torch's hook, once per process
-
-
-def watch_optimizers(session: Any) -> None:
-    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
-    _take_over(session.param_ids)
-    watching.add(session)
-
-
-def expect_attachment(module: nn.Module) -> None:
-    """`module` is going to be compressed: an optimizer that steps it before anything is attached is an error."""
-    _take_over(set(map(id, module.parameters())))
-    _unattached.add(module)
-
-
-def _take_over(param_ids: set[int]) -> None:
-    """From whoever had a model with these parameters: another trainer has taken it over, or it is attached now."""
-    if not _handles:
-        _handles.append(register_optimizer_step_post_hook(_on_step))
-    for session in list(watching):
-        if not session.param_ids.isdisjoint(param_ids):
-            watching.discard(session)
-    for module in list(_unattached):
-        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
-            _unattached.discard(module)
-
-
-def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for session in list(watching):
-        session.on_optimizer_step(optimizer)
-    if _unattached:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
-            raise RuntimeError(NEVER_ATTACHED)

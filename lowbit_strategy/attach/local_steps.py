@@ -20,7 +20,7 @@ from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.model.handshake import ParameterDigest
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync

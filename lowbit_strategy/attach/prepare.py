@@ -1,19 +1,26 @@
-"""Before a model is wrapped: its configuration is checked, ranks compare it, and it is fitted to the memory."""
+"""Before a model is wrapped: its configuration is checked, ranks compare it, and it is fitted to the memory.
+
+Every optimizer of ``torch.optim`` tells here that it has stepped, however it was called: a session, once there is one.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.gradient_use import expect_attachment
+from lowbit_strategy.attach.checks import NEVER_ATTACHED
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
@@ -22,14 +29,19 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.registry import Auto, as_compressor
 from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
-from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
+from lowbit_strategy.model.parameters import (
+    describe_parameters,
+    fingerprint,
+    handshake,
+    refuse_sparse_gradients,
+    to_plain,
+    unmatched_patterns,
+)
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.occasional import needs_squares
-from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
+from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, resolve_shard_size
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -101,7 +113,8 @@ def prepare(
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
-    expect_attachment(module)
+    _take_over(set(map(id, module.parameters())))
+    _unattached.add(module)
     return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
 
 
@@ -246,3 +259,35 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
     ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
     room, limit = least.tolist()
     return room, limit
+
+
+watching: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that are told of every step
+_unattached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared; a step before anything is attached is an error
+_handles: list[Any] = []  # torch's hook, once per process
+
+
+def watch_optimizers(session: Any) -> None:
+    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
+    _take_over(session.param_ids)
+    watching.add(session)
+
+
+def _take_over(param_ids: set[int]) -> None:
+    """From whoever had a model with these parameters: another trainer has taken it over, or it is attached now."""
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(_on_step))
+    for session in list(watching):
+        if not session.param_ids.isdisjoint(param_ids):
+            watching.discard(session)
+    for module in list(_unattached):
+        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
+            _unattached.discard(module)
+
+
+def _on_step(optimizer: Optimizer, *_: Any) -> None:
+    for session in list(watching):
+        session.on_optimizer_step(optimizer)
+    if _unattached:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
+            raise RuntimeError(NEVER_ATTACHED)

@@ -14,10 +14,9 @@ from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.model.handshake import fingerprint, to_plain
-from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parameters import canonical_name, fingerprint, to_plain
+from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.membership import Membership
-from lowbit_strategy.ranks.ranks import new_group
 
 _NO_TIMEOUT = timedelta(days=30)
 

@@ -21,8 +21,9 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale, watch_optimizers, watching
+from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale
 from lowbit_strategy.attach.local_steps import LocalSteps
+from lowbit_strategy.attach.prepare import watch_optimizers, watching
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
@@ -31,7 +32,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.handshake import ParameterDigest
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.startup_report import build_report

@@ -38,7 +38,7 @@ from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPo
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import unknown_option
 from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
+from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
 
 
 @configuration
@@ -164,11 +164,26 @@ _FSDP1_REMEDIES = {
 }
 
 
-class _Options:
-    """What both constructors leave behind: ``compressor`` and ``options``."""
+class LowBitStrategy:
+    """What the strategies of both frameworks have: what their constructors leave behind, and the framework's parts.
+
+    Attributes:
+        compressor, options: As chosen.
+    """
 
     compressor: Compressor
     options: SyncOptions
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The ``GradScaler``; None: there is none."""
+        stock: Any = self
+        precision = stock.precision_plugin if hasattr(stock, "precision_plugin") else stock.precision
+        return getattr(precision, "scaler", None)
 
     def _configure(self, compressor: Compressor | str | None, arguments: Mapping[str, Any], *, scatter: bool) -> None:
         """`arguments`: of the constructor, which has one of the same name for each option that it offers."""
@@ -185,7 +200,7 @@ class _Options:
         """All options are valid and stored; nothing has been attached."""
 
 
-class DDPConstructor(_Options):
+class DDPConstructor(LowBitStrategy):
     """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class."""
 
     _ddp_kwargs: dict[str, Any]
@@ -225,7 +240,7 @@ class DDPConstructor(_Options):
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
-class FSDPConstructor(_Options):
+class FSDPConstructor(LowBitStrategy):
     """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class."""
 
     num_nodes: int

@@ -177,12 +177,6 @@ class Codec(ABC):
         """
         return None
 
-    def arenas(self) -> dict[str, Arena]:
-        """State by name. ``residual`` is carried over when the codec changes: floats, or int8
-        with a ``residual_scale``.
-        """
-        return {}
-
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
@@ -270,6 +264,12 @@ class StatefulCodec(BucketCodec):
     """
 
     codec: Codec
+
+    @abstractmethod
+    def arenas(self) -> dict[str, Arena]:
+        """State by name. ``residual`` is carried over when the codec changes: floats, or int8
+        with a ``residual_scale``.
+        """
 
     @property
     def block_size(self) -> int:

@@ -28,7 +28,7 @@ from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.gradients import ReductionPlan
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 
 class Collector:
@@ -47,16 +47,14 @@ class Collector:
         self._complete = True  # the last bucket of the pass has been announced
         self._arrived: dict[Method, list[list[ParamView]]] = {}
 
-    def announce(self, *, last: bool) -> None:
-        """A bucket has been handed in; `last`: the pass has no more."""
-        if self._complete:
-            self.begin_pass()
+    def announce(self, *, first: bool, last: bool) -> None:
+        """A bucket has been handed in: the `first` or the `last` of a pass, at whose beginning nothing is in flight.
+        What an earlier pass that failed has left is forgotten.
+        """
+        if self._complete or first:
+            self._num_announced, self._arrived = 0, {}
         self._num_announced += 1
         self._complete = last
-
-    def begin_pass(self) -> None:
-        """Nothing is in flight: what an earlier pass that failed has left is forgotten."""
-        self._num_announced, self._arrived = 0, {}
 
     def arrive(self, method: Method, views: list[ParamView]) -> None:
         self._arrived.setdefault(method, []).append(views)
@@ -111,7 +109,7 @@ class BucketContext:
         buffers: Memory for messages.
         flags: Overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.
-        collector: Brings the buckets of whole-model methods together.
+        collector: Brings the buckets of whole-model methods together; None: there is no such method.
         notes_overflow: Whether results that are not finite are noted, for a rollback.
     """
 
@@ -123,7 +121,7 @@ class BucketContext:
     buffers: WireBuffers
     flags: StepFlags
     carryover: CarryOver
-    collector: Collector
+    collector: Collector | None
     notes_overflow: bool
 
 
@@ -268,6 +266,7 @@ class Bucket:
     ) -> Stages:
         """Whole-model methods: wait for the last bucket of the pass, which reduces for all."""
         collector = self.context.collector
+        assert collector is not None
         collector.arrive(method, views)
         if not self.layout.last:
             while collector.waits(method):

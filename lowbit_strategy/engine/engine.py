@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -19,16 +20,14 @@ from lowbit_strategy.engine.interfaces import (
     RankState,
     SecondMomentCorrection,
     Stateful,
-    StepListener,
     StepPhase,
 )
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_codes import NodeCodes
-from lowbit_strategy.engine.transactions import ByteCheck, Transactions
+from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
@@ -60,6 +59,7 @@ class GradientSync:
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
+        listeners: Who is called when steps begin and end.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
@@ -91,20 +91,30 @@ class GradientSync:
         self.steps_per_reduction = 1
         self.outer: LocalTraining | None = None
         self.second_moment: SecondMomentCorrection | None = None
-        self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
         self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
-        self.transactions = Transactions(self.state, keeps_all=rollback)
-        self._flags, self._listeners = StepFlags(device), Listeners()
+        self.listeners = Listeners(list)
+        self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
         self._entered: set[BucketLayout] = set()  # in the current backward pass
         self._num_passes = 0  # of the step, with this one
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
-        self.use(compressor)
+        self.state.use(compressor, self.step_index)
+
+    @cached_property  # as what follows: only a step needs it
+    def buffers(self) -> WireBuffers:
+        return WireBuffers(self.device, several=not self.scatter or self.ranks.peers.is_far)
+
+    @cached_property
+    def flags(self) -> StepFlags:
+        return StepFlags(self.device)
+
+    @cached_property
+    def transactions(self) -> Transactions:
+        return Transactions(self.state, keeps_all=self.rollback)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -152,37 +162,29 @@ class GradientSync:
         for comm in (ranks.peers, ranks.world, ranks.intra_node):
             if comm is not None:
                 comm.describe_step = self._describe_step
-        self.byte_check = ByteCheck(ranks.peers)
 
-    def _regroup(self, change: Callable[..., Sequence[MethodStore]], *values: Any) -> None:
-        """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies.
-
-        `change` returns stores that are no longer used.
-        """
-        self._buckets: dict[BucketLayout, Bucket] = {}
+    def _regroup(self, change: Callable[..., None], *values: Any) -> None:
+        """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies."""
+        self._buckets = {}
+        vars(self).pop("_context", None)
         self.transactions.forget()
-        self._replaced += change(*values)
+        change(*values)
+
+    @cached_property
+    def _context(self) -> BucketContext:
         state = self.state
-        self._collects = any(map(attrgetter("whole_model"), state.stores))
-        self._context = BucketContext(
+        return BucketContext(
             specs=state.specs,
             methods={name: assignment.method for name, assignment in state.assignments.items()},
             stores=state.stores,
             comm=self.ranks.peers,
             device=self.device,
             buffers=self.buffers,
-            flags=self._flags,
+            flags=self.flags,
             carryover=state.carryover,
-            collector=Collector(list(state.specs)),
+            collector=Collector(list(state.specs)) if any(map(attrgetter("whole_model"), state.stores)) else None,
             notes_overflow=self.rollback,
         )
-
-    def subscribe(self, listener: StepListener, phase: StepPhase) -> None:
-        """Call `listener` when steps begin and end."""
-        self._listeners.add(listener, phase)
-
-    def unsubscribe(self, listener: StepListener) -> None:
-        self._listeners.remove(listener)
 
     @property
     def in_step(self) -> bool:
@@ -215,16 +217,16 @@ class GradientSync:
         self.num_skipped += self.in_step and self.rollback  # all of a step was rolled back
         self._clear_step()
         self._begun, self.steps_per_reduction, self._step = True, steps_per_reduction, self.step_context()
-        probes = self._listeners.begin_step(StepPhase.DECIDE)
+        probes = self.listeners.begin_step(StepPhase.DECIDE)
         self.follow_phase()
         if loss_scale is not None:
             if self.loss_scale is not None and loss_scale != self.loss_scale:
                 self.state.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
-        self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
-        self._listeners.begin_step(StepPhase.RECORD)
-        self.byte_check.begin_step(checks=all(observer.accounts for observer in self._observers))
+        self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
+        self.listeners.begin_step(StepPhase.RECORD)
+        self.transactions.byte_check.begin_step(self.ranks.peers, checks=all(each.accounts for each in self._observers))
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
@@ -246,10 +248,10 @@ class GradientSync:
 
     def _clear_step(self) -> None:
         self._entered.clear()
-        self.byte_check.expected.clear()
+        self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
         if self.rollback:
-            self._flags.clear()
+            self.flags.clear()
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
@@ -270,15 +272,13 @@ class GradientSync:
             self._num_passes += 1
             if self._num_passes > 1:
                 self._step = self.step_context()
-            if self._collects:
-                self._context.collector.begin_pass()
             self.buffers.reclaim()
+        if self._context.collector is not None:
+            self._context.collector.announce(first=not self._entered, last=layout.last)
         self._entered.add(layout)
-        if self._collects:
-            self._context.collector.announce(last=layout.last)
         self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         bucket.last_step = self.step_index
-        self.byte_check.expected.append(bucket)
+        self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
         if self.transactions.keeps_all or self.transactions.thrown_away:
             stages = self._keeping(self.transactions.to_keep(bucket.names), stages)
@@ -313,14 +313,13 @@ class GradientSync:
                 message of another layout.
         """
         entered, counted = self.in_step, True
-        if self.weights is not None:
-            self.weights.end_step()
-        if self.node_codes is not None:
-            self.node_codes.end_step()
-        self.byte_check.end_step()
+        for part in (self.weights, self.node_codes):
+            if part is not None:
+                part.end_step()
+        self.transactions.byte_check.end_step()
         if entered and self.rollback:
-            counted = not self._flags.overflowed(self.ranks.world)
-        self._flags.raise_if_broken(self.ranks.rank)
+            counted = not self.flags.overflowed(self.ranks.world)
+        self.flags.raise_if_broken(self.ranks.rank)
         if counted:
             self.transactions.commit(stepped)
         else:
@@ -329,11 +328,11 @@ class GradientSync:
         if self.outer is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
             self.step_index += counted
         self._clear_step()
-        self._replaced = []
+        self.state.replaced = []
         oldest = self.step_index - _KEPT_STEPS * self.steps_per_reduction
         self._buckets = {layout: bucket for layout, bucket in self._buckets.items() if bucket.last_step >= oldest}
         if entered:
-            self._listeners.end_step(counted=counted)
+            self.listeners.end_step(counted=counted)
         return counted
 
     def train_locally(self, outer: LocalTraining, *, revocable: bool = False) -> None:
@@ -382,9 +381,9 @@ class GradientSync:
     def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:
         """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights."""
         weights, outer = self.weights, self.outer
-        layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
         known = {name for each in self._expected for name in each.names}
         later = tuple(name for name in reversed(self.specs) if name not in known)
+        layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
         return make_plan(
             list(self.specs.values()),
             self.state.assignments if assignments is None else assignments,

@@ -97,26 +97,23 @@ class StepListener(Protocol):
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
 
 
-class Listeners:
+class Listeners(defaultdict[StepPhase, list[StepListener]]):
     """The listeners of one engine, by phase."""
 
-    def __init__(self) -> None:
-        self._by_phase: dict[StepPhase, list[StepListener]] = defaultdict(list)
-
     def add(self, listener: StepListener, phase: StepPhase) -> None:
-        self._by_phase[phase].append(listener)
+        self[phase].append(listener)
 
     def remove(self, listener: StepListener) -> None:
-        for listeners in self._by_phase.values():
+        for listeners in self.values():
             if listener in listeners:
                 listeners.remove(listener)
 
     def begin_step(self, phase: StepPhase) -> list[BucketObserver]:
         """Returns the observers of the step's buckets."""
-        observers = [listener.begin_step() for listener in self._by_phase[phase]]
+        observers = [listener.begin_step() for listener in self[phase]]
         return [observer for observer in observers if observer is not None]
 
     def end_step(self, *, counted: bool) -> None:
         for phase in _END_ORDER:
-            for listener in list(self._by_phase[phase]):
+            for listener in list(self[phase]):
                 listener.end_step(counted=counted)

@@ -134,6 +134,7 @@ class MethodState:
         assignments: The method of each parameter, and why.
         stores: The state of all parameters that share a method.
         carryover: What a method had not sent yet and the next one does not keep.
+        replaced: Stores that are no longer used, until the step is over: a stream may still read them.
     """
 
     compressor: Compressor
@@ -143,6 +144,8 @@ class MethodState:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
+        self.replaced: list[MethodStore] = []
+        self._members: dict[Method, dict[str, TensorSpec]] = {}  # of each store, in order
         self._topology, self._comm, self._device = ranks.topology, ranks.peers, device
         self._sharded = sharded
         self.specs: dict[str, TensorSpec] = {}
@@ -156,65 +159,63 @@ class MethodState:
 
     # -- methods --------------------------------------------------------------------------------------------------
 
-    def use(self, compressor: Compressor, step_index: int) -> list[MethodStore]:
-        """Give every parameter its method anew; residuals are carried over. Returns as `assign`."""
+    def use(self, compressor: Compressor, step_index: int) -> None:
+        """Give every parameter its method anew; residuals are carried over."""
         compressor.check(list(self.full_specs.values()))
         self.compressor = compressor
         self._phase = compressor.phase(step_index)
-        return self.assign(assign_all(self._phase, list(self.specs.values())))
+        self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def phase_ends_before(self, step_index: int) -> bool:
         """Whether the compressor has another configuration for this step."""
         return self.compressor.phase(step_index) != self._phase
 
-    def follow_phase(self, step_index: int) -> list[MethodStore]:
-        """Regroup for the compressor's configuration for this step. Returns as `assign`."""
+    def follow_phase(self, step_index: int) -> None:
+        """Regroup for the compressor's configuration for this step."""
         self._phase = self.compressor.phase(step_index)
-        return self.assign(assign_all(self._phase, list(self.specs.values())))
+        self.assign(assign_all(self._phase, list(self.specs.values())))
 
-    def extend(self, specs: Iterable[TensorSpec]) -> list[MethodStore]:
-        """Serve more parameters, the same on all ranks; the others keep their state. Returns as `assign`."""
+    def extend(self, specs: Iterable[TensorSpec]) -> None:
+        """Serve more parameters, the same on all ranks; the others keep their state."""
         self._add(specs)
-        return self.assign(assign_all(self._phase, list(self.specs.values())))
+        self.assign(assign_all(self._phase, list(self.specs.values())))
 
-    def forget(self) -> list[MethodStore]:
-        """All state as at the start; methods stay. Returns as `assign`."""
+    def forget(self) -> None:
+        """All state as at the start; methods stay."""
         self.carryover.forget()
-        earlier, self.stores, self.assignments = self.assignments, {}, {}
-        return self.assign(earlier)
+        earlier, self.stores, self.assignments, self._members = self.assignments, {}, {}, {}
+        self.assign(earlier)
 
-    def move(self, ranks: Ranks, afresh: bool = False) -> list[MethodStore]:
+    def move(self, ranks: Ranks, afresh: bool = False) -> None:
         """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
 
-        If its place is the same it stays as it is, unless it is wanted `afresh`. Returns as `assign`.
+        If its place is the same it stays as it is, unless it is wanted `afresh`.
         """
         before, self._comm = self._comm, ranks.peers
         if (before.rank, before.world_size) == (self._comm.rank, self._comm.world_size) and not afresh:
-            return []
+            return
         earlier, old_stores = self.assignments, self.stores
-        self.assignments, self.stores = {}, {}
-        self._make_room(list(old_stores.values()))
+        self.assignments, self.stores, self._members = {}, {}, {}
+        self._set_aside(list(old_stores.values()))
         self.assign(earlier)
         for name, assignment in earlier.items():
             self._take_over(name, old_stores[assignment.method])
-        return list(old_stores.values())
 
-    def assign(self, assignments: Mapping[str, Assignment]) -> list[MethodStore]:
+    def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup, one parameter at a time. What is replaced goes to the host first, where there is a GPU.
 
         1. a store whose parameters stay is kept as it is
         2. a parameter whose method stays, or continues its old one, keeps all state
         3. what another method has not sent yet becomes the residual of the new one; if that keeps none, it is added
            to the next gradient
-
-        Returns:
-            Stores that are no longer used; a stream may still read them.
         """
-        earlier, old_stores = self.assignments, self.stores
-        before, after = self._by_method(earlier), self._by_method(assignments)
-        self.assignments, self.stores = dict(assignments), {}
-        replaced = [store for method, store in old_stores.items() if before.get(method) != after.get(method)]
-        self._make_room(replaced)
+        earlier, old_stores, before = self.assignments, self.stores, self._members
+        after: dict[Method, dict[str, TensorSpec]] = {}
+        for name, assignment in assignments.items():
+            after.setdefault(assignment.method, {})[name] = self.specs[name]
+        self.assignments, self.stores, self._members = dict(assignments), {}, after
+        if before:
+            self._set_aside([store for method, store in old_stores.items() if before[method] != after.get(method)])
         for method, members in after.items():
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
@@ -228,17 +229,10 @@ class MethodState:
                     _copy_where_equal(store.tensors(name), old_stores[old].tensors(name))
                 else:
                     self._take_over(name, old_stores[old])
-        return replaced
 
-    def _by_method(self, assignments: Mapping[str, Assignment]) -> dict[Method, dict[str, TensorSpec]]:
-        """The parameters of each method, in order."""
-        members: dict[Method, dict[str, TensorSpec]] = {}
-        for name, assignment in assignments.items():
-            members.setdefault(assignment.method, {})[name] = self.specs[name]
-        return members
-
-    def _make_room(self, replaced: Sequence[MethodStore]) -> None:
+    def _set_aside(self, replaced: Sequence[MethodStore]) -> None:
         """Old and new state are not to be in a GPU's memory together: each may be as large as the model."""
+        self.replaced += replaced
         if replaced and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # streams of their own may still use it
             for store in replaced:

@@ -154,7 +154,7 @@ class SecondMoment:
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _ParamStats] = {}
         sync.set_second_moment_correction(self)
-        sync.subscribe(self, StepPhase.OBSERVE)
+        sync.listeners.add(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
 
     def name_parameters(self) -> None:
@@ -243,8 +243,8 @@ class SecondMoment:
         yield from inner.run(roots, mean, step, ())
         found = [self._own(view := param.within(roots, mean), view.out).square() for param in inner.params]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
-        self._sync.byte_check.expected.append(inner)
-        self._sync.byte_check.add_untracked(ring_nbytes(numbers, self._comm.world_size))
+        self._sync.transactions.byte_check.expected.append(inner)
+        self._sync.transactions.byte_check.add_untracked(ring_nbytes(numbers, self._comm.world_size))
         yield self._comm.all_reduce(numbers)
         for param, squares, sums in zip(inner.params, found, numbers / self._comm.world_size, strict=True):
             exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]

@@ -28,12 +28,14 @@ class Transactions:
         keeps_all: Any reduction may be thrown away.
 
     Attributes:
+        byte_check: Of the step.
         prepared: Parameters with an open reduction.
         thrown_away: Parameters whose gradients have been thrown away before.
     """
 
     def __init__(self, state: MethodState, *, keeps_all: bool) -> None:
         self.keeps_all = keeps_all
+        self.byte_check = ByteCheck()
         self._state = state
         self.prepared: set[str] = set()
         self.thrown_away: set[str] = set()
@@ -96,21 +98,19 @@ class ByteCheck:
 
     Codecs' messages must be right to the byte. Other methods may pad each parameter to 16 bytes on both hops.
 
-    Args:
-        comm: That the buckets are reduced over.
-
     Attributes:
         expected: The step's buckets, one by one as they come.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    _comm: Comm
+
+    def __init__(self) -> None:
         self.expected: list[Bucket] = []
         self._checks, self._before = False, 0  # a turn may arrive that was in flight when its run was saved
 
-    def begin_step(self, *, checks: bool) -> None:
-        """Call last in `begin_step`. `checks`: only the methods will send in this step."""
-        self._checks, self._before = checks, self._comm.sent_nbytes
+    def begin_step(self, comm: Comm, *, checks: bool) -> None:
+        """Call last in `begin_step`: buckets are reduced over `comm`. `checks`: only the methods will send."""
+        self._comm, self._checks, self._before = comm, checks, comm.sent_nbytes
 
     def add_untracked(self, nbytes: int) -> None:
         """`nbytes` have been sent that belong to no bucket."""

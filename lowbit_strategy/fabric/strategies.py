@@ -19,14 +19,13 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, SyncOptions
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, LowBitStrategy, SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.control.base import Controller, GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import reshard
 from lowbit_strategy.options.configuration import documented_options
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -39,28 +38,18 @@ else:
     DDPStrategy = ModelParallelStrategy = ParallelStrategy = object
 
 
-class LowBitFabricMixin(ParallelStrategy):
+class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
     """Put before a constructor and a Fabric strategy in the bases of a class.
 
     There is one attachment per model that is set up.
     """
 
-    compressor: Compressor
-    options: SyncOptions
     sessions: list[Session]
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
 
     def on_configured(self) -> None:
         self.sessions = []
         self._clipping: ClippingWarning | None = None
         self._optimizers: list[weakref.ref[Any]] = []
-
-    @property
-    def loss_scaler(self) -> Any:
-        return getattr(self.precision, "scaler", None)
 
     def attach(self, session: Session) -> None:
         """Take over a new attachment; it replaces an earlier one of the same module."""

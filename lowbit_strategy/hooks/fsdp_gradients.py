@@ -197,7 +197,6 @@ class CompressedReduceScatter(_ReduceScatter):
         self._layouts = layouts
         self._param_group = param_group
         self._side = side
-        self._clock = clock_of(sync)
 
     def __call__(
         self,
@@ -217,7 +216,7 @@ class CompressedReduceScatter(_ReduceScatter):
         else:
             if self._between is not None:
                 self._between.make_room()
-            with self._clock.waiting():
+            with clock_of(self._sync).waiting():
                 inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=self._between is not None)
                 wait_for_all(inside if self.goes_on else itertools.chain(inside, self._rest))
         self.on_reduced()
@@ -226,7 +225,7 @@ class CompressedReduceScatter(_ReduceScatter):
         """`reduced` is the output of the call before, which is still to be filled."""
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
-        with self._clock.waiting():
+        with clock_of(self._sync).waiting():
             wait_for_all(self._rest)
         if self._between is not None:
             self._between.reduced()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.strategy_options import LowBitStrategy
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
@@ -19,8 +19,7 @@ from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.telemetry.model_control import ModelControl
 
 # While a program runs, the classes of either Lightning namespace.
@@ -44,38 +43,25 @@ _SAME_ON_ALL_RANKS = (
 )
 
 
-class LowBitMixin(ParallelStrategy):
+class LowBitMixin(LowBitStrategy, ParallelStrategy):
     """Put before a constructor and a Lightning strategy in the bases of a class.
 
     The subclass attaches compression in its own set-up and calls `on_attached`.
     """
 
-    compressor: Compressor
-    options: SyncOptions
-    session: Session | None
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
-
-    def on_configured(self) -> None:
-        self.session = None
-        self._session_module: Any = None
-        self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
-        self._has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
-        self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
-        self._resume: tuple[Any, Stamp | None] | None = None
-        self._signals: DeferredSignals | None = None
-        self._validates = contextlib.ExitStack()  # the model has the anchors, where steps are local
+    session: Session | None = None
+    on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine
+    _session_module: Any = None
+    _in_fit = False  # what is attached serves the fit under way, and not only an earlier one
+    _has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
+    _resume: tuple[Any, Stamp | None] | None = None
+    _signals: DeferredSignals | None = None
+    _validates: contextlib.ExitStack | None = None  # the model has the anchors, where steps are local
 
     @property
     def sync(self) -> GradientSync | None:
         """The engine, from set-up of a fit on: methods, state, accounting."""
         return self.session.sync if self.session is not None else None
-
-    @property
-    def loss_scaler(self) -> Any:
-        return getattr(self.precision_plugin, "scaler", None)
 
     @property
     def fitted_trainer(self) -> Any:
@@ -86,8 +72,9 @@ class LowBitMixin(ParallelStrategy):
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
         module, trainer = self.lightning_module, self.fitted_trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
-        while self.on_sync:  # first, so that their state is restored with the rest
-            self.on_sync.pop(0)(session.sync)
+        waiting, self.on_sync = self.on_sync, ()
+        for callback in waiting:  # first, so that their state is restored with the rest
+            callback(session.sync)
         if self.session is not None:
             if self._session_module is module:
                 session.adopt(self.session)
@@ -193,12 +180,14 @@ class LowBitMixin(ParallelStrategy):
         if self.session is not None and self._in_fit:
             if (trainer := self.fitted_trainer) is not None:
                 self._defer_signals(trainer)
+            self._validates = self._validates or contextlib.ExitStack()
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._validates.close()
+        if self._validates is not None:
+            self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Replicas that come and go have different samples, though each has a world of its own."""

@@ -89,7 +89,7 @@ class ControlCallbackMixin(Callback):
                 " lowbit_strategy"
             )
         self._trainer = trainer
-        listeners.append(self._attach)
+        trainer.strategy.on_sync = (*listeners, self._attach)
 
     def _attach(self, sync: GradientSync) -> None:
         """The engine of the coming fit exists; no checkpoint has been loaded into it."""

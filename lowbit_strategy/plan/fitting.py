@@ -17,7 +17,7 @@ from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured

@@ -18,7 +18,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
 

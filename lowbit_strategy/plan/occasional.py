@@ -14,7 +14,7 @@ from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel

@@ -37,7 +37,7 @@ from lowbit_strategy.plan.occasional import (
     squares_nbytes,
 )
 from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
 

@@ -13,7 +13,7 @@ from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,99 +1,200 @@
-"""The ranks that train a model: process groups, communicators, levels and nodes, as one of them sees it."""
+"""The ranks that train a model: their nodes as numbers, found once before training by all of them together, and their
+communicators, as one of them sees them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+import os
+import socket
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.transports import FarComm
-from lowbit_strategy.ranks.topology import Topology, is_far
+from lowbit_strategy.ranks.groups import connected, is_far, new_group
 
-_PREFIX = "lowbit_strategy/"
-_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
+ShardSize = int | Literal["node"]
 
 
-def new_group(
-    members: Sequence[int],
-    parent: dist.ProcessGroup | None,
-    purpose: str,
-    *,
-    timeout: timedelta | None,
-    backend: str | None = None,
-) -> dist.ProcessGroup:
-    """A group of `members`; call on these ranks only.
-
-    ``torch.distributed.new_group`` names groups by how many a rank has made. If some ranks do not call it, the next
-    group of all ranks has two names, and hangs. With ``use_local_synchronization`` it counts a rank's groups, which
-    differ as well. So here:
-
-    1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
-    2. torch makes the group under this name, and counts nothing
-    3. NCCL does not split the world's communicator, for which all ranks would have to call
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks that train a model, as numbers.
 
     Args:
-        members: Global ranks in `parent`, including this one.
-        parent: All its ranks make groups now, which are disjoint; None: the default group.
-        purpose: The same on all ranks of `parent`.
-        timeout: None: torch's default.
-        backend: None: that of the default group.
+        world_size: All of them.
+        node_sizes: Ranks on each node, in rank order. Empty: the ranks of a node do not follow each other. None: not
+            known, which counts as one node.
+        rank: The one that sees them.
+        node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
+            them with all others.
+        far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
+        intra: Bits of the codes that these ranks of a node send each other. None: their sums are exact.
     """
-    parent = c10d._get_default_group() if parent is None else parent
-    counts = _num_made.setdefault(parent, Counter())
-    name = f"{_PREFIX}{parent.group_name}/{purpose}/{counts[purpose]}/{members[0]}"
-    counts[purpose] += 1
-    with _named(name), _without_splitting():
-        made: Any = dist.new_group(list(members), timeout=timeout, backend=backend, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+
+    world_size: int
+    node_sizes: tuple[int, ...] | None = None
+    rank: int = 0
+    node_size: int | None = None
+    far: bool = False
+    intra: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """0 if the ranks of a node do not follow each other."""
+        return 1 if self.node_sizes is None else len(self.node_sizes)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """The same on all nodes; None if it is not."""
+        sizes = self.node_sizes
+        return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the ranks cannot have two levels; None if they can, or nodes are not known."""
+        if self.node_sizes is None:
+            return None
+        if not self.node_sizes:
+            return "ranks of one node do not follow each other"
+        if len(self.node_sizes) == 1:
+            return "all ranks are on one node"
+        if self.ranks_per_node is None:
+            return f"nodes have different numbers of ranks ({_runs(self.node_sizes)})"
+        if self.ranks_per_node == 1:
+            return "every node has one rank"
+        return None
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that together reduce whole parameters."""
+        return self.node_size or 1
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that reduce the same part, including this one."""
+        return self.world_size // (self.node_size or 1)
+
+    def own_parts(self, specs: Iterable[TensorSpec], *, sharded: bool) -> list[TensorSpec]:
+        """What this rank reduces of parameters; `sharded`: FSDP2 shards them over all ranks."""
+        size = self.node_size
+        specs = [replace(spec, sharded=sharded) for spec in specs]
+        return specs if size is None else [spec.part_for(self.rank % size, size, self.num_peers) for spec in specs]
+
+    def num_near(self, members: Collection[int], rank: int) -> int:
+        """How many other `members` are on the node of `rank`."""
+        start = 0
+        for size in self.node_sizes or ():
+            if rank < start + size:
+                return len(set(range(start, start + size)).intersection(members)) - 1
+            start += size
+        return 0
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes, or the ranks of a node do not follow each other."""
+        return self.num_nodes != 1
+
+    def peers_internode_fraction(self) -> float:
+        """Fraction of what this rank sends to all of its peers equally that leaves the node."""
+        return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
+
+    def world_internode_fraction(self) -> float:
+        """The same for all ranks."""
+        return self._leaving(range(self.world_size))
+
+    @property
+    def ring_internode_fraction(self) -> float:
+        """The same in a ring, as in the framework's collectives: one of a node's ranks sends to the next node."""
+        return 1.0 / (self.ranks_per_node or 1) if self.has_nodes else 0.0
+
+    def _leaving(self, members: range) -> float:
+        others = len(members) - 1
+        return (others - self.num_near(members, self.rank)) / others if others else 0.0
 
 
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups."""
-    stock: Any = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        yield
-    finally:
-        c10d._hash_ranks_to_str = stock if _is_ours(stock) else functools.partial(_name_of_other, stock)
+def _runs(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:8])) + (" ..." if len(sizes) > 8 else "")
 
 
-def _is_ours(name_of: Callable[..., str]) -> bool:
-    return isinstance(name_of, functools.partial) and name_of.func is _name_of_other
+def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
+    """The topology of a process group, the same on all its ranks; call on all of them.
+
+    1. a launcher has set LOCAL_WORLD_SIZE on every rank (torchrun, Accelerate): ranks 0 to LOCAL_WORLD_SIZE - 1 are the
+       first node, and so on
+    2. otherwise ranks with one host name share a node
+
+    Raises:
+        RuntimeError: On every rank, if LOCAL_WORLD_SIZE is set on some ranks only, or not the same on all of a node.
+    """
+    world_size = dist.get_world_size(group)
+    everyone = gathered((os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group)
+    declared, names = zip(*everyone, strict=True)
+    whole_world = world_size == dist.get_world_size()
+    if declared.count(None) < world_size and whole_world:
+        return Topology(world_size, _declared_sizes(declared))
+    hosts = [(host, len(list(same))) for host, same in itertools.groupby(names)]
+    consecutive = len({host for host, _ in hosts}) == len(hosts)
+    return Topology(world_size, tuple(length for _, length in hosts) if consecutive else ())
 
 
-def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
-    """The name that torch gives, which counts groups, without those of this package."""
-    names: Any = c10d._world.pg_names
-    own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
-    try:
-        return stock(ranks)
-    finally:
-        names.update(own)
+def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
+    sizes: list[int] = []
+    at = 0
+    while at < len(declared):
+        text = declared[at]
+        size = int(text) if text is not None and text.isdigit() else 0
+        same = declared[at : at + size].count(text)
+        if size < 1 or same < size:
+            end = min(at + size, len(declared))
+            other = next((rank for rank in range(at, end) if declared[rank] != text), at)
+            raise RuntimeError(
+                f"ranks disagree about the topology: rank {at} has LOCAL_WORLD_SIZE={text} and rank {other} has"
+                f" LOCAL_WORLD_SIZE={declared[other]}, with {len(declared)} ranks in all. Launch all in one way,"
+                " so that the ranks of a node follow each other and all know how many they are; or unset the variable"
+                " on all of them, and host names are compared"
+            )
+        sizes.append(size)
+        at += size
+    return tuple(sizes)
 
 
-@contextlib.contextmanager
-def _without_splitting() -> Iterator[None]:
-    """Inside, the default group is bound to no device, so its communicator is not split."""
-    default: Any = c10d._get_default_group()
-    device: torch.device | None = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
+def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
+    """How many ranks shard one model.
+
+    Raises:
+        ValueError: On every rank, if it does not divide the ranks of every node, or is "node" and nodes differ.
+    """
+    if shard_size == "node":
+        if topology.ranks_per_node is None:
+            raise ValueError(
+                'shard_size="node" needs as many ranks on every node, consecutive ones, but'
+                f" {topology.obstacle}: give a number that divides the ranks of all nodes"
+            )
+        return topology.ranks_per_node
+    if not topology.node_sizes or any(size % shard_size for size in topology.node_sizes):
+        sizes = _runs(topology.node_sizes or ()) or "ranks that do not follow each other"
+        raise ValueError(
+            f"shard_size={shard_size} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
+            ' links between nodes. Give a number that does, or "node"'
+        )
+    return shard_size
+
+
+def hybrid_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel`` (1)."""
+    shape = (world_size // shard_size, shard_size, 1)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +306,17 @@ def make_ranks(
         far = topology.num_nodes != 1 and is_far(group)
     far_world = far and size is None
     own_world |= far_world
-    own = [_connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []
+    own = [connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
-        _connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
+        connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
     if size is None:
         return Ranks(world, world, node_sizes=topology.node_sizes, own=tuple(own))
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
     for made in (intra_node, peers):
-        _connected(made, device)
+        connected(made, device)
     return Ranks(
         world=world,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
@@ -224,23 +325,6 @@ def make_ranks(
         own=(*own, intra_node, peers),
         intra=intra,
     )
-
-
-def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """`group`, once all its ranks are connected.
-
-    On CPU a rank that fails right afterwards would break the others' connecting, and their error would hide its own.
-    NCCL connects at a group's first collective, and separately for all-to-all: inside a step several groups would do so
-    at the same time, in an order that differs between ranks.
-    """
-    if device.type == "cpu":
-        dist.barrier(group)
-    else:
-        number_W = torch.zeros(dist.get_world_size(group), device=device)
-        dist.all_reduce(number_W, group=group)
-        dist.all_to_all_single(torch.empty_like(number_W), number_W, group=group)
-        number_W.cpu()
-    return group
 
 
 def _comm(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.model.handshake import differing
+from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.parameters import local_part
 from lowbit_strategy.rounds.fragment import Fragment
 
@@ -61,7 +61,7 @@ class AnchoredModel:
         comm = self._sync.ranks.peers
         before = comm.sent_nbytes
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
-        self._sync.byte_check.add_untracked(comm.sent_nbytes - before)
+        self._sync.transactions.byte_check.add_untracked(comm.sent_nbytes - before)
         self.buffers.take_differing(found, warns=self._sync.ranks.rank == 0)
 
     @contextlib.contextmanager

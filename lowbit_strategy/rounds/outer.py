@@ -14,7 +14,7 @@ from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.model.handshake import to_plain
+from lowbit_strategy.model.parameters import to_plain
 from lowbit_strategy.plan.occasional import NUM_FACTS, cut_into
 from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
 from lowbit_strategy.rounds.fragment import (
@@ -226,7 +226,7 @@ class OuterSync:
         comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
-        self.sync.byte_check.add_untracked(comm.sent_nbytes - before)
+        self.sync.transactions.byte_check.add_untracked(comm.sent_nbytes - before)
         yield pending
 
     def _apply_if_due(self) -> None:

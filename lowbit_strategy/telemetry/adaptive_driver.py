@@ -111,7 +111,7 @@ class AdaptiveDriver:
         self.state = self._initial_state()
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
-        sync.subscribe(self, StepPhase.DECIDE)
+        sync.listeners.add(self, StepPhase.DECIDE)
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             peers = sync.ranks.peers

@@ -140,7 +140,7 @@ class ModelControl:
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
-        sync.subscribe(self, StepPhase.RECORD)
+        sync.listeners.add(self, StepPhase.RECORD)
         _controls[sync] = weakref.ref(self)
 
     @classmethod

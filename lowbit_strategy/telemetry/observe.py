@@ -155,10 +155,10 @@ class Observer:
         self.own_sent_nbytes = 0
         self._observing = False
         self._last_end: float | None = None
-        sync.subscribe(self, StepPhase.OBSERVE)
+        sync.listeners.add(self, StepPhase.OBSERVE)
 
     def detach(self) -> None:
-        self.sync.unsubscribe(self)
+        self.sync.listeners.remove(self)
 
     def begin_step(self) -> Observer | None:
         self._observing = self.wants(self.sync.step_index)

@@ -16,7 +16,7 @@ from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.occasional import few_bits
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weights import kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 _LONGEST_PHASE = 1 << 20
 

@@ -142,7 +142,7 @@ class StepTimes:
     def __init__(self, sync: GradientSync) -> None:
         self._sync, self._clock = sync, clock_of(sync)
         self._num_steps = self._sent_before = 0
-        sync.subscribe(self, StepPhase.RECORD)
+        sync.listeners.add(self, StepPhase.RECORD)
 
     def begin_step(self) -> None:
         """Nothing is looked at."""
@@ -161,7 +161,7 @@ class StepTimes:
             weights = self._sync.weights
             sent += 0 if weights is None else weights.step_nbytes
             inform("lowbit_strategy: %s", step_line(median_step(self._clock.take()), sent, self._sync.plan()))
-            self._sync.unsubscribe(self)
+            self._sync.listeners.remove(self)
 
 
 def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:

@@ -23,7 +23,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh
+from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh
 from lowbit_strategy.telemetry.model_control import ModelControl
 from testing.log import listen
 from testing.processes.node_size import nodes_of

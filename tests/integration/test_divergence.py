@@ -19,7 +19,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.model.handshake import ParameterDigest
+from lowbit_strategy.model.digest import ParameterDigest
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.accelerated import make, prepared
 from testing.training.accelerated import train as train_job

@@ -25,9 +25,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.model.handshake import ParameterDigest
-from lowbit_strategy.ranks.topology import hybrid_mesh
+from lowbit_strategy.ranks.ranks import hybrid_mesh
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.node_size import nodes_of

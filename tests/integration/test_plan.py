@@ -16,7 +16,7 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
-from lowbit_strategy.ranks.topology import hybrid_mesh
+from lowbit_strategy.ranks.ranks import hybrid_mesh
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios

@@ -51,7 +51,7 @@ class Buckets(L.Callback):
     def on_train_start(self, *_: Any) -> None:
         assert self.adaptive.driver is not None
         self.sync = self.adaptive.driver.sync
-        self.sync.subscribe(self, StepPhase.OBSERVE)
+        self.sync.listeners.add(self, StepPhase.OBSERVE)
 
     def on_before_backward(self, *_: Any) -> None:
         self.begun.append(self.sync.has_begun)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit_strategy.codecs.base import Arena, Codec, StateTensors
+from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, row_length
@@ -261,10 +261,14 @@ class CodecPair(Method):
     Args:
         uplink: Of every rank's gradient.
         downlink: Of the mean; None: the same codec.
+
+    Attributes:
+        block_size: What chunks and their state are cut to: whole blocks of both codecs.
     """
 
     uplink: Codec
     downlink: Codec = field(default=None)  # type: ignore[assignment]
+    block_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.downlink is None:
@@ -275,11 +279,7 @@ class CodecPair(Method):
                 "the larger blocks of a pair of codecs must be a multiple of the smaller ones, got"
                 f" {up} on the uplink and {down} on the downlink"
             )
-
-    @property
-    def block_size(self) -> int:
-        """What chunks and their state are cut to: whole blocks of both codecs."""
-        return max(self.uplink.block_size, self.downlink.block_size)
+        object.__setattr__(self, "block_size", max(up, down))
 
     def hops(self, spec: TensorSpec) -> tuple[Codec, ...]:
         """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""
@@ -345,7 +345,7 @@ class CodecStore(MethodStore):
         self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
         arenas: list[Tensor] = []
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
-            for key, arena in codec.arenas().items():
+            for key, arena in (codec.arenas() if isinstance(codec, StatefulCodec) else {}).items():
                 num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
                 unit = codec.block_size if arena.per_block else 1
                 values = torch.zeros(end * num_chunks // unit, dtype=arena.dtype, device=device)

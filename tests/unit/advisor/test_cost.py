@@ -21,7 +21,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 SLOW = Link(0.01, 1e9 / 8)
 

@@ -59,12 +59,12 @@ def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterat
     sync = engine(compressor, SPECS, scatter=scatter)
     for step in range(steps):
         recorder = Recorder(traces=True)
-        sync.subscribe(recorder, StepPhase.OBSERVE)
+        sync.listeners.add(recorder, StepPhase.OBSERVE)
         grads = gradients(step, SPECS)
         residuals = {name: sync.state.residual(name) for name in grads}
         residuals = {name: torch.zeros_like(grads[name]) if r is None else r.clone() for name, r in residuals.items()}
         means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
-        sync.unsubscribe(recorder)
+        sync.listeners.remove(recorder)
         yield recorder, {name: (grads[name], residuals[name], means[name]) for name in grads}
 
 
@@ -102,17 +102,17 @@ def test_what_waits_in_idle_blocks_is_not_to_be_sent(compressor: Compressor, idl
         grad.view(-1)[kept] = grads["a"].view(-1)[kept]
         residual, recorder = sync.state.residual("a"), Compensated(traces=False)
         assert residual is not None
-        sync.subscribe(recorder, StepPhase.OBSERVE)
+        sync.listeners.add(recorder, StepPhase.OBSERVE)
         active = (grad.view(-1, idle) != 0).any(1).repeat_interleave(idle)
         wanted = torch.where(active, grad.view(-1) + residual.view(-1), 0.0)
         reduce_step(sync, {"a": grad.clone()})
-        sync.unsubscribe(recorder)
+        sync.listeners.remove(recorder)
         assert torch.equal(recorder.found["a"], wanted)
 
 
 def test_observing_changes_no_bit() -> None:
     plain, watched = engine(MIXED, SPECS), engine(MIXED, SPECS)
-    watched.subscribe(Recorder(traces=True), StepPhase.OBSERVE)
+    watched.listeners.add(Recorder(traces=True), StepPhase.OBSERVE)
     for step in range(3):
         wanted, found = (reduce_step(sync, gradients(step, SPECS)) for sync in (plain, watched))
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
@@ -124,8 +124,8 @@ def test_observing_changes_no_bit() -> None:
 def test_the_innermost_observer_measures_the_methods_alone() -> None:
     log: list[str] = []
     sync = engine(EXACT, SPECS)
-    sync.subscribe(Recorder(traces=False, log=log, name="probe"), StepPhase.DECIDE)
-    sync.subscribe(Recorder(traces=False, log=log, name="monitor"), StepPhase.OBSERVE)
+    sync.listeners.add(Recorder(traces=False, log=log, name="probe"), StepPhase.DECIDE)
+    sync.listeners.add(Recorder(traces=False, log=log, name="monitor"), StepPhase.OBSERVE)
     reduce_step(sync, gradients(0, SPECS))
     assert log == [
         "before probe",
@@ -141,7 +141,7 @@ def test_a_leftover_residual_is_added_before_anyone_reduces() -> None:
     sync = engine(Dense(), SPECS)
     sync.state.carryover.keep("b", torch.full((1200,), 2.0))
     recorder = Recorder(traces=True)
-    sync.subscribe(recorder, StepPhase.OBSERVE)
+    sync.listeners.add(recorder, StepPhase.OBSERVE)
     grads = gradients(0, SPECS)
     means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     torch.testing.assert_close(means["b"], grads["b"] + 2.0)

@@ -49,7 +49,7 @@ def test_a_step_begins_with_decisions_and_ends_with_measurements() -> None:
     log: list[str] = []
     sync = engine(EXACT)
     for name, phase in (("record", StepPhase.RECORD), ("monitor", StepPhase.OBSERVE), ("control", StepPhase.DECIDE)):
-        sync.subscribe(Log(name, log), phase)
+        sync.listeners.add(Log(name, log), phase)
     reduce_step(sync, gradients(0))
     order = ["control", "monitor", "record"], ["monitor", "control", "record"]
     assert log == [f"{name} begins" for name in order[0]] + [f"{name} ends True" for name in order[1]]
@@ -58,7 +58,7 @@ def test_a_step_begins_with_decisions_and_ends_with_measurements() -> None:
 def test_a_step_begins_once_whoever_begins_it() -> None:
     log: list[str] = []
     sync = engine(EXACT)
-    sync.subscribe(Log("control", log), StepPhase.DECIDE)
+    sync.listeners.add(Log("control", log), StepPhase.DECIDE)
     sync.begin_step()
     sync.begin_step()
     reduce_step(sync, gradients(0), end=False)
@@ -71,15 +71,15 @@ def test_a_step_begins_once_whoever_begins_it() -> None:
 def test_listeners_that_leave_are_called_no_more() -> None:
     log: list[str] = []
     sync, listener = engine(EXACT), Log("control", log)
-    sync.subscribe(listener, StepPhase.DECIDE)
-    sync.unsubscribe(listener)
+    sync.listeners.add(listener, StepPhase.DECIDE)
+    sync.listeners.remove(listener)
     reduce_step(sync, gradients(0))
     assert log == []
 
 
 def test_a_decision_is_in_force_in_the_step_that_it_begins() -> None:
     sync = engine(EXACT)
-    sync.subscribe(Log("control", [], lambda: sync.use(Dense())), StepPhase.DECIDE)
+    sync.listeners.add(Log("control", [], lambda: sync.use(Dense())), StepPhase.DECIDE)
     grads = gradients(0)
     means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     assert all(torch.equal(means[name], grads[name]) for name in grads)
@@ -130,7 +130,7 @@ def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
     log: list[str] = []
     sync = engine(EXACT, rollback=True)
     reduce_step(sync, gradients(0))
-    sync.subscribe(Log("monitor", log), StepPhase.OBSERVE)
+    sync.listeners.add(Log("monitor", log), StepPhase.OBSERVE)
     before = [tensor.clone() for tensor in sync.state.all_tensors()]
     bad = gradients(1)
     bad["bias"][3] = torch.inf

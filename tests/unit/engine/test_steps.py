@@ -44,7 +44,7 @@ def test_beginning_twice_is_beginning_once() -> None:
         def end_step(self, *, counted: bool) -> None:
             calls.append("end")
 
-    sync.subscribe(Listener(), StepPhase.RECORD)
+    sync.listeners.add(Listener(), StepPhase.RECORD)
     sync.begin_step()
     sync.begin_step()
     reduce_step(sync, gradients(0))
@@ -65,7 +65,7 @@ def test_listeners_are_called_by_phase() -> None:
         return Listener()
 
     for phase in (StepPhase.RECORD, StepPhase.OBSERVE, StepPhase.DECIDE):
-        sync.subscribe(listener(phase.name), phase)
+        sync.listeners.add(listener(phase.name), phase)
     reduce_step(sync, gradients(0))
     assert calls == [
         *("DECIDE begins", "OBSERVE begins", "RECORD begins"),

@@ -15,7 +15,7 @@ from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_o
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 GPU = 80 * 10**9
 

@@ -19,8 +19,7 @@ from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.ranks.ranks import Ranks, Topology
 from lowbit_strategy.rounds.outer import OuterSync
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
 from testing.worlds.single import engine

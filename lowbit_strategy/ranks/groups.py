@@ -1,0 +1,150 @@
+"""Process groups of some ranks, whether they are connected, and whether their links are long."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from lowbit_strategy.collectives.comm import gathered
+
+FAR_S = 5e-3  # shortest round trip of ranks that are far apart: between hosts of one site it is below 1 ms
+_TRIES = 5  # of each measurement
+_TIMES = 2  # measured before ranks count as far apart: a machine may be busy for a while
+_PREFIX = "lowbit_strategy/"
+_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
+
+
+def new_group(
+    members: Sequence[int],
+    parent: dist.ProcessGroup | None,
+    purpose: str,
+    *,
+    timeout: timedelta | None,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """A group of `members`; call on these ranks only.
+
+    ``torch.distributed.new_group`` names groups by how many a rank has made. If some ranks do not call it, the next
+    group of all ranks has two names, and hangs. With ``use_local_synchronization`` it counts a rank's groups, which
+    differ as well. So here:
+
+    1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
+    2. torch makes the group under this name, and counts nothing
+    3. NCCL does not split the world's communicator, for which all ranks would have to call
+
+    Args:
+        members: Global ranks in `parent`, including this one.
+        parent: All its ranks make groups now, which are disjoint; None: the default group.
+        purpose: The same on all ranks of `parent`.
+        timeout: None: torch's default.
+        backend: None: that of the default group.
+    """
+    parent = c10d._get_default_group() if parent is None else parent
+    counts = _num_made.setdefault(parent, Counter())
+    name = f"{_PREFIX}{parent.group_name}/{purpose}/{counts[purpose]}/{members[0]}"
+    counts[purpose] += 1
+    with _named(name), _without_splitting():
+        made: Any = dist.new_group(list(members), timeout=timeout, backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups."""
+    stock: Any = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = stock if _is_ours(stock) else functools.partial(_name_of_other, stock)
+
+
+def _is_ours(name_of: Callable[..., str]) -> bool:
+    return isinstance(name_of, functools.partial) and name_of.func is _name_of_other
+
+
+def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
+    """The name that torch gives, which counts groups, without those of this package."""
+    names: Any = c10d._world.pg_names
+    own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
+    try:
+        return stock(ranks)
+    finally:
+        names.update(own)
+
+
+@contextlib.contextmanager
+def _without_splitting() -> Iterator[None]:
+    """Inside, the default group is bound to no device, so its communicator is not split."""
+    default: Any = c10d._get_default_group()
+    device: torch.device | None = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """`group`, once all its ranks are connected.
+
+    On CPU a rank that fails right afterwards would break the others' connecting, and their error would hide its own.
+    NCCL connects at a group's first collective, and separately for all-to-all: inside a step several groups would do so
+    at the same time, in an order that differs between ranks.
+    """
+    if device.type == "cpu":
+        dist.barrier(group)
+    else:
+        number_W = torch.zeros(dist.get_world_size(group), device=device)
+        dist.all_reduce(number_W, group=group)
+        dist.all_to_all_single(torch.empty_like(number_W), number_W, group=group)
+        number_W.cpu()
+    return group
+
+
+def is_far(group: dist.ProcessGroup | None) -> bool:
+    """Whether a round trip takes at least `FAR_S`; call on all ranks, which get the same answer.
+
+    With several sites every rank is far from some other, so all wait for a long round trip. The fastest of several
+    tries on the fastest rank counts: a busy host is not far. Ranks that share a network's interfaces never are.
+    """
+    if len(set(gathered(_network(), group))) == 1:
+        return False
+    return all(_round_trip_s(group) >= FAR_S for _ in range(_TIMES))
+
+
+def _network() -> str:
+    """The host and, if the system has them, the network namespace of this process."""
+    namespace = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+
+
+def _round_trip_s(group: dist.ProcessGroup | None) -> float:
+    """The shortest one, the same on all ranks."""
+    world_size = dist.get_world_size(group)
+    shortest = float("inf")
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        _exchange(torch.zeros(world_size, dtype=torch.float64), group)
+        shortest = min(shortest, time.perf_counter() - start)
+    return float(_exchange(torch.full((world_size,), shortest, dtype=torch.float64), group).min())
+
+
+def _exchange(x_W: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """One element to each rank."""
+    out_W = torch.empty_like(x_W)
+    dist.all_to_all_single(out_W, x_W, group=group)
+    return out_W
