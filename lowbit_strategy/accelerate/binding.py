@@ -145,7 +145,7 @@ class Binding:
     @property
     def writes_checkpoints(self) -> bool:
         """Of replicas that come and go the lowest one writes checkpoints."""
-        return self.replica is None or self.replica.leads
+        return all(session.replica is None or session.replica.leads for session in self.sessions)
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""

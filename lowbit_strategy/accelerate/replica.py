@@ -35,11 +35,6 @@ class ReplicaBinding:
         self._batch_size = 1
         self.on_healed: Callable[[int], Any] = _log_steps
 
-    @property
-    def leads(self) -> bool:
-        """Whether this replica is the lowest one, which writes checkpoints."""
-        return all(session.replica is None or session.replica.leads for session in self._sessions())
-
     def with_own_samples(self, loader: Any) -> Any:
         """Instead of a loader that is about to be prepared: if it shuffles, replicas get different samples.
 

@@ -35,7 +35,7 @@ from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
-from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.configuration import configuration, documented_options
 from lowbit_strategy.options.conversion import unknown_option
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
@@ -200,8 +200,15 @@ class LowBitStrategy:
         """All options are valid and stored; nothing has been attached."""
 
 
+@documented_options(SyncOptions)
 class DDPConstructor(LowBitStrategy):
-    """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class."""
+    """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for the framework's ``DDPStrategy``, without its hooks.
+    """
 
     _ddp_kwargs: dict[str, Any]
 
@@ -240,8 +247,23 @@ class DDPConstructor(LowBitStrategy):
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
+@documented_options(SyncOptions)
 class FSDPConstructor(LowBitStrategy):
-    """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class."""
+    """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
+        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        mp_policy: FSDP2's types. None: as the framework's ``precision`` says. With ``bf16-mixed`` weights are
+            gathered, and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced
+            in float32; batch norms keep the parameters' type.
+        accumulate: Over several micro-batches. ``local``: unsharded gradients are kept on every rank until the last
+            one, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock strategy does,
+            which keeps none and sends that many times the bytes.
+        save_distributed_checkpoint: True: a folder of shards; False: one full file.
+        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+    """
 
     num_nodes: int
     num_processes: int

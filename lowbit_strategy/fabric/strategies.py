@@ -19,7 +19,7 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, LowBitStrategy, SyncOptions
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
@@ -132,14 +132,12 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 
 
-@documented_options(SyncOptions)
+@documented_options(DDPConstructor)
 class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization. With one rank nothing is compressed.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
-        kwargs: As for Fabric's ``DDPStrategy``.
+        @DDPConstructor: compressor and the others; what they do is filled in from there.
 
     Raises:
         TypeError: An option is unknown.
@@ -171,16 +169,12 @@ class _ReducesAlways:
                 session.weights_unchanged()
 
 
-@documented_options(SyncOptions)
+@documented_options(FSDPConstructor)
 class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
-        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
-        save_distributed_checkpoint: True: a folder of shards; False: one full file.
-        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+        @FSDPConstructor: compressor and the others; what they do is filled in from there.
 
     Raises:
         TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).

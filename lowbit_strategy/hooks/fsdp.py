@@ -19,7 +19,6 @@ from lowbit_strategy.hooks.fsdp_gradients import (
     CompressedReduceScatter,
     HybridReduction,
     OverlappedReducer,
-    ShardLayouts,
 )
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods.weights import Exact, WeightCoding
@@ -190,40 +189,40 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
     found = _sharded_modules(module, sync, names)
     two_levels = sync.scatter and sync.ranks.intra_node is not None and side is None
     between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
-    for child, group in found:
+    for each in found:
+        child, group = each.module, each.param_group
         own = {id(param): names[id(param.sharded_param)] for param in group.fsdp_params}
-        layouts = ShardLayouts(group, own, sync)
         if sync.scatter:
-            reduce_scatter = CompressedReduceScatter(sync, layouts, group, side, between)
+            reduce_scatter = CompressedReduceScatter(group, own, sync, side, between)
             child.set_custom_reduce_scatter(reduce_scatter)
             if reduce_scatter.goes_on:
                 child.set_all_reduce_hook(reduce_scatter.between_nodes, stream=between and between.stream)
             continue
-        reduction = HybridReduction(sync, layouts, group, side)
+        reduction = HybridReduction(group, own, sync, side)
         child.set_custom_reduce_scatter(reduction)
         child.set_gradient_divide_factor(1.0)
         if not sync.ranks.alone:
             assert side is not None
             child.set_all_reduce_hook(reduction.all_reduce, stream=side.stream)
-    sync.expect(_reduced([group for _, group in found], names))
+    sync.expect(_reduced(found, names))
     install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 
 
-def _reduced(groups: Sequence[Any], names: Mapping[int, str]) -> list[ParamGroup]:
+def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:
     """What each module reduces, the last module first."""
     found = []
-    for group in reversed(groups):
+    for group in [each.param_group for each in reversed(groups)]:
         own = [names[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
         if own:
             found.append(ParamGroup(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))
     return found
 
 
-def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[tuple[Any, Any]]:
-    """Modules with their parameter groups, prepared for communication of our own."""
-    found: list[tuple[Any, Any]] = []
+def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[ShardedGroup]:
+    """What FSDP2 shards, prepared for communication of our own."""
+    found = sharded_groups(module)
     sharded: set[int] = set()
-    for each in sharded_groups(module):
+    for each in found:
         group, child = each.param_group, each.module
         sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
@@ -232,7 +231,6 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
                 raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
         child.set_force_sum_reduction_for_comms(True)
         reduce_unused(child, group)
-        found.append((child, group))
     if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
         if _holder_is_sharded(module, left[0]):

@@ -85,21 +85,29 @@ class OverlappedReducer:
         return self._worker is None or self._worker.close()
 
 
-class ShardLayouts:
-    """Of one FSDP2 parameter group, for each set of parameters that are trained together: one rank's part of the
-    gradients has shards of the parameters, one after the other.
+class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """The custom communication of one FSDP2 parameter group.
+
+    For each set of parameters that are trained together it has a layout: one rank's part of the gradients has shards of
+    the parameters, one after the other.
 
     Args:
         param_group: The module's.
         names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters that this rank has no part of are left out.
+        side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+
+    Attributes:
+        on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    def __init__(self, param_group: Any, names: Mapping[int, str], sync: GradientSync) -> None:
-        self._param_group = param_group
-        self._names = names
-        self._sync = sync
+    on_reduced: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self, param_group: Any, names: Mapping[int, str], sync: GradientSync, side: OverlappedReducer | None
+    ) -> None:
+        self._param_group, self._names, self._sync, self._side = param_group, names, sync, side
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
 
     def layout_for(self, numel: int) -> BucketLayout:
@@ -133,16 +141,6 @@ class ShardLayouts:
         return BucketLayout(tuple(entries), alone=True, key=names), at
 
 
-class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """The custom communication of one FSDP2 parameter group.
-
-    Attributes:
-        on_reduced: Called on all ranks when the group's gradients have been reduced.
-    """
-
-    on_reduced: Callable[[], None] = staticmethod(lambda: None)
-
-
 class BetweenNodes:
     """CUDA: the stream in which a module is reduced between the nodes, while the next one is inside its node.
 
@@ -172,10 +170,7 @@ class CompressedReduceScatter(_ReduceScatter):
     gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
-        sync: The engine.
-        layouts: Of the parameter group.
-        param_group: The module's.
-        side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+        param_group, names, sync, side: As for `_ReduceScatter`.
         between: On CUDA where there are two levels.
 
     Attributes:
@@ -184,19 +179,16 @@ class CompressedReduceScatter(_ReduceScatter):
 
     def __init__(
         self,
-        sync: GradientSync,
-        layouts: ShardLayouts,
         param_group: Any,
+        names: Mapping[int, str],
+        sync: GradientSync,
         side: OverlappedReducer | None,
         between: BetweenNodes | None = None,
     ) -> None:
+        super().__init__(param_group, names, sync, side)
         self.goes_on = side is None and sync.ranks.intra_node is not None and param_group._all_reduce_hook is None
         self._between = between
         self._rest: Stages = iter(())
-        self._sync = sync
-        self._layouts = layouts
-        self._param_group = param_group
-        self._side = side
 
     def __call__(
         self,
@@ -210,7 +202,7 @@ class CompressedReduceScatter(_ReduceScatter):
             raise RuntimeError(
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
-        layout, sync = self._layouts.layout_for(output_tensor.numel()), self._sync
+        layout, sync = self.layout_for(output_tensor.numel()), self._sync
         if self._side is not None:
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         else:
@@ -257,23 +249,10 @@ class HybridReduction(_ReduceScatter):
 
     FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
     After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
-    are added to those of the next one that is reduced.
-
-    Args:
-        sync: The engine.
-        layouts: Of the parameter group.
-        param_group: The module's.
-        side: Where shards are reduced meanwhile; None: there is one replica.
+    are added to those of the next one that is reduced. Without a `side` there is one replica.
     """
 
-    def __init__(
-        self, sync: GradientSync, layouts: ShardLayouts, param_group: Any, side: OverlappedReducer | None
-    ) -> None:
-        self._sync = sync
-        self._layouts = layouts
-        self._param_group = param_group
-        self._side = side
-        self._kept: Tensor | None = None  # of micro-batches that were not reduced
+    _kept: Tensor | None = None  # of micro-batches that were not reduced
 
     def __call__(
         self,
@@ -290,7 +269,7 @@ class HybridReduction(_ReduceScatter):
             x_WGN = input_tensor.view(inside.world_size, 1, -1)
             wait_for_all(sum_rows(x_WGN, mean_GN, inside, alpha=1.0 / inside.world_size))
         else:
-            layout = self._layouts.layout_for(output_tensor.numel())
+            layout = self.layout_for(output_tensor.numel())
             assert isinstance(layout.key, tuple)  # the names of all parameters
             wait_for_all(codes.mean_of_rows(layout, layout.key, input_tensor, mean_GN))
         self.on_reduced()
@@ -308,7 +287,7 @@ class HybridReduction(_ReduceScatter):
             reduced.zero_()
             return
         assert self._side is not None
-        layout = self._layouts.layout_for(reduced.numel())
+        layout = self.layout_for(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()
         blocking = is_read_at_once(self._param_group, reduced)

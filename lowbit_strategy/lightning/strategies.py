@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, SyncOptions
+from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
@@ -24,13 +24,12 @@ from lowbit_strategy.options.configuration import documented_options
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
-@documented_options(SyncOptions)
+@documented_options(DDPConstructor)
 class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        @DDPConstructor: compressor and the others; what they do is filled in from there.
         kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
             ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
             ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
@@ -88,7 +87,7 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         exception.args = ("\n".join([advice, *map(str, exception.args)]),)
 
 
-@documented_options(SyncOptions)
+@documented_options(FSDPConstructor)
 class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
@@ -97,18 +96,9 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
-        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
-        mp_policy: FSDP2's types. None: as the trainer's ``precision`` says. With ``bf16-mixed`` weights are gathered,
-            and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced in
-            float32; batch norms keep the parameters' type.
-        accumulate: With ``accumulate_grad_batches``. ``local``: unsharded gradients are kept on every rank until the
-            last micro-batch, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock
-            strategy does, which keeps none and sends that many times the bytes.
+        @FSDPConstructor: compressor and the others; what they do is filled in from there.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
-        process_group_backend, timeout: As for ``ModelParallelStrategy``.
 
     Raises:
         TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).

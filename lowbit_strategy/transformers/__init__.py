@@ -97,7 +97,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
         wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
     if binding is not None and binding.replica is not None:
-        join_in(trainer)
+        trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
+        wrap_method(trainer, "_save_checkpoint", functools.partial(_save_if_lowest, trainer))
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
         return  # bound for a lowbit_config section, in whose place the script puts a plugin of its own
     callback = ResidualCallback(trainer)
@@ -109,7 +110,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
-            follow(trainer, current)
+            if current.replica is not None:
+                current.replica.on_healed = functools.partial(_catch_up, trainer)
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)
@@ -202,21 +204,9 @@ def _marks(state: TrainerState) -> dict[str, Any]:
     return marks
 
 
-def join_in(trainer: Trainer) -> None:
-    """Once, before training: it follows the others' steps, and only the lowest replica writes checkpoints."""
-    trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
-
-    def save_if_lowest(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
-            save(*args, **kwargs)
-
-    wrap_method(trainer, "_save_checkpoint", save_if_lowest)
-
-
-def follow(trainer: Trainer, binding: Binding) -> None:
-    """Training begins, and the others are about to be met."""
-    if binding.replica is not None:
-        binding.replica.on_healed = functools.partial(_catch_up, trainer)
+def _save_if_lowest(trainer: Trainer, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
+        save(*args, **kwargs)
 
 
 def _catch_up(trainer: Trainer, steps: int) -> None:
