@@ -34,7 +34,6 @@ from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Dense
 from lowbit_strategy.methods.registry import Auto
-from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
@@ -98,7 +97,7 @@ def attach_ddp(
     own_world = device.type == "cpu" or rule is not None
     size, far, intra = prepared.node_size, options.far_links, options.intra
     ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far, intra=intra)
-    prepared = fit_to_memory(prepared, None, ranks, device)
+    prepared = fit_to_memory(prepared, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
@@ -143,7 +142,7 @@ def attach_replica(
     device = _device_of(module) if device is None else device
     membership = membership_of(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
-    prepared = fit_to_memory(prepared, None, ranks, device)
+    prepared = fit_to_memory(prepared, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     return _session(module, prepared, sync, group, ddp=ddp, membership=membership)
 
@@ -209,12 +208,11 @@ def attach_fsdp(
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
     else:
         check_process_groups(groups, group, replicated=False)
-    coding = weight_coding(prepared)
-    prepared = fit_to_memory(prepared, coding, ranks, device, module)
+    prepared = fit_to_memory(prepared, ranks, device, module)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, groups, sync, side)
-    wiring.take(prepared.options.weights or coding)  # what cannot be served is refused now
+    wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
         wiring.give_back()
@@ -284,12 +282,6 @@ def _session(
 def _is_to_choose(prepared: PreparedModel, ranks: Ranks) -> bool:
     """Whether `Auto` has something to choose."""
     return isinstance(prepared.compressor, Auto) and not ranks.alone
-
-
-def weight_coding(prepared: PreparedModel) -> WeightCoding:
-    """How weights are coded. Unless chosen: exactly under HSDP, where they stay inside a node with fast links."""
-    unchosen = Exact() if prepared.shard_size is not None else default_weights(prepared.compressor)
-    return prepared.options.weights or unchosen
 
 
 def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:

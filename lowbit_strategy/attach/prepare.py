@@ -28,7 +28,7 @@ from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.registry import Auto, as_compressor
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.parameters import (
     describe_parameters,
     fingerprint,
@@ -69,6 +69,14 @@ class PreparedModel:
         if self.shard_size is not None or one_level or self.topology.obstacle is not None:
             return None
         return self.topology.ranks_per_node
+
+    @property
+    def weights(self) -> WeightCoding | None:
+        """How FSDP2's travel. Unless chosen: exactly under HSDP, where they stay inside a node with fast links."""
+        if not self.scatter:
+            return None
+        unchosen = Exact() if self.shard_size is not None else default_weights(self.compressor)
+        return self.options.weights or unchosen
 
     @property
     def exchanges_squares(self) -> bool:
@@ -188,17 +196,12 @@ def settings_of(options: SyncOptions) -> dict[str, object]:
 
 
 def fit_to_memory(
-    prepared: PreparedModel,
-    weights: WeightCoding | None,
-    ranks: Ranks,
-    device: torch.device,
-    sharded: nn.Module | None = None,
+    prepared: PreparedModel, ranks: Ranks, device: torch.device, sharded: nn.Module | None = None
 ) -> PreparedModel:
     """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
 
     Args:
         prepared: As asked for.
-        weights: How FSDP2's weights travel.
         ranks: That train the model.
         device: Of gradients.
         sharded: The model under FSDP2.
@@ -219,7 +222,7 @@ def fit_to_memory(
         modules={} if sharded is None else module_layouts(sharded),
         squares=prepared.exchanges_squares,
     )
-    options = prepared.options
+    options, weights = prepared.options, prepared.weights
     may = {"may_recode": options.weights is None, "may_uncorrect": options.second_moment is None}
     found = list(memory_options(prepared.compressor, weights, setup, **may))
     chosen = choose(found, room, limit)

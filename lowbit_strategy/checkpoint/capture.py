@@ -57,7 +57,7 @@ def check_last_step(sync: GradientSync) -> None:
     Raises:
         RuntimeError: A rank has sent a message of another layout in one of the last steps.
     """
-    sync.flags.raise_if_broken(sync.ranks.rank, waits=True)
+    sync.transactions.flags.raise_if_broken(sync.ranks.rank, waits=True)
     for part in (sync.node_codes, sync.weights):
         if part is not None:
             part.flags.raise_if_broken(sync.ranks.rank, waits=True)

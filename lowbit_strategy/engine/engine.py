@@ -109,12 +109,8 @@ class GradientSync:
         return WireBuffers(self.device, several=not self.scatter or self.ranks.peers.is_far)
 
     @cached_property
-    def flags(self) -> StepFlags:
-        return StepFlags(self.device)
-
-    @cached_property
     def transactions(self) -> Transactions:
-        return Transactions(self.state, keeps_all=self.rollback)
+        return Transactions(self.state, StepFlags(self.device), keeps_all=self.rollback)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -180,7 +176,7 @@ class GradientSync:
             comm=self.ranks.peers,
             device=self.device,
             buffers=self.buffers,
-            flags=self.flags,
+            flags=self.transactions.flags,
             carryover=state.carryover,
             collector=Collector(list(state.specs)) if any(map(attrgetter("whole_model"), state.stores)) else None,
             notes_overflow=self.rollback,
@@ -251,7 +247,7 @@ class GradientSync:
         self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
         if self.rollback:
-            self.flags.clear()
+            self.transactions.flags.clear()
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
@@ -318,8 +314,8 @@ class GradientSync:
                 part.end_step()
         self.transactions.byte_check.end_step()
         if entered and self.rollback:
-            counted = not self.flags.overflowed(self.ranks.world)
-        self.flags.raise_if_broken(self.ranks.rank)
+            counted = not self.transactions.flags.overflowed(self.ranks.world)
+        self.transactions.flags.raise_if_broken(self.ranks.rank)
         if counted:
             self.transactions.commit(stepped)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.exchange import StepFlags
 from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.engine.method_state import MethodState
 
@@ -25,6 +26,7 @@ class Transactions:
 
     Args:
         state: What methods keep between steps.
+        flags: What buckets have found; made in the stream of training, as this is.
         keeps_all: Any reduction may be thrown away.
 
     Attributes:
@@ -33,8 +35,8 @@ class Transactions:
         thrown_away: Parameters whose gradients have been thrown away before.
     """
 
-    def __init__(self, state: MethodState, *, keeps_all: bool) -> None:
-        self.keeps_all = keeps_all
+    def __init__(self, state: MethodState, flags: StepFlags, *, keeps_all: bool) -> None:
+        self.flags, self.keeps_all = flags, keeps_all
         self.byte_check = ByteCheck()
         self._state = state
         self.prepared: set[str] = set()

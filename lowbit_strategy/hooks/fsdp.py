@@ -196,7 +196,9 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
             reduce_scatter = CompressedReduceScatter(group, own, sync, side, between)
             child.set_custom_reduce_scatter(reduce_scatter)
             if reduce_scatter.goes_on:
-                child.set_all_reduce_hook(reduce_scatter.between_nodes, stream=between and between.stream)
+                child.set_all_reduce_hook(
+                    reduce_scatter.between_nodes, stream=None if between is None else between.stream
+                )
             continue
         reduction = HybridReduction(group, own, sync, side)
         child.set_custom_reduce_scatter(reduction)

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.attach import weight_coding
 from lowbit_strategy.attach.prepare import checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -95,7 +94,7 @@ def plan(
         topology,
         prepared.layout,
         reduced=reduced,
-        coding=weight_coding(prepared) if prepared.scatter else None,
+        coding=prepared.weights,
         modules=modules,
         outer=prepared.options.outer,
     )
