@@ -83,7 +83,7 @@ def attach_ddp(
     """
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     refuse_other_hooks(model)
-    device = _device_of(model) if device is None else device
+    device = _device_of(model, device)
     options, group = prepared.options, model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     if options.elastic is not None:
@@ -97,8 +97,7 @@ def attach_ddp(
     own_world = device.type == "cpu" or rule is not None
     size, far, intra = prepared.node_size, options.far_links, options.intra
     ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far, intra=intra)
-    prepared = fit_to_memory(prepared, ranks, device)
-    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
     choice = None
@@ -139,11 +138,10 @@ def attach_replica(
         ValueError: The replica has several ranks.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
-    device = _device_of(module) if device is None else device
+    device = _device_of(module, device)
     membership = membership_of(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
-    prepared = fit_to_memory(prepared, ranks, device)
-    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     return _session(module, prepared, sync, group, ddp=ddp, membership=membership)
 
 
@@ -196,7 +194,7 @@ def attach_fsdp(
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module, groups)
-    device = _device_of(module) if device is None else device
+    device = _device_of(module, device)
     handshake(_circumstances(device, has_scaler), group)
     topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
@@ -208,8 +206,7 @@ def attach_fsdp(
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
     else:
         check_process_groups(groups, group, replicated=False)
-    prepared = fit_to_memory(prepared, ranks, device, module)
-    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, groups, sync, side)
     wiring.take(prepared.weights)  # what cannot be served is refused now
@@ -296,11 +293,14 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def make_engine(prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
-    """The engine of a prepared model. A single rank only keeps the residuals that a checkpoint brings along."""
+def make_engine(
+    prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool, sharded: nn.Module | None = None
+) -> tuple[PreparedModel, GradientSync]:
+    """A prepared model, fitted to the memory, and its engine. A single rank only keeps the residuals that a checkpoint
+    brings along. `sharded`: the model under FSDP2.
+    """
+    prepared = fit_to_memory(prepared, ranks, device, sharded)
     options = prepared.options
-    if device.type == "cuda" and device.index is None:  # which futures and streams need
-        device = torch.device("cuda", torch.cuda.current_device())
     sync = GradientSync(
         Dense() if ranks.alone else prepared.compressor,
         prepared.specs,
@@ -310,13 +310,11 @@ def make_engine(prepared: PreparedModel, ranks: Ranks, device: torch.device, *, 
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
     )
-    if ranks.comes_and_goes:
-        return sync
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()
-    elif ranks.alone and ranks.rank == 0:
+    elif ranks.alone and ranks.rank == 0:  # of replicas that come and go none is
         _log.warning("%s", one_replica(options))
-    return sync
+    return prepared, sync
 
 
 def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
@@ -354,5 +352,10 @@ def _report(sync: GradientSync, options: SyncOptions) -> None:
             StepTimes(sync)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next(param.device for param in module.parameters() if param.requires_grad)
+def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The one that was given, or that of the parameters; with the index that futures and streams need."""
+    if device is None:
+        device = next(param.device for param in module.parameters() if param.requires_grad)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -90,7 +88,6 @@ ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]
 
 _log = logging.getLogger("lowbit_strategy")
-_controls: WeakKeyDictionary[GradientSync, weakref.ref[ModelControl]] = WeakKeyDictionary()  # an engine keeps its own
 
 
 class ModelControl:
@@ -141,13 +138,11 @@ class ModelControl:
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
         sync.listeners.add(self, StepPhase.RECORD)
-        _controls[sync] = weakref.ref(self)
 
     @classmethod
     def of(cls, sync: GradientSync) -> ModelControl | None:
         """The control that `sync` has, if it has one."""
-        known = _controls.get(sync)
-        return None if known is None else known()
+        return next((each for each in sync.listeners[StepPhase.RECORD] if isinstance(each, cls)), None)
 
     # -- what it consists of ------------------------------------------------------------------------------------------
 
