@@ -110,7 +110,7 @@ def _options(function: Any, *, without: Iterable[str] = ()) -> str:
     texts = _texts_of(function) if isinstance(function, type) else arguments(function)
     kinds, rows = types_of(function), ["| key | value | default | |", "|---|---|---|---|"]
     for name, option in inspect.signature(function).parameters.items():
-        if name in without or name == "_":
+        if name in without:
             continue
         default = option.default
         if isinstance(function, type) and dataclasses.is_dataclass(function):

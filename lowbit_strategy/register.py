@@ -52,7 +52,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
     Raises:
         ValueError: The name is taken, or not of this form.
     """
-    from lowbit_strategy.methods.registry import PRESETS, register_presets
+    from lowbit_strategy.methods.registry import PRESETS
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name must be lower-case letters, digits and underscores, got {name!r}")
@@ -62,7 +62,6 @@ def register_compressor(name: str, compressor: Compressor) -> None:
         raise ValueError(f"there is a compressor or outer rule called {name!r} already: choose another name")
     PRESETS[name] = compressor
     COMPRESSORS.append(name)
-    register_presets({name: compressor})
     for module in _REGISTRIES:
         if module in sys.modules:
             register_names(sys.modules[module])

@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.attach.strategy_options import SyncOptions
-from lowbit_strategy.options.configuration import documented_options, positional_configuration
+from lowbit_strategy.options.configuration import configuration, documented_options
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]
 
 
 @documented_options(SyncOptions)
-@positional_configuration
+@configuration
 class LowBitPlugin(PluginOptions):
     """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from dataclasses import KW_ONLY, field
+from dataclasses import field
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor, check_positive
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.options.configuration import positional_configuration
+from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
@@ -25,7 +25,7 @@ _NOT_CHOSEN = LoCo()
 _log = logging.getLogger("lowbit_strategy")
 
 
-@positional_configuration
+@configuration
 class PluginOptions(SyncOptions):
     """The fields of `lowbit_strategy.accelerate.LowBitPlugin`, which describes them.
 
@@ -33,8 +33,7 @@ class PluginOptions(SyncOptions):
         ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
 
-    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN)
-    _: KW_ONLY
+    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN, kw_only=False)
     rollback: bool | None = field(default=None, init=False)  # follows from the precision
     controller: Controller | None = None
     monitor: MonitorOptions | None = None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from itertools import pairwise
 from typing import Literal
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.options.configuration import configuration, positional_configuration
+from lowbit_strategy.options.configuration import configuration
 
 
-@positional_configuration
+@configuration
 class Static(Controller):
     """One compressor for all parameters, at every step: the smallest controller, and what a `Guard` may wrap.
 
@@ -21,7 +22,7 @@ class Static(Controller):
         level: The compressor.
     """
 
-    level: Compressor
+    level: Compressor = field(kw_only=False)
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
@@ -97,7 +98,7 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
     return value * progress.steps_per_epoch
 
 
-@positional_configuration
+@configuration
 class Schedule(Controller):
     """Phases in order. "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
 
@@ -114,7 +115,7 @@ class Schedule(Controller):
         ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.
     """
 
-    phases: Sequence[Phase]
+    phases: Sequence[Phase] = field(kw_only=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))

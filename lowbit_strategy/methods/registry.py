@@ -103,13 +103,7 @@ class Auto(Compressor):
         return DENSE
 
 
-_presets = {**PRESETS, Auto.name: Auto()}  # and those that others register
 _others: dict[str, str] = {}  # names that are not compressors, and where they belong
-
-
-def register_presets(presets: Mapping[str, Compressor]) -> None:
-    """Make configurations known by name."""
-    _presets.update(presets)
 
 
 def register_other_names(names: Iterable[str], advice: str) -> None:
@@ -124,12 +118,14 @@ def preset(name: str) -> Compressor:
         ValueError: There is none; the message has the nearest name.
     """
     key = name.lower()
-    if key not in _presets:
+    if key == Auto.name:
+        return Auto()
+    if key not in PRESETS:
         if key in _others:
             raise ValueError(f"{name!r} is no compressor: {_others[key]}")
-        known = sorted(_presets)
+        known = sorted((*PRESETS, Auto.name))
         raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
-    return _presets[key]
+    return PRESETS[key]
 
 
 def as_compressor(value: object, field: str = "compressor") -> Compressor:

@@ -25,24 +25,15 @@ def configuration(cls: type[T]) -> type[T]:
     lines that find a class by its name (jsonargparse, LightningCLI) would find two.
 
     Every value must be of its field's type: `bool` is no integer, 4.0 neither; integers are accepted for floats, lists
-    for tuples, mappings for dataclasses, and what `register_conversion` allows.
+    for tuples, mappings for dataclasses, and what `register_conversion` allows. Options are given by name, those with
+    ``field(kw_only=False)`` by place too.
 
     Raises:
         TypeError: By the constructor, if there is no such option. The message has the nearest one.
         ValueError: By the constructor, if values are of another type. The message has field, value and what is allowed,
             for all of them.
     """
-    return _checking(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def positional_configuration(cls: type[T]) -> type[T]:
-    """As `configuration`, for classes of one or two fields whose names need not be written."""
-    return _checking(dataclasses.dataclass(frozen=True)(cls))
-
-
-def _checking(cls: type[T]) -> type[T]:
-    initialize = cls.__init__
+    initialize = dataclasses.dataclass(frozen=True, kw_only=True)(cls).__init__
     defaults: dict[str, Any] = {}
     by_position: list[str] = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]

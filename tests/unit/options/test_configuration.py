@@ -13,7 +13,7 @@ import pytest
 
 from lowbit_strategy import QSGD, Compressor, LoCo, WarmUp, from_options, preset
 from lowbit_strategy.control import Bounds, Guard, Static
-from lowbit_strategy.options.configuration import configuration, positional_configuration
+from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Source, convert, did_you_mean
 
 
@@ -36,9 +36,9 @@ class Plain:
     pass
 
 
-@positional_configuration
+@configuration
 class Positional:
-    values: Sequence[int]
+    values: Sequence[int] = dataclasses.field(kw_only=False)
 
 
 @pytest.mark.parametrize(
