@@ -85,7 +85,9 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
     ValueError: An embedding makes sparse gradients, which fit into no bucket.
     """
     for name, table in module.named_modules():
-        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and table.weight.requires_grad:
+        if not isinstance(table, (nn.Embedding, nn.EmbeddingBag)) or not table.sparse:
+            continue
+        if any(param.requires_grad for param in table.parameters()):
             raise ValueError(
                 f"{canonical_name(name) or 'the model'} is an {type(table).__name__} with sparse=True, whose sparse"
                 " gradients cannot be compressed: make it with sparse=False (its gradient then travels at the"
@@ -103,7 +105,6 @@ def _roles(module: nn.Module) -> dict[int, Role]:
     | head | the last linear layer, if it is as wide as an embedding has entries: it predicts the vocabulary |
     | head | linear layers called ``lm_head``, ``output_projection``, ``classifier``, ``score`` or ``head`` |
     """
-    roles: dict[int, Role] = {}
     linears: list[nn.Linear] = []
     tables: list[nn.Embedding | nn.EmbeddingBag] = []
     heads: list[nn.Linear] = []
@@ -111,7 +112,7 @@ def _roles(module: nn.Module) -> dict[int, Role]:
         if isinstance(child, nn.Linear):
             linears.append(child)
             if canonical_name(name).rsplit(".", 1)[-1] in _HEAD_NAMES:
-                roles[id(child.weight)] = "head"
+                heads.append(child)
         elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             tables.append(child)
         for accessor in ("get_output_embeddings", "get_classifier"):
@@ -122,9 +123,11 @@ def _roles(module: nn.Module) -> dict[int, Role]:
     for table in tables:
         if linears and isinstance(table, nn.Embedding) and table.num_embeddings == linears[-1].out_features:
             heads.append(linears[-1])
-    for head in heads:
-        roles |= {id(param): "head" for param in head.parameters() if param.ndim > 1}
-    return roles | {id(table.weight): "embedding" for table in tables}
+    # Never by `.weight`: where it is parametrized, as by spectral_norm, reading it computes it and changes buffers.
+    of: tuple[tuple[Role, Sequence[nn.Module]], ...] = (("head", heads), ("embedding", tables))
+    return {
+        id(param): role for role, modules in of for each in modules for param in each.parameters() if param.ndim > 1
+    }
 
 
 def local_part(tensor: Tensor) -> Tensor:

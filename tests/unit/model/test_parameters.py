@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
+from lowbit_strategy.model.parameters import (
+    canonical_name,
+    describe_parameters,
+    refuse_sparse_gradients,
+    trainable_parameters,
+)
 
 
 class Language(nn.Module):
@@ -91,6 +97,18 @@ def test_a_layer_as_wide_as_the_vocabulary_is_no_head_in_the_middle() -> None:
 
 def test_a_weight_that_is_tied_is_an_embedding() -> None:
     assert roles(Language(tied=True)) == {"tokens.weight": "embedding"}
+
+
+def test_parametrized_weights_are_not_computed() -> None:
+    """Spectral normalization takes a step of its own whenever its weight is read."""
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32))
+    for module in model:
+        spectral_norm(module)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    roles = [spec.role for spec in describe_parameters(model) if len(spec.shape) > 1]
+    refuse_sparse_gradients(model)
+    assert roles == ["embedding", "other", "head"]
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_embedding_bags_are_embeddings() -> None:
