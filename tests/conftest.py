@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before numpy and torch read it
 import torch
 
 from testing.hosts.namespaces import why_not
+from testing.processes.ranks import fork_server
 
+gc.disable()  # until all is imported, and nothing of it is garbage
 torch.set_num_threads(1)  # so that sums come out the same on every machine
 for _profile, _examples in (("quick", 15), ("whole", 100)):
     hypothesis.settings.register_profile(
@@ -34,6 +39,14 @@ def _can_make_namespaces() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """More examples where slow tests run too."""
     hypothesis.settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "whole")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Ranks are forked from what has been imported when the last test has been collected."""
+    gc.enable()
+    if session.items:  # none where others run them
+        fork_server()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

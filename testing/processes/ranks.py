@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -29,19 +31,21 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from testing.processes.scripts import OUTPUT_CHARACTERS, REPOSITORY, describe_exit, environment, set_environment
+from testing.processes.scripts import OUTPUT_CHARACTERS, describe_exit, environment, set_environment
 
 GRACE_S = 3.0  # after the first failure the other ranks have this long to report theirs
 START_LIMIT_S = 240.0  # for interpreters and imports, which take a minute where many programs share few cores
@@ -76,7 +80,7 @@ def run_ranks(
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a free port) and
     OMP_NUM_THREADS=1 set, uses one torch thread, and destroys its process groups on the way out.
 
-    Ranks are forked from a clean server that holds the modules the tests have imported, which saves seconds per rank.
+    Ranks are forked from a server that holds what this process had imported before its first test or run.
     With `env`, or where CUDA is present, each rank is a fresh interpreter instead, so that variables read on import
     (TRITON_INTERPRET, for one) are in place before anything is imported.
 
@@ -216,42 +220,54 @@ class _Run:
         return "\n".join(parts)
 
 
-_ALWAYS = (  # what the first optimizer, DDP model or checkpoint of a rank would import: a second of a core per rank
-    "numpy.random",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.distributed.algorithms.join",
-    "torch.nn.parallel.distributed",
-    "torch.onnx",
-    "torch.profiler",
-    "lowbit_strategy.kernels.native",
-)
-_PRELOAD = (
-    "torch.distributed.fsdp",
-    "lightning.pytorch",
-    "pytorch_lightning",
-    "accelerate",
-    "transformers.trainer",
-    "torchft.process_group",
-)
-
-
 @functools.cache
 def fork_server() -> ForkServerContext:
-    """A server that imports, once, what this process had imported when the first ranks were started.
+    """A server that ranks are forked from, itself a fork of this process: ranks begin with all that is imported here.
 
-    Test modules and whatever else only they use are left to the ranks.
+    tests/conftest.py starts it before the first test, whose threads and settings would be in no rank's way then.
     """
+    resource_tracker.ensure_running()
     context = multiprocessing.get_context("forkserver")
-    ours = [name for name in sys.modules if name.startswith(("lowbit_strategy.", "testing."))]
-    preload = [name for name in _PRELOAD if name in sys.modules]
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
-        context.set_forkserver_preload([*_ALWAYS, *preload, *ours, "testing.processes.frozen"])
+    context.set_forkserver_preload([])
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
         forkserver.ensure_running()
     return context
+
+
+def _fork(_: str, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """A fork of this process in place of an interpreter that runs `command`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.collect()
+    gc.freeze()  # or each full collection, here and in a rank, would walk over a million objects
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of numpy and execnet, which hold nothing now
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _let_go_of_files(keep={0, 1, 2, *descriptors})
+        logging.root.handlers.clear()  # pytest's, with which warnings would not be printed
+        torch.manual_seed(0)
+        exec(command[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _let_go_of_files(keep: set[int]) -> None:
+    """Put nothing in place of every other open file: whoever waits for its last user waits for no rank.
+
+    They stay open, so that no number is given to another file while an object here would still close it.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/dev/fd"):
+        if (number := int(name)) not in keep:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.fstat(number)
+                os.dup2(nothing, number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 def rank_variables(rank: int, world_size: int, port: str) -> dict[str, str | None]:
