@@ -6,6 +6,7 @@ Which bytes these are depends on the Python release, so losses compare only betw
 from __future__ import annotations
 
 import functools
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -31,9 +32,12 @@ def standard_library(split: Split, *, tests: bool = False) -> Tensor:
     A file belongs to a split by the checksum of its name: validation holds whole files that training never saw.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = (path.relative_to(root) for path in root.rglob("*.py"))
     excluded = _EXCLUDED if tests else _EXCLUDED | _TESTS
-    ours = sorted(name.as_posix() for name in names if not excluded & set(name.parts) and split_of(name) == split)
+    names = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - excluded  # which may be many times the library
+        names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
+    ours = sorted(name.as_posix() for name in names if split_of(name) == split)
     if not ours:
         raise FileNotFoundError(f"no Python sources in {root}: this interpreter comes without its library's source")
     return torch.frombuffer(bytearray().join((root / name).read_bytes() for name in ours), dtype=torch.uint8)
