@@ -38,7 +38,7 @@ class LocalSteps(NamedTuple):
 
 def local_steps(folder: Path) -> LocalSteps:
     """Two nodes of two ranks: sharded inside, local steps between."""
-    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     with nodes_of(2):
         whole = ByStep()
         made = trainer(hsdp(outer=OUTER), max_steps=11, callbacks=[saver], enable_checkpointing=True)

@@ -60,16 +60,16 @@ def _cases(world_size: int, layout: LayoutName, part: Part, preset: str) -> tupl
 
 
 def _items() -> Iterator[Any]:
-    """Quick: on three ranks all under DDP and `EVERYWHERE` under FSDP2 with the first part, `RECOMMENDED` with both; on
-    one rank `EVERYWHERE` under DDP; under FSDP2 on five, where shards are empty, `RECOMMENDED`.
+    """Quick: on three ranks `EVERYWHERE` with the first part and `RECOMMENDED` with both; on two ranks all others under
+    DDP; on one rank `EVERYWHERE` under DDP; under FSDP2 on five, where shards are empty, `RECOMMENDED`.
     """
     for world_size, layout, part in itertools.product(WORLD_SIZES, LAYOUTS, PARTS):
         if part == "state" and world_size not in (1, 3):
             continue
         for preset in sorted(CONFIGURATIONS):
-            quick = (world_size, layout, part) == (3, "ddp", "cuts")
-            quick |= preset in EVERYWHERE and (world_size, layout) == (1, "ddp")
-            quick |= preset in EVERYWHERE and (world_size, layout, part) == (3, "fsdp", "cuts")
+            quick = preset in EVERYWHERE and (world_size, layout) == (1, "ddp")
+            quick |= preset in EVERYWHERE and (world_size, part) == (3, "cuts")
+            quick |= preset not in EVERYWHERE | RECOMMENDED and (world_size, layout) == (2, "ddp")
             quick |= preset in RECOMMENDED and (world_size == 3 or (world_size, layout) == (5, "fsdp"))
             yield pytest.param(world_size, layout, part, preset, marks=[] if quick else [pytest.mark.slow])
 

@@ -80,22 +80,6 @@ def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return launched
 
 
-@pytest.fixture
-def with_section(
-    by_lowbit_launch: Callable[[str], tuple[Path, str]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], list[dict[str, Any]]]:
-    """The script with the section: under DDP in ranks that are started without a launcher."""
-
-    def ran(kind: str) -> list[dict[str, Any]]:
-        if kind == "fsdp":
-            return facts(by_lowbit_launch(kind)[0])
-        folder = tmp_path_factory.mktemp("with_section")
-        run_ranks(as_main, 2, SCRIPT, ["--out", folder], ON_CPU_WITH_SECTION, folder, timeout=280, process_group=None)
-        return facts(folder)
-
-    return ran
-
-
 @pytest.fixture(scope="module")
 def uncompressed_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The Trainer's script under torchrun."""
@@ -138,9 +122,18 @@ def stock_config(folder: Path, kind: str, **more: Any) -> Path:
     return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_the_section_in_the_environment_of_ranks(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+    run_ranks(as_main, 2, SCRIPT, ["--out", tmp_path], ON_CPU_WITH_SECTION, tmp_path, timeout=280, process_group=None)
+    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
+
+
+@pytest.mark.slow  # what it hands on: tests/unit/launch/test_accelerate_commands.py
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_stock_launcher_trains_the_same_bits(
-    kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]], with_section: Callable[[str], list[dict[str, Any]]]
+    kind: str,
+    tmp_path: Path,
+    uncompressed: list[dict[str, Any]],
+    by_lowbit_launch: Callable[[str], tuple[Path, str]],
 ) -> None:
     job = stock_config(tmp_path, kind, lowbit_config=SECTION)
     done = run_script(
@@ -152,7 +145,7 @@ def test_the_stock_launcher_trains_the_same_bits(
     assert "compressed gradient" in done.stderr  # the start-up report
     ranks = facts(tmp_path)
     check(ranks, uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
-    assert ranks[0]["bits"] == with_section(kind)[0]["bits"]
+    assert ranks[0]["bits"] == facts(by_lowbit_launch(kind)[0])[0]["bits"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).resolve().parents[2] / "benchmarks/results/gpu_operations.json").read_text()
 )
 MOST = 3.0  # times stock's
-FEW = ("loco", "onebitsgd", "rotate")
+FEW = ("loco", "rotate")
 # plain PyTorch, parameter by parameter: for studies, not for large models on GPUs
 SLOW = {"acpsgd", "adacomp", "atomo", "gradiveq", "gspar", "gtopk", "powersgd", "sketchedsgd", "threelc"}
 

@@ -299,7 +299,7 @@ def _programs(rank: int, world_size: int, folder: Path, kind: str, seeds: list[i
     return wrong
 
 
-QUICK = [("ddp", 2), ("fsdp", 1), ("local", 2)]
+QUICK = [("ddp", 1), ("fsdp", 1), ("local", 1)]
 SLOW = [(kind, at) for kind in ("ddp", "fsdp", "local") for at in range(10)]
 
 

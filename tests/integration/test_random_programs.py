@@ -205,7 +205,7 @@ LAYOUTS = {"fsdp": (2, None), "two levels": (4, None), "hsdp": (4, 2)}
 
 
 QUICK = [
-    ("fsdp", "code", range(2)),
+    ("fsdp", "code", range(1, 2)),
     ("fsdp", "exact", range(1)),
     ("two levels", "code", range(1, 2)),
     ("hsdp", "code", range(1, 2)),

@@ -168,12 +168,12 @@ def test_the_plan_counts_it(facts: list[Facts]) -> None:
 
 
 def resumed(folder: Path, kind: Kind) -> Facts:
-    made, model, _ = fitted(kind, ONE_BIT, 37, lr=1e-3, second_moment=True)
+    made, model, _ = fitted(kind, ONE_BIT, 24, lr=1e-3, second_moment=True)
     whole = checksum(list(second_moments(made, model).values())), fingerprint(model)
     path = folder / f"half-{kind}.ckpt"
-    made, model, _ = fitted(kind, ONE_BIT, 19, lr=1e-3, second_moment=True)
+    made, model, _ = fitted(kind, ONE_BIT, 12, lr=1e-3, second_moment=True)
     made.save_checkpoint(path)
-    made, model, _ = fitted(kind, ONE_BIT, 37, lr=1e-3, second_moment=True, ckpt=path)
+    made, model, _ = fitted(kind, ONE_BIT, 24, lr=1e-3, second_moment=True, ckpt=path)
     return {"whole": whole, "parts": (checksum(list(second_moments(made, model).values())), fingerprint(model))}
 
 
@@ -196,7 +196,7 @@ def looked_at(folder: Path, kind: Kind, compressor: str) -> Facts:
             model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         session = compress(model, optimizer, compressor)
-        for step in range(20):
+        for step in range(8):
             generator = torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
             x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 8, generator=generator)
             if when == "before":
@@ -412,10 +412,10 @@ def test_a_weight_decay_within_the_gradient_is_refused_before_training(facts: li
     assert facts == [{}, {}]
 
 
-@pytest.mark.parametrize("offset", range(EVERY))
-def test_exchanges_become_rarer(offset: int) -> None:
-    steps = [step for step in range(2000) if is_due(step, offset)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
-    assert steps[:4] == [0, 1, 2, 3]
-    assert max(gaps) < 2 * EVERY
-    assert set(gaps[-40:]) == {EVERY}
+def test_exchanges_become_rarer() -> None:
+    for offset in range(EVERY):
+        steps = [step for step in range(2000) if is_due(step, offset)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+        assert steps[:4] == [0, 1, 2, 3]
+        assert max(gaps) < 2 * EVERY
+        assert set(gaps[-40:]) == {EVERY}

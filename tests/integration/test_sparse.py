@@ -103,7 +103,12 @@ def training(folder: Path, name: str, layout: str) -> Facts:
     }
 
 
-@scenarios(training, name=tuple(TRAINED), layout=LAYOUTS)
+QUICK = {("topk", "ddp"), ("topk", "fsdp"), ("dgc", "ddp"), ("exdyna", "fsdp"), ("topk_chunk_int8", "fsdp")}
+
+
+@scenarios(
+    training, name=tuple(TRAINED), layout=LAYOUTS, slow=lambda name, layout, **_: (name, layout) not in QUICK
+)  # of the others: test_invariants.py
 def test_training_falls_and_ranks_agree(facts: list[Facts]) -> None:
     assert sum(rank["last"] for rank in facts) < 0.6 * sum(rank["first"] for rank in facts)
     assert len({rank["weights"] for rank in facts}) == 1

@@ -246,7 +246,7 @@ def codes_inside(folder: Path, kind: Kind) -> Facts:
     return {**runs, "log": "\n".join(lines)}
 
 
-@scenarios(codes_inside, world_size=4, kind=("ddp", "fsdp", "hsdp"))
+@scenarios(codes_inside, world_size=4, kind=("ddp", "fsdp", "hsdp"), slow=all_but(kind=("ddp", "hsdp")))
 def test_codes_inside_nodes(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     """Two nodes of two ranks: a quarter of the bytes of an exact reduce-scatter, and the same losses within noise."""
     for rank in facts:

@@ -42,9 +42,7 @@ def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
     ("nodes", "said"),
     [
         (1, {}),
-        (1, {"inside": "300GB/s"}),
         (1, {"machine": "p4d"}),
-        (4, {"link": "3200gbit", "latency": "10us", "compute": "0.5s"}),
         (4, {"link": "400gbit", "latency": "10us", "compute": "0.5s"}),
         (4, {"machine": "p5"}),
         (4, {"machine": "dgx-h100"}),

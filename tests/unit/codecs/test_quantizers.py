@@ -69,13 +69,13 @@ def assert_unbiased(samples_RN: np.ndarray, expected_N: np.ndarray, deviation_N:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000])
-def test_size_is_exact_and_zero_stays_zero(name: str, numel: int) -> None:
+def test_size_is_exact_and_zero_stays_zero(name: str) -> None:
     codec = CODECS[name]
-    wire = codec.encode(gaussian(numel), seed=1)
-    assert wire.dtype == torch.uint8
-    assert wire.numel() == codec.wire_nbytes(numel)
-    assert not decoded(codec, torch.zeros(numel)).any()
+    for numel in (1, 63, 64, 65, 1000):
+        wire = codec.encode(gaussian(numel), seed=1)
+        assert wire.dtype == torch.uint8
+        assert wire.numel() == codec.wire_nbytes(numel)
+        assert not decoded(codec, torch.zeros(numel)).any()
 
 
 @pytest.mark.parametrize("name", CODECS)

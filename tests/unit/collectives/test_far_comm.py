@@ -58,7 +58,7 @@ def _compared(rank: int, world_size: int) -> dict[str, Any]:
     same = []
     for step in range(6):
         for numel in (0, 1, 7, 64, 1000 if step < 3 else 999):
-            for dtype in (torch.uint8, torch.float32, torch.int64):
+            for dtype in (torch.uint8, torch.float32):
                 ours, theirs = _everything(far, numel, dtype), _everything(near, numel, dtype)
                 same.append(all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)))
     far.release([far.group])
@@ -66,7 +66,7 @@ def _compared(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_results_of_collectives() -> None:
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         assert run_ranks(_compared, world_size) == [{"same": True, "counted": True}] * world_size
 
 

@@ -24,8 +24,9 @@ from testing.cuda.host_code import CUDA, HostWaits, NoHostSync, on_cuda
 from testing.cuda.steps import SPECS, bucket, check_no_step_waits, step
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("dtype", "scatter"), [(torch.float32, False), (torch.bfloat16, True)], ids=["ddp", "fsdp in bfloat16"]
+)
 @pytest.mark.parametrize(
     "compressor",
     [LoCo(), LoCo(bits=2, codebook="fitted"), LoCo(bits=2, codebook="ternary"), LoCo(reset_steps=1), Dense()],

@@ -25,14 +25,14 @@ def _bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (33, 5), (300_007,)])
-def test_any_type_and_shape(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = _bits(shape, dtype)
-    assert digest(x) == digest(x.clone())
-    if x.numel():
-        other = x.clone().view(-1)
-        other[-1] = 1 - int(other[-1])
-        assert digest(other) != digest(x)
+def test_any_type_and_shape(path: str, dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (7,), (0,), (33, 5), (300_007,)):
+        x = _bits(shape, dtype)
+        assert digest(x) == digest(x.clone())
+        if x.numel():
+            other = x.clone().view(-1)
+            other[-1] = 1 - int(other[-1])
+            assert digest(other) != digest(x)
 
 
 def test_every_single_bit_counts(path: str) -> None:

@@ -9,16 +9,16 @@ from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpac
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 10, 15, 31, 63, 127, 128, 381, 635, 5000, 100_000])
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 63, 1000])
-def test_round_trip(limit: int, numel: int) -> None:
-    generator = torch.Generator().manual_seed(limit)
-    q = torch.randint(-limit, limit + 1, (3, numel), generator=generator, dtype=torch.int32)
-    if numel > 1:
-        q[0, 0], q[1, 1] = limit, -limit
-    packed = pack_integers(q, limit)
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (3, packed_nbytes(numel, limit))
-    assert torch.equal(unpack_integers(packed, numel, limit), q)
+def test_round_trip(limit: int) -> None:
+    for numel in (0, 1, 7, 8, 9, 63, 1000):
+        generator = torch.Generator().manual_seed(limit)
+        q = torch.randint(-limit, limit + 1, (3, numel), generator=generator, dtype=torch.int32)
+        if numel > 1:
+            q[0, 0], q[1, 1] = limit, -limit
+        packed = pack_integers(q, limit)
+        assert packed.dtype == torch.uint8
+        assert packed.shape == (3, packed_nbytes(numel, limit))
+        assert torch.equal(unpack_integers(packed, numel, limit), q)
 
 
 @pytest.mark.parametrize(

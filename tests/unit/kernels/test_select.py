@@ -18,14 +18,14 @@ def _values(numel: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000, 70_000, 200_001])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0, 100.0, math.inf])
-def test_select_above_is_the_definition(path: str, numel: int, threshold: float) -> None:
+def test_select_above_is_the_definition(path: str, numel: int) -> None:
     x = _values(numel)
-    indices, values = select.select_above(x, threshold)
-    wanted_indices, wanted_values = reference.select_above(x, threshold)
-    assert indices.dtype == torch.int32
-    assert torch.equal(indices, wanted_indices)
-    assert torch.equal(values, wanted_values)
+    for threshold in (0.0, 0.5, 3.0, 100.0, math.inf):
+        indices, values = select.select_above(x, threshold)
+        wanted_indices, wanted_values = reference.select_above(x, threshold)
+        assert indices.dtype == torch.int32
+        assert torch.equal(indices, wanted_indices)
+        assert torch.equal(values, wanted_values)
 
 
 def test_select_above_looks_at_unaligned_slices_and_special_values(path: str) -> None:

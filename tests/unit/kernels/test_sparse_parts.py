@@ -34,8 +34,12 @@ def _entries(spans: list[int], num_destinations: int, share: float, seed: int) -
 
 
 @pytest.mark.parametrize("special", [None, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("numel", [1, 31, 33, 4097, 200_001])
-def test_the_peak_is_the_largest_magnitude(path: str, numel: int, special: float | None) -> None:
+def test_the_peak_is_the_largest_magnitude(path: str, special: float | None) -> None:
+    for numel in (1, 31, 33, 4097, 200_001):
+        _check_peaks(numel, special)
+
+
+def _check_peaks(numel: int, special: float | None) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     if special is not None:
         x[numel // 2] = special
@@ -66,12 +70,16 @@ def test_a_peak_is_found_anywhere_with_any_number_of_threads(path: str, value: f
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_destinations", [1, 2, 3])
+@pytest.mark.parametrize("num_destinations", [1, 3])
 @pytest.mark.parametrize("spans", [[0], [100], [_BLOCK], [_BLOCK + 1], [0, 7, 3 * _BLOCK - 5, 1, 0, _BLOCK]])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_messages_of_positions_are_the_definition_and_can_be_read(
-    path: str, spans: list[int], num_destinations: int, share: float
+    path: str, spans: list[int], num_destinations: int
 ) -> None:
+    for share in (0.0, 0.001, 1.0):
+        _check_positions(spans, num_destinations, share)
+
+
+def _check_positions(spans: list[int], num_destinations: int, share: float) -> None:
     grid = _grid(spans, num_destinations)
     index_E, sizes = _entries(spans, num_destinations, share, seed=len(spans))
     ours, wanted = sparse.locate(index_E, sizes, grid), reference.locate(index_E, sizes, grid)
@@ -128,8 +136,7 @@ def test_what_is_left_is_the_definition(path: str) -> None:
     assert ours[indices].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.5, -(2.0**-149)]
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5, 1 / 3])
-@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize(("num_parts", "alpha"), [(1, 1.0), (2, 0.5), (5, 1 / 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_entries_are_the_definition(path: str, alpha: float, num_parts: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_parts)

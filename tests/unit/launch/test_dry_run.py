@@ -75,10 +75,10 @@ def test_a_dry_run_refuses_what_a_run_would(scatter: bool, options: SyncOptions,
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("scatter", [False, True])
-def test_every_preset_can_be_planned(name: str, scatter: bool) -> None:
-    report = plan(_model(), PRESETS[name], Planned(world_size=4, scatter=scatter), device=CPU)
-    assert report.plan.sent_nbytes > 0
+def test_every_preset_can_be_planned(name: str) -> None:
+    for scatter in (False, True):
+        report = plan(_model(), PRESETS[name], Planned(world_size=4, scatter=scatter), device=CPU)
+        assert report.plan.sent_nbytes > 0
 
 
 def test_nothing_to_train() -> None:

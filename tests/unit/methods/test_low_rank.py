@@ -54,7 +54,7 @@ def test_only_operations_that_every_device_rounds_alike() -> None:
     assert names <= ROUNDED_ALIKE | MOVES, names - ROUNDED_ALIKE - MOVES
 
 
-@pytest.mark.parametrize("numel", [1, 2, 3, 1000, 1025])
+@pytest.mark.parametrize("numel", [1, 2, 3, 1025])
 def test_products_in_the_order_that_is_written_down(numel: int) -> None:
     x = torch.randn(numel, 3, generator=torch.Generator().manual_seed(numel))
     y = torch.randn(40_000, 3)

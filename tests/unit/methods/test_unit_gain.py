@@ -26,13 +26,13 @@ def shares(compressor: LoCo, steps: int, world_size: int = 4) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sends_all_of_a_constant_gradient(name: str, world_size: int) -> None:
     compressor = preset(name)
     assert isinstance(compressor, LoCo)
     assert compressor.reset_steps is None
-    found = shares(compressor, 60, world_size)
+    found = shares(compressor, 30, world_size)
     # A mean of few ranks' values is no Gaussian, on which three values have unit gain: a little much at first.
     first = 1.2 if name in ("loco1", "loco_ternary") else 1.05
     assert 0.95 <= min(found) <= max(found) <= first, found

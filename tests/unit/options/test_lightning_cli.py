@@ -41,16 +41,18 @@ def made_from(folder: Path, strategy: str, compressor: str) -> Any:
     return cli.trainer.strategy
 
 
-@pytest.mark.parametrize("strategy", ["LowBitDDPStrategy", "LowBitFSDPStrategy"])
+DDP, FSDP = "LowBitDDPStrategy", "LowBitFSDPStrategy"
+
+
 @pytest.mark.parametrize(
-    ("compressor", "expected"),
+    ("strategy", "compressor", "expected"),
     [
-        ("loco", LoCo()),
-        ("loco2", preset("loco2")),
-        ("{class_path: lowbit_strategy.LoCo, init_args: {bits: 8, beta: 1e-1}}", LoCo(bits=8, beta=0.1)),
-        ("{class_path: LoCo}", LoCo()),
-        (NESTED, WarmUp(steps=7, compressor=LoCo(bits=3))),
-        ("null", LoCo()),
+        (DDP, "loco", LoCo()),
+        (FSDP, "loco2", preset("loco2")),
+        (DDP, "{class_path: lowbit_strategy.LoCo, init_args: {bits: 8, beta: 1e-1}}", LoCo(bits=8, beta=0.1)),
+        (FSDP, "{class_path: LoCo}", LoCo()),
+        (DDP, NESTED, WarmUp(steps=7, compressor=LoCo(bits=3))),
+        (FSDP, "null", LoCo()),
     ],
 )
 def test_a_compressor_is_a_preset_s_name_or_a_class(

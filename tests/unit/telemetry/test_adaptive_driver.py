@@ -197,8 +197,7 @@ CONTROLLERS: dict[str, Controller] = {
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("stop", [4, 5, 7])
+@pytest.mark.parametrize(("stop", "scatter"), [(4, True), (5, False), (7, True)])
 def test_stop_and_resume_is_as_never_stopped(name: str, scatter: bool, stop: int) -> None:
     def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
         ticks = iter(range(len(steps) + 1))

@@ -25,7 +25,7 @@ def shared_norm(g: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(norms)
 
 
-@pytest.mark.parametrize(("world_size", "bits"), [(1, 4), (2, 2), (2, 8), (3, 4), (5, 4)])
+@pytest.mark.parametrize(("world_size", "bits"), [(1, 4), (2, 2), (3, 8)])
 def test_shared_scale_is_its_definition(world_size: int, bits: int) -> None:
     """Sums of integers in [-s, s] times ``w / s / W``, unbiased."""
     s = 2 ** (bits - 1) - 1
@@ -79,8 +79,8 @@ def test_multi_scale_beats_one_scale_of_the_same_bits() -> None:
     assert errors[1] < 0.8 * errors[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_terngrad_with_a_shared_scaler_sums_trits(world_size: int) -> None:
+def test_terngrad_with_a_shared_scaler_sums_trits() -> None:
+    world_size = 3
     g = gradients(world_size)
     ranks = OneTensor(TernGrad(block_size=BLOCK, clip_sigmas=None, exempt=()), SHAPE, world_size)
     scaler_N = shared_norm(g)
