@@ -289,7 +289,7 @@ class Binding:
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         if self.sessions:
-            check_optimizers(self.plugin.compressor, self.plugin.sync_options(), [optimizer])
+            check_optimizers(self.plugin.compressor, self._options, [optimizer])
         if type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
             optimizer.lowbit = self

@@ -155,20 +155,6 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
         return wrapped
 
 
-class _ReducesAlways:
-    """Instead of Fabric's own: every micro-batch is reduced, regardless of ``no_backward_sync``."""
-
-    def __init__(self, strategy: LowBitFabricMixin) -> None:
-        self._strategy = strategy
-
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        yield
-        for session in self._strategy.sessions if enabled else ():  # no optimizer steps on what has been reduced
-            if session.serves(module):
-                session.weights_unchanged()
-
-
 @documented_options(FSDPConstructor)
 class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
@@ -190,7 +176,15 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
     def on_configured(self) -> None:
         super().on_configured()
         if self.accumulate == "reduce":
-            self._backward_sync_control = _ReducesAlways(self)  # type: ignore[assignment]
+            self._backward_sync_control = self  # type: ignore[assignment]
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Instead of Fabric's own: every micro-batch is reduced."""
+        yield
+        for session in self.sessions if enabled else ():  # no optimizer steps on what has been reduced
+            if session.serves(module):
+                session.weights_unchanged()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(param.requires_grad for param in module.parameters()):
