@@ -45,37 +45,25 @@ class Phase:
     Args:
         compressor: For this phase.
         start: First optimizer step or epoch of the phase, or share of the run.
-        end: First one after it; None: until the next phase starts, or to the end of the run.
-        unit: What `start` and `end` count.
+        unit: What `start` counts.
 
     Raises:
-        ValueError: It covers nothing.
+        ValueError: `start` is out of range.
     """
 
     compressor: Compressor
     start: float = 0
-    end: float | None = None
     unit: PhaseUnit = "step"
 
     def __post_init__(self) -> None:
         limit = 1.0 if self.unit == "fraction" else math.inf
-        if not 0 <= self.start <= limit or (self.end is not None and not self.start < self.end <= limit):
-            raise ValueError(
-                f"a phase needs 0 <= start < end{' <= 1' if limit == 1 else ''}, got {self.start!r} to {self.end!r}"
-            )
-        if self.unit != "fraction":
-            for name in ("start", "end"):
-                value = getattr(self, name)
-                if value is not None and value != int(value):
-                    raise ValueError(
-                        f"{name} must be a whole number of {self.unit}s, got {value!r}: or unit='fraction'"
-                    )
+        if not 0 <= self.start <= limit:
+            raise ValueError(f"a phase needs 0 <= start{' <= 1' if limit == 1 else ''}, got {self.start!r}")
+        if self.unit != "fraction" and self.start != int(self.start):
+            raise ValueError(f"start must be a whole number of {self.unit}s, got {self.start!r}: or unit='fraction'")
 
     def first_step(self, progress: Progress) -> float:
         return _in_steps(self.start, self.unit, progress)
-
-    def end_step(self, progress: Progress) -> float | None:
-        return None if self.end is None else _in_steps(self.end, self.unit, progress)
 
 
 def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
@@ -109,10 +97,10 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: In the order of their starts, the first from 0, without gaps.
+        phases: In the order of their starts, the first from 0.
 
     Raises:
-        ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.
+        ValueError: Phases are out of order; where units differ, when training starts.
     """
 
     phases: Sequence[Phase] = field(kw_only=False)
@@ -125,10 +113,7 @@ class Schedule(Controller):
             raise ValueError(f"the first phase must start at 0, got {self.phases[0].start!r}")
         for at, (phase, following) in enumerate(pairwise(self.phases)):
             if phase.unit == following.unit:
-                _check_order(at, phase.start, phase.end, following.start)
-        last = self.phases[-1]
-        if last.end is not None and (last.unit, last.end) != ("fraction", 1.0):
-            raise ValueError(f"no phase covers the time after {last.unit} {last.end:g}: leave the last `end` out")
+                _check_order(at, phase.start, following.start)
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
@@ -154,8 +139,7 @@ class Schedule(Controller):
         """Checks phases in different units, now that the number of steps is known."""
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
-                start, end = phase.first_step(progress), phase.end_step(progress)
-                _check_order(at, start, end, following.first_step(progress))
+                _check_order(at, phase.first_step(progress), following.first_step(progress))
 
     def _phase_at(self, progress: Progress) -> int:
         if all(phase.unit == "epoch" for phase in self.phases):
@@ -163,11 +147,8 @@ class Schedule(Controller):
         return max(at for at, phase in enumerate(self.phases) if phase.first_step(progress) <= progress.step)
 
 
-def _check_order(at: int, start: float, end: float | None, following: float) -> None:
-    which = f"phases {at + 1} and {at + 2}"
+def _check_order(at: int, start: float, following: float) -> None:
     if following <= start:
-        raise ValueError(f"{which} are out of order: the later one starts at {following:g}, not after {start:g}")
-    if end is not None and end > following:
-        raise ValueError(f"{which} overlap: one ends at {end:g}, the other starts at {following:g}")
-    if end is not None and end < following:
-        raise ValueError(f"{which} leave a gap from {end:g} to {following:g}: leave `end` out, or fill the gap")
+        raise ValueError(
+            f"phases {at + 1} and {at + 2} are out of order: the later one starts at {following:g}, not after {start:g}"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import RotatedCodec
-from lowbit_strategy.codecs.chunk import GROUPS, ChunkTopK, GroupTop
+from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
@@ -21,7 +21,7 @@ from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReduce
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse import OwnPositions
-from lowbit_strategy.methods._base.sparse_residuals import check_density, num_kept
+from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -79,7 +79,7 @@ class GatheredReducer(Reducer):
         return (world_size - 1) * self.codec.wire_nbytes(spec.numel)
 
 
-SelectionKind = Literal["exact", "chunk", "group"]
+SelectionKind = Literal["exact", "chunk"]
 
 
 @configuration
@@ -97,27 +97,21 @@ class TopK(OwnPositions):
 
     ``selection="chunk"`` takes the same number of elements from every 4,096. All sizes are then fixed: no counts
     travel, positions take 12 bits, and the host never waits for the GPU. As with quantizers each owner adds up its
-    part; under DDP it sends back the `return_density` largest of every 4,096 means and keeps the rest in its own
-    residual, so traffic does not grow with W.
-
-    ``selection="group"`` takes the largest of every 4, 16 or 256 elements. It works like ``chunk``, with positions of
-    2, 4 or 8 bits: with ``density=1/16`` and ``values="int2"`` below half a bit per element.
+    part; under DDP it sends back as many of every 4,096 means, the largest, and keeps the rest in its own residual, so
+    traffic does not grow with W.
 
     With `decay` below 1 step 3 is ``e' = decay * h``, 0 where sent: DeMo's rule, in which h is a momentum and its
     largest elements are sent and removed.
 
     Args:
         selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements, which is coarser,
-            since gradients differ between rows, but faster, and never waits for the GPU; ``group``: one of every
-            ``1 / density``, with the shortest positions.
-        return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: `density`.
-            The ranks together send up to W times `density`: a larger share returns more of it at once.
+            since gradients differ between rows, but faster, and never waits for the GPU.
         cosines: With ``chunk``, take the largest coefficients of a discrete cosine transform of this many consecutive
             elements, a power of two; None: no transform. With `decay` and `gather` this is DeMo, without its
             two-dimensional transform and its optimizer's sign.
-        gather: With ``chunk`` and ``group``, send every message to all ranks instead of an owner: nothing is selected
-            or coded twice, but traffic grows with W. Fewer bytes for few elements on few ranks.
-        decay: With ``chunk`` and ``group``, the factor of the residual per step, in (0, 1].
+        gather: With ``chunk``, send every message to all ranks instead of an owner: nothing is selected or coded twice,
+            but traffic grows with W. Fewer bytes for few elements on few ranks.
+        decay: With ``chunk``, the factor of the residual per step, in (0, 1].
 
     References:
         Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;
@@ -129,34 +123,23 @@ class TopK(OwnPositions):
     same_counts: ClassVar[bool] = True
 
     selection: SelectionKind = "exact"
-    return_density: float | None = None
     cosines: int | None = None
     gather: bool = False
     decay: float = 1.0
 
     def __post_init__(self) -> None:
         OwnPositions.__post_init__(self)
-        if self.return_density is not None:
-            check_density(self.return_density, "return_density")
-            if self.selection == "exact":
-                raise ValueError("return_density needs selection='chunk': the exact selection sends all that was sent")
-            if self.selection == "group":
-                raise ValueError("return_density needs selection='chunk': groups are the same size both ways")
         if self.cosines is not None and self.selection != "chunk":
             raise ValueError(f"cosines need selection='chunk', got selection={self.selection!r}")
         if self.cosines is not None:
-            self._chunks(self.density)  # checks the size
+            self._chunks()  # checks the size
         if self.gather and self.selection == "exact":
-            raise ValueError("gather=True needs selection='chunk' or 'group': the exact selection gathers anyway")
-        if self.gather and self.return_density is not None:
-            raise ValueError("return_density needs gather=False: what is gathered has no downlink")
+            raise ValueError("gather=True needs selection='chunk': the exact selection gathers anyway")
         if self.gather and self.residual != "float32":
             raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
-        if self.selection == "group" and self.density not in {1 / group for group in GROUPS}:
-            raise ValueError(f"density must be 1/4, 1/16 or 1/256 with selection='group', got {self.density!r}")
         check_decay(self.decay)
         if self.decay < 1.0 and self.selection == "exact":
-            raise ValueError("decay needs selection='chunk' or 'group': the exact selection keeps all of its residual")
+            raise ValueError("decay needs selection='chunk': the exact selection keeps all of its residual")
 
     @property
     def label(self) -> str:
@@ -169,14 +152,9 @@ class TopK(OwnPositions):
         if self.selection == "exact":
             return self
         if self.gather:
-            return FeedbackReducer(inner=GatheredReducer(codec=self._chunks(self.density)), decay=self.decay)
-        return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))
+            return FeedbackReducer(inner=GatheredReducer(codec=self._chunks()), decay=self.decay)
+        return CodecPair(FeedbackCodec(codec=self._chunks(), residual=self.residual, decay=self.decay))
 
-    def _feedback(self, density: float) -> FeedbackCodec:
-        return FeedbackCodec(codec=self._chunks(density), residual=self.residual, decay=self.decay)
-
-    def _chunks(self, density: float) -> Codec:
-        if self.selection == "group":
-            return GroupTop(round(1 / density), self.codec)
-        codec = ChunkTopK(density, self.codec)
+    def _chunks(self) -> Codec:
+        codec = ChunkTopK(self.density, self.codec)
         return codec if self.cosines is None else RotatedCodec(codec, self.cosines, "cosine")

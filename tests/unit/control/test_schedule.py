@@ -29,7 +29,7 @@ def test_eight_bits_then_four_then_eight_for_the_last_five_percent() -> None:
 
 
 def test_epochs_need_no_step_counts() -> None:
-    schedule = Schedule([Phase(compressor=EIGHT, end=2, unit="epoch"), Phase(compressor=FOUR, start=2, unit="epoch")])
+    schedule = Schedule([Phase(compressor=EIGHT, unit="epoch"), Phase(compressor=FOUR, start=2, unit="epoch")])
     progresses = [Progress(step=step, epoch=step // 3) for step in range(12)]
     assert in_force(schedule, progresses) == [EIGHT] * 6 + [FOUR] * 6
 
@@ -66,22 +66,18 @@ def test_a_restart_changes_nothing() -> None:
 
 
 def phases(*entries: tuple[object, ...]) -> list[Phase]:
-    return [Phase(compressor=FOUR, start=start, end=end, unit=unit) for start, end, unit in entries]
+    return [Phase(compressor=FOUR, start=start, unit=unit) for start, unit in entries]
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
         ([], "at least one phase"),
-        ([(5, None, "step")], "must start at 0"),
-        ([(0, 20, "step"), (10, None, "step")], "overlap"),
-        ([(0, 5, "step"), (10, None, "step")], "gap"),
-        ([(0, None, "step"), (10, None, "step"), (10, None, "step")], "out of order"),
-        ([(0, None, "step"), (10, 50, "step")], "time after step 50"),
-        ([(7, 7, "step")], "start < end"),
-        ([(0, None, "fraction"), (1.5, None, "fraction")], "0 <= start"),
-        ([(0.5, None, "step")], "whole number of steps"),
-        ([(0, None, "week")], "unit must be"),
+        ([(5, "step")], "must start at 0"),
+        ([(0, "step"), (10, "step"), (10, "step")], "out of order"),
+        ([(0, "fraction"), (1.5, "fraction")], "0 <= start"),
+        ([(0.5, "step")], "whole number of steps"),
+        ([(0, "week")], "unit must be"),
     ],
 )
 def test_bad_phases(entries: list[tuple[object, ...]], message: str) -> None:
@@ -89,21 +85,12 @@ def test_bad_phases(entries: list[tuple[object, ...]], message: str) -> None:
         Schedule(phases(*entries))
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([(0, None, "step"), (500, None, "step"), (0.2, None, "fraction")], "out of order"),
-        ([(0, 300, "step"), (0.2, None, "fraction")], "overlap"),
-    ],
-)
-def test_phases_in_different_units_are_compared_when_training_starts(
-    entries: list[tuple[object, ...]], message: str
-) -> None:
-    schedule = Schedule(phases(*entries))
-    with pytest.raises(ValueError, match=message):
+def test_phases_in_different_units_are_compared_when_training_starts() -> None:
+    schedule = Schedule(phases((0, "step"), (500, "step"), (0.2, "fraction")))
+    with pytest.raises(ValueError, match="out of order"):
         in_force(schedule, [Progress(step=0, num_steps=1000)])
 
 
 def test_fractions_need_an_end() -> None:
     with pytest.raises(ValueError, match="set max_steps"):
-        in_force(Schedule(phases((0, None, "step"), (0.5, None, "fraction"))), [Progress(step=0)])
+        in_force(Schedule(phases((0, "step"), (0.5, "fraction"))), [Progress(step=0)])

@@ -235,13 +235,15 @@ def test_chunks_lose_nothing_on_either_hop(world_size: int, values: str, residua
 
 
 def test_chunk_options_are_checked() -> None:
-    for options in ({"return_density": 0.1}, {"selection": "block"}):
-        with pytest.raises(ValueError, match="selection"):
+    for options, message in (
+        ({"selection": "block"}, "selection"),
+        ({"selection": "chunk", "decay": 0.0}, "decay must be in"),
+        ({"decay": 0.9}, "decay needs selection='chunk'"),
+    ):
+        with pytest.raises(ValueError, match=message):
             TopK(**options)
     with pytest.raises(ValueError, match="residual must be"):
         DGC(residual="int4")
-    with pytest.raises(ValueError, match="return_density must be"):
-        TopK(selection="chunk", return_density=2.0)
 
 
 class _Damage(SimulatedComm):
