@@ -34,28 +34,17 @@ def config(
             "--config-file", "--config_file", help="Written; one that is there keeps all but its lowbit_config section."
         ),
     ] = Path("lowbit.yaml"),
-    defaults: Annotated[
-        bool,
-        typer.Option("--defaults", help="Ask nothing: Accelerate's defaults for this machine, and LoCo at 4 bits."),
-    ] = False,
     section: Annotated[
-        str | None,
-        typer.Option(
-            "--lowbit_config",
-            "--lowbit-config",
-            help="Ask nothing: this section, '{compressor: loco2, seed: 3}', with Accelerate's defaults.",
-        ),
-    ] = None,
+        str,
+        typer.Option("--lowbit_config", "--lowbit-config", help="The section: '{compressor: loco2, seed: 3}'."),
+    ] = "{compressor: loco, bits: 4}",
 ) -> None:
-    """Ask what to compress and how, and write a configuration file for accelerate launch."""
+    """Write a configuration file for accelerate launch, or a section into one; a new one has Accelerate's defaults."""
     from lowbit_strategy.launch import wizard
     from lowbit_strategy.launch.section import read_section
 
     with errors_of("config"):
-        given = (
-            read_section(section) if section is not None else {"compressor": "loco", "bits": 4} if defaults else None
-        )
-        wizard.configure(config_file, given)
+        wizard.configure(config_file, read_section(section))
 
 
 def report(
@@ -67,14 +56,6 @@ def report(
             " in it is taken.",
         ),
     ],
-    baseline: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[BASELINE]",
-            help="A run to compare with: another such folder, or one with a CSVLogger's metrics.csv, of a run without"
-            " compression for example.",
-        ),
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report by default.")] = None,
 ) -> None:
     """Draw what compression did in a run: one self-contained HTML page, and its charts as PNG files."""
@@ -83,13 +64,12 @@ def report(
     except ModuleNotFoundError as error:
         typer.echo(f"{error.name} is not installed: pip install 'lowbit-strategy[report]'", err=True)
         raise typer.Exit(2) from error
-    from lowbit_strategy.report.run import read_baseline, read_run, runs_in
+    from lowbit_strategy.report.run import read_run, runs_in
     from lowbit_strategy.telemetry.run_record import read_runs
 
     try:
         found, *others = runs_in(run_dir)
         run = read_run(found)
-        other = read_baseline(baseline) if baseline is not None else None
     except (FileNotFoundError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -99,7 +79,7 @@ def report(
         typer.echo("The others, which can be given in its place: " + ", ".join(map(str, others)))
     if (number := len(read_runs(found))) > 1:
         typer.echo(f"{found} has {number} runs in its record; this is the last")
-    page = write_report(run, out if out is not None else found / "report", other)
+    page = write_report(run, out if out is not None else found / "report")
     typer.echo(f"{page}: {len(run.observations)} observations, {len(run.switches)} decisions")
 
 

@@ -41,12 +41,12 @@ _STYLE: Any = {  # keys are a literal type of matplotlib's stubs
 _WIDTH, _WIDE = 6.0, 11.6  # inches of a chart, and of the first one, which has the page's whole width
 
 
-def draw_all(run: Run, baseline: Run | None = None) -> dict[str, Figure]:
+def draw_all(run: Run) -> dict[str, Figure]:
     """All charts that the run has data for, by file stem, in reading order."""
     figures = {}
     with matplotlib.rc_context(_STYLE):
         for stem, draw in _CHARTS.items():
-            figure = draw_loss(run, baseline) if stem == "loss" else draw(run)
+            figure = draw(run)
             if figure is not None:
                 figures[stem] = figure
     return figures
@@ -59,15 +59,15 @@ def _new(width: float = _WIDTH, height: float = 3.6, ratios: Sequence[float] = (
     return figure, list(axes)
 
 
-def _finish(axes: Axes, run: Run, ylabel: str, last_step: int | None = None, xlabel: str = "") -> None:
+def _finish(axes: Axes, run: Run, ylabel: str, xlabel: str = "") -> None:
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.set_xlim(0, max(run.last_step if last_step is None else last_step, 1))
+    axes.set_xlim(0, max(run.last_step, 1))
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
     axes.margins(x=0)
 
 
-def draw_loss(run: Run, baseline: Run | None = None) -> Figure | None:
-    """Loss curves, those of the baseline in gray, over the share of the model at each level.
+def draw_loss(run: Run) -> Figure | None:
+    """Loss curves over the share of the model at each level.
 
     Losses that span more than a factor of ten have a logarithmic axis.
     """
@@ -77,10 +77,6 @@ def draw_loss(run: Run, baseline: Run | None = None) -> Figure | None:
     figure, (top, *below) = _new(_WIDE, 4.6, [3.4, 1.0]) if run.levels else _new(_WIDE)
     for axes in below:
         _draw_levels(axes, run)
-    if baseline is not None:
-        for style, (name, series) in zip(("-", "--", ":"), baseline.losses().items(), strict=False):
-            smooth = series.smooth()
-            top.plot(smooth.steps, smooth.values, style, color=_FAINT, label=f"baseline: {name}")
     for color, (name, series) in zip(_COLORS, curves.items(), strict=False):
         _draw_curve(top, color, name, series)
     for step in sorted({line["step"] for line in run.switches} - {0}):
@@ -89,11 +85,10 @@ def draw_loss(run: Run, baseline: Run | None = None) -> Figure | None:
         top.axvline(line["step"], color="#D55E00", linewidth=1.2, zorder=0)
     if curves:
         top.legend(loc="upper right")
-    shown = [*curves.values(), *(baseline.losses().values() if baseline is not None else ())]
-    values = [value for series in shown for value in series.values]
+    values = [value for series in curves.values() for value in series.values]
     if values and 0 < 10 * min(values) < max(values):
         top.set_yscale("log")
-    _finish(top, run, "loss", max(run.last_step, baseline.last_step if baseline is not None else 0))
+    _finish(top, run, "loss")
     figure.axes[-1].set_xlabel("optimizer step")
     return figure
 

@@ -1,9 +1,8 @@
-"""The page: headline figures, charts, tables, and a run beside another; one HTML file that needs nothing else."""
+"""The page: headline figures, charts and tables; one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import base64
-import statistics
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import jinja2
 
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.report.charts import draw_all
-from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run, Series
+from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run
 
 _MAX_SWITCHES = 40
 _TITLES = {
@@ -35,17 +34,16 @@ class Tile(NamedTuple):
     alert: bool = False
 
 
-def write_report(run: Run, out: Path, baseline: Run | None = None) -> Path:
+def write_report(run: Run, out: Path) -> Path:
     """Write ``index.html`` and the charts as PNG files into `out`; returns the page's path.
 
     Args:
         run: What the page is about.
         out: Made if it is not there.
-        baseline: A run to compare with.
     """
     out.mkdir(parents=True, exist_ok=True)
     charts = []
-    for stem, figure in draw_all(run, baseline).items():
+    for stem, figure in draw_all(run).items():
         picture = out / f"{stem}.png"
         figure.savefig(picture, dpi=170)
         title, note = _title(stem, run)
@@ -57,7 +55,7 @@ def write_report(run: Run, out: Path, baseline: Run | None = None) -> Path:
     pages.filters["number"] = number
     template = pages.get_template("page.html.j2")
     page = out / "index.html"
-    page.write_text(template.render(charts=charts, **_content(run, baseline)), encoding="utf-8")
+    page.write_text(template.render(charts=charts, **_content(run)), encoding="utf-8")
     return page
 
 
@@ -70,7 +68,7 @@ def _title(stem: str, run: Run) -> tuple[str, str]:
     return title, note
 
 
-def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
+def _content(run: Run) -> dict[str, Any]:
     shown = run.switches[-_MAX_SWITCHES:]
     hidden = len(run.switches) - len(shown)
     return {
@@ -81,10 +79,7 @@ def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
         "observed": run.observations[-1] if run.observations else {"groups": {}},
         "warnings": run.warnings,
         "members": run.members,
-        "baseline": _name(baseline) if baseline is not None else "",
-        "comparison": compare(run, baseline) if baseline is not None else [],
-        "configuration": configuration(run, baseline),
-        "two_configurations": baseline is not None and bool(baseline.starts),
+        "configuration": _settings(run),
         "switches": shown,
         "switches_note": f"{len(run.switches)} in all" + (f"; the last {len(shown)} are shown." if hidden else "."),
     }
@@ -141,59 +136,6 @@ def _tiles(run: Run) -> list[Tile]:
     if run.warnings:
         tiles.append(Tile("warnings", str(len(run.warnings)), f"the last at step {run.warnings[-1]['step']:,}", True))
     return tiles
-
-
-class Row(NamedTuple):
-    """One figure of both runs; ``change`` is that of the run against the baseline."""
-
-    name: str
-    run: str
-    baseline: str
-    change: str = ""
-
-
-def compare(run: Run, baseline: Run) -> list[Row]:
-    """Everything that both runs know."""
-    rows = []
-    ours, theirs = run.losses(), baseline.losses()
-    for name in ours.keys() & theirs.keys():
-        if row := _loss_row(name, ours[name], theirs[name]):
-            rows.append(row)
-    rows.sort(key=lambda row: "val" not in row.name)
-    for name, key in (("gradients sent", GRADIENTS), ("weights sent", WEIGHTS)):
-        mine, other = (
-            statistics.fmean(line.get(key) or 0.0 for line in each.observations or [{}]) for each in (run, baseline)
-        )
-        if mine and other:
-            rows.append(Row(f"{name}, per rank and step", size(mine), size(other), f"{other / mine:.1f}x fewer"))
-    if run.timed and baseline.timed:
-        mine, other = (statistics.median(line["step_ms"] for line in each.timed) for each in (run, baseline))
-        rows.append(Row("step time, median", f"{mine:,.0f} ms", f"{other:,.0f} ms", f"{mine / other - 1:+.1%}"))
-    return rows
-
-
-def _loss_row(name: str, ours: Series, theirs: Series) -> Row | None:
-    last = min(ours.steps[-1], theirs.steps[-1])
-    mine, other = (series.smooth().at(last) for series in (ours, theirs))
-    if mine is None or other is None:
-        return None
-    return Row(
-        f"{name} at step {last:,}", number(mine, 4), number(other, 4), f"{mine / other - 1:+.2%}" if other else ""
-    )
-
-
-def configuration(run: Run, baseline: Run | None = None) -> list[Row]:
-    """How the run is configured; with a baseline, what differs is marked as a change."""
-    mine, other = _settings(run), _settings(baseline) if baseline is not None else {}
-    return [
-        Row(
-            name,
-            mine.get(name, ""),
-            other.get(name, ""),
-            "differs" if other and mine.get(name) != other.get(name) else "",
-        )
-        for name in mine | other
-    ]
 
 
 def _settings(run: Run) -> dict[str, str]:

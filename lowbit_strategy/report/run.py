@@ -36,10 +36,6 @@ class Series:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
-    def at(self, step: int) -> float | None:
-        """The last value up to `step`."""
-        return next((value for at, value in zip(self.steps[::-1], self.values[::-1], strict=True) if at <= step), None)
-
     def smooth(self) -> Series:
         """The moving mean over a fortieth of a long series; a short one as it is."""
         width = len(self.steps) // 40 if len(self.steps) > MANY else 1
@@ -130,15 +126,9 @@ def runs_in(folder: Path) -> list[Path]:
     """
     if (folder / FILE_NAME).is_file():
         return [folder]
-    found = _newest_first(folder, FILE_NAME)
+    found = [path for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE_NAME}") if path.is_file()]
     if not found:
         read_runs(folder)  # its error says how to get a record
-    return found
-
-
-def _newest_first(folder: Path, name: str) -> list[Path]:
-    """The folders that have a file of this name, of `folder` and those one or two levels down."""
-    found = [path for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{name}") if path.is_file()]
     return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
@@ -153,36 +143,8 @@ def read_run(folder: str | Path) -> Run:
     *_, last = read_runs(folder)
     if not last:
         raise ValueError(f"the record in {folder} is empty: the run has not begun to train yet")
-    return _run(folder, last)
-
-
-def read_baseline(folder: str | Path) -> Run:
-    """A run to compare with: its record, or, of an uncompressed one, ``metrics.csv`` of a CSVLogger.
-
-    Raises:
-        FileNotFoundError: There is neither.
-        ValueError: There are no losses in it, or a line of the record is none.
-    """
-    folder = Path(folder)
-    try:
-        return read_run(runs_in(folder)[0])
-    except FileNotFoundError:
-        tables = _newest_first(folder, "metrics.csv")
-        if not tables:
-            raise FileNotFoundError(
-                f"{folder} has nothing to compare with: give a run with a record ({FILE_NAME}), or one whose losses"
-                " a CSVLogger has written (metrics.csv)"
-            ) from None
-    newest = tables[0]
-    run = _run(newest, [])
-    if not run.logged:
-        raise ValueError(f"{newest / 'metrics.csv'} has no column whose name contains 'loss': nothing to compare with")
-    return run
-
-
-def _run(folder: Path, lines: list[Line]) -> Run:
     by_kind: defaultdict[str, list[Line]] = defaultdict(list)
-    for line in lines:
+    for line in last:
         by_kind[line["kind"]].append(line)
     return Run(
         folder=folder,

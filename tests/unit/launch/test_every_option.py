@@ -100,12 +100,11 @@ def test_an_option_of_the_plugin(key: str, tmp_path: Path) -> None:
         through_a_file({"compressor": "loco", f"{key}s": VALUES[key]}, tmp_path)
 
 
-def test_the_questions_take_every_preset(tmp_path: Path) -> None:
+def test_a_section_may_name_every_preset(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     for name in PRESETS:
         path.write_text(BASE)
-        result = CliRunner().invoke(
-            app, ["config", "--config-file", str(path)], input=f"{{compressor: {name}, seed: 3}}\n"
-        )
+        section = f"{{compressor: {name}, seed: 3}}"
+        result = CliRunner().invoke(app, ["config", "--config-file", str(path), "--lowbit_config", section])
         assert result.exit_code == 0, result.output
         assert yaml.safe_load(path.read_text())["lowbit_config"] == {"compressor": name, "seed": 3}

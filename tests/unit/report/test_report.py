@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
 from lowbit_strategy.report.charts import draw_all
-from lowbit_strategy.report.page import compare, configuration
 from lowbit_strategy.report.run import read_run
 from lowbit_strategy.rounds.agreement import MembersChange
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
@@ -283,45 +282,6 @@ def _csv(folder: Path, losses: list[float]) -> None:
     rows += [f"{10 * at},{loss}," for at, loss in enumerate(losses)]
     rows += [f"{10 * at},,{loss + 1}" for at, loss in enumerate(losses)]
     (folder / "metrics.csv").write_text("\n".join(rows))
-
-
-def test_compared_with_an_uncompressed_run(tmp_path: Path) -> None:
-    _csv(tmp_path / "run", [4.0, 2.0, 1.02])
-    write_run(tmp_path / "run")
-    _csv(tmp_path / "plain" / "version_0", [4.0, 2.0, 1.0, 0.5])
-    result = run_report(tmp_path / "run", tmp_path / "plain")
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert "Compared with plain/version_0" in page
-    row = re.search(r"train_loss at step 20</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", page)
-    assert row is not None
-    assert row.groups() == ("1.02", "1", "+2.00%")
-
-
-def test_compared_with_another_compressed_run(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", start={"configuration": {"compressor.bits": "4"}})
-    write_run(tmp_path / "b", start={"configuration": {"compressor.bits": "8"}}, observation={"sent_nbytes": 2000.0})
-    rows = compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
-    assert ("gradients sent, per rank and step", "1 KB", "2 KB", "2.0x fewer") in rows
-    assert ("step time, median", "20 ms", "20 ms", "+0.0%") in rows
-    settings = {row.name: row for row in configuration(read_run(tmp_path / "a"), read_run(tmp_path / "b"))}
-    assert settings["compressor.bits"][1:] == ("4", "8", "differs")
-    assert settings["world_size"][1:] == ("4", "4", "")
-
-
-def test_a_baseline_that_has_nothing(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    (tmp_path / "empty").mkdir()
-    result = run_report(tmp_path / "run", tmp_path / "empty")
-    assert result.exit_code == 2
-    assert "has nothing to compare with: give a run with a record" in " ".join(result.output.split())
-    (tmp_path / "empty" / "metrics.csv").write_text("step,accuracy\n1,0.5\n")
-    assert "no column whose name contains 'loss'" in " ".join(
-        run_report(tmp_path / "run", tmp_path / "empty").output.split()
-    )
-
-
-# -- charts ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_slow_step_does_not_flatten_the_times(tmp_path: Path) -> None:
