@@ -131,7 +131,7 @@ class Local:
             for comm in self.world.comms
         ]
         self.outers: list[OuterSync] = []
-        if not rule.synchronous_steps:
+        if not rule.synchronous:
             self._start()
 
     def _start(self) -> None:

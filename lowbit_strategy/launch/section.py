@@ -58,7 +58,7 @@ def plugin_from_section(section: object) -> LowBitPlugin:
         if not section and ours["controller"].levels:
             section = {"compressor": ours["controller"].levels[0]}
     if ours.get("outer") is not None:
-        ours["outer"] = convert(ours["outer"], OuterRule, f"{SECTION}.outer")  # type: ignore[type-abstract]
+        ours["outer"] = convert(ours["outer"], OuterRule, f"{SECTION}.outer")
         if not section:
             section = {"compressor": ours["outer"].compressor()}
     return convert({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)

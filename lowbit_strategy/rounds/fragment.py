@@ -99,7 +99,7 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
 class FragmentSync:
     """One synchronization of a fragment: what this rank has sent, and once it has arrived, what all ranks get.
 
-    A header travels before the pseudo-gradient, summed over ranks without compression: ``[done?, asks?, steps, loss,
+    A header travels before the pseudo-gradient, summed over ranks without compression: ``[done?, asks?, loss,
     ||s||^2, finite? of each rank, s, changes of buffers]``, with s a sample of the pseudo-gradient. Reading it waits
     for the device.
 
@@ -140,14 +140,9 @@ class FragmentSync:
         return bool(self.header[1])
 
     @property
-    def steps(self) -> float:
-        """Optimizer steps that a rank has completed on average."""
-        return float(self.header[2]) / self.world_size
-
-    @property
     def loss(self) -> float | None:
         """The mean of all ranks'; None if a rank does not know its own, or it is not finite."""
-        loss = float(self.header[3]) / self.world_size
+        loss = float(self.header[2]) / self.world_size
         return loss if math.isfinite(loss) else None
 
     @property
@@ -165,7 +160,7 @@ class FragmentSync:
         """Of ``||s||^2``, of ``s`` and of the changes of buffers, over ranks whose weights sum to `share`."""
         means, at = self.header / (share or 1.0), NUM_FACTS + self.world_size
         sample_numel = len(self.fragment.sample)
-        return means[4], means[at : at + sample_numel], means[at + sample_numel :]
+        return means[3], means[at : at + sample_numel], means[at + sample_numel :]
 
     def state_dict(self) -> dict[str, Any]:
         """After `wait`."""
@@ -190,18 +185,16 @@ class FragmentSync:
 
 
 class AnchorOptimizer:
-    """The outer optimizer, of named tensors, with a learning rate that the rule changes.
+    """The outer optimizer, of named tensors.
 
     Args:
-        rule: Gives the optimizer, and the factor of its rate.
+        rule: Gives the optimizer.
         tensors: What it steps, by name.
     """
 
     def __init__(self, rule: OuterRule, tensors: Mapping[str, Tensor]) -> None:
-        self._rule = rule
         self._tensors = dict(tensors)
         self._optimizer = rule.optimizer(list(self._tensors.values()))
-        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
 
     @property
     def kind(self) -> str:
@@ -209,12 +202,10 @@ class AnchorOptimizer:
         return type(self._optimizer).__name__
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], steps: float) -> None:
-        """Step the tensors that `gradients` names; ranks have completed `steps` optimizer steps."""
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Step the tensors that `gradients` names."""
         for name, gradient in gradients.items():
             self._tensors[name].grad = gradient
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * self._rule.rate_factor(steps)
         self._optimizer.step()
         for name in gradients:
             self._tensors[name].grad = None
@@ -265,9 +256,9 @@ class EagerUpdate:
         torch._foreach_zero_(list(self._offsets.values()))
 
     @torch.no_grad()
-    def before_sending(self, fragment: Fragment, x_N: Tensor, step_index: int) -> None:
+    def before_sending(self, fragment: Fragment, x_N: Tensor) -> None:
         """Continue from the anchor plus this rank's share of the pseudo-gradient `x_N`."""
-        self._optimizer.step(fragment.views(x_N / self._world_size), step_index)
+        self._optimizer.step(fragment.views(x_N / self._world_size))
         weights = fragment.params
         for name, anchor in fragment.anchors.items():
             weights[name].copy_(anchor + self._offsets[name])

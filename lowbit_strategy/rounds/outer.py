@@ -182,7 +182,7 @@ class OuterSync:
                 mine.mul_(own)
         header = self._header(x_N[fragment.sample], changes, finite, done=done)
         if self._eager is not None and not done:
-            self._eager.before_sending(fragment, x_N, sync.step_index)
+            self._eager.before_sending(fragment, x_N)
         sync.begin_step(steps_per_reduction=max(1, self._since))  # where controllers decide
         arrivals = [self._reducer.submit(self._summed(header), result=header, last=False)]
         sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
@@ -201,9 +201,9 @@ class OuterSync:
         """See `FragmentSync`."""
         peers, loss = self.sync.ranks.peers, self._losses.take()
         facts = torch.zeros(NUM_FACTS + peers.world_size, device=sample.device)
-        facts[0], facts[1], facts[2] = float(done), float(self.asks()), float(self.sync.step_index)
-        facts[3] = torch.nan if loss is None else loss
-        facts[4] = torch.dot(sample, sample)
+        facts[0], facts[1] = float(done), float(self.asks())
+        facts[2] = torch.nan if loss is None else loss
+        facts[3] = torch.dot(sample, sample)
         facts[NUM_FACTS + peers.rank] = finite
         return torch.cat([facts, sample, *changes])
 
@@ -276,7 +276,7 @@ class OuterSync:
         if average:
             torch._foreach_sub_(list(fragment.anchors.values()), list(means.values()))
         else:
-            self._optimizer.step(means, arrived.steps)
+            self._optimizer.step(means)
 
     def _warn_of(self, left_out: Sequence[int], *, all_of_them: bool) -> None:
         """Log, on one rank, that these ranks' weights were not finite."""

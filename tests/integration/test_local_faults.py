@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,17 @@ def _whole(shard: Tensor, param: Tensor) -> Tensor:
     return made.full_tensor().clone()
 
 
+class OuterAdam(DiLoCo):
+    """A rule of the user's own."""
+
+    def optimizer(self, anchors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(anchors, lr=self.lr)
+
+
 CHANGED = {
     "fewer": DiLoCo(every=6, momentum=0.5, fragments=2, delay=1, mix=0.5),
     "one": DiLoCo(every=6, momentum=0.5),
-    "adam": DiLoCo(every=6, optimizer_class="Adam", lr=1e-2, fragments=3, delay=1, mix=0.5),
+    "adam": OuterAdam(every=6, lr=1e-2, fragments=3, delay=1, mix=0.5),
 }
 
 

@@ -41,12 +41,11 @@ STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {
     "diloco": DiLoCo(every=4, momentum=0.5),
     "streaming": STREAMING,
-    "eager": EagerDiLoCo(every=6, momentum=0.5, fragments=2, decay="cosine", num_steps=30),
+    "eager": EagerDiLoCo(every=6, momentum=0.5, fragments=2),
     "synchronous first": DiLoCo(
         every=AdaComm(start=4, minimum=2),
         momentum=0.5,
-        synchronous=0.15,
-        num_steps=14,
+        synchronous=2,
         synchronous_compressor=QSGD(bits=8),
     ),
 }

@@ -5,14 +5,9 @@ relatives, which average weights; DiLoCo, whose outer optimizer has momentum, an
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
-
-import torch
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
@@ -47,15 +42,6 @@ class LocalSGD(OuterRule):
     """
 
     name: ClassVar[str] = "localsgd"
-    lr = 1.0  # of the outer SGD; both become options in subclasses
-    momentum = 0.0
-
-    @property
-    def moment_nbytes(self) -> float:
-        return 4.0 if self.momentum else 0.0
-
-    def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        return SGD(anchors, lr=self.lr, momentum=self.momentum)
 
 
 @configuration
@@ -97,8 +83,8 @@ class PostLocalSGD(LocalSGD):
     All rules have this option; here it is the default.
 
     Args:
-        synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
-            synchronous training, more bytes.
+        synchronous: Optimizer steps of the synchronous part, at least 1. More: closer to synchronous training, more
+            bytes.
 
     References:
         Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
@@ -106,12 +92,12 @@ class PostLocalSGD(LocalSGD):
 
     name: ClassVar[str] = "postlocalsgd"
 
-    synchronous: int | float = 1000
+    synchronous: int = 1000
 
     def __post_init__(self) -> None:
         LocalSGD.__post_init__(self)
         if not self.synchronous:
-            raise ValueError("synchronous must be a positive integer, or a share of the run: without it use LocalSGD")
+            raise ValueError("synchronous must be a positive integer: without it use LocalSGD")
 
 
 # The largest elements of a Gaussian are close together: two magnitudes, in units of their mean, fit them within 6 %.
@@ -156,13 +142,9 @@ class DiLoCo(OuterRule):
         lr: Of the outer optimizer. 1 without momentum is the mean of the weights.
         momentum: Of the outer optimizer, in [0, 1). More: faster, less stable.
         nesterov: Nesterov's momentum.
-        optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or a callable that makes an
-            optimizer from the anchors and ``lr``. `momentum` and `nesterov` are not used then.
-        decay: How `lr` falls to zero over `num_steps` optimizer steps: ``"linear"``, ``"cosine"``, or ``"none"``. In
-            addition to the inner optimizer's schedule, which makes pseudo-gradients smaller already.
 
     Raises:
-        ValueError: A field is out of range, or ``torch.optim`` has no such class.
+        ValueError: A field is out of range.
 
     References:
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105;
@@ -174,8 +156,6 @@ class DiLoCo(OuterRule):
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    optimizer_class: str | Callable[..., Any] = "SGD"
-    decay: Literal["none", "linear", "cosine"] = "none"
 
     def __post_init__(self) -> None:
         OuterRule.__post_init__(self)
@@ -183,40 +163,6 @@ class DiLoCo(OuterRule):
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        if self.decay != "none" and self.num_steps is None:
-            raise ValueError(f"decay={self.decay!r} needs the length of the run, num_steps: lr reaches zero there")
-        self._make  # noqa: B018 (checks the name)
-
-    @property
-    def _make(self) -> Callable[..., Any]:
-        if not isinstance(self.optimizer_class, str):
-            return self.optimizer_class
-        found = getattr(torch.optim, self.optimizer_class, None)
-        if not (isinstance(found, type) and issubclass(found, Optimizer)):
-            raise ValueError(
-                f"optimizer_class must be the name of a class of torch.optim such as 'SGD' or 'Adam', got"
-                f" {self.optimizer_class!r}"
-            )
-        return found
-
-    @property
-    def moment_nbytes(self) -> float:
-        if self.optimizer_class != "SGD":
-            return super().moment_nbytes
-        return 4.0 if self.momentum else 0.0
-
-    def rate_factor(self, steps: float) -> float:
-        if self.decay == "none" or self.num_steps is None:
-            return 1.0
-        share = min(1.0, steps / self.num_steps)
-        return 1.0 - share if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
-
-    def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        if self.optimizer_class == "SGD":
-            nesterov = self.nesterov and self.momentum > 0.0
-            return SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
-        made: Optimizer = self._make(anchors, lr=self.lr)
-        return made
 
 
 @configuration
@@ -232,7 +178,6 @@ class EagerDiLoCo(DiLoCo):
 
     Args:
         delay, mix: Left at 0.
-        optimizer_class: Left at SGD: the anchor and a rank's own share only add up if it is linear.
 
     References:
         Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
@@ -248,11 +193,6 @@ class EagerDiLoCo(DiLoCo):
             raise ValueError(
                 f"delay and mix must be left at 0, got {self.delay} and {self.mix}: bytes travel for a whole turn"
                 " anyway"
-            )
-        if self.optimizer_class != "SGD":
-            raise ValueError(
-                f"optimizer_class must be left at 'SGD', got {self.optimizer_class!r}: a rank's own share and the"
-                " others' are stepped apart and added up, which holds for a linear optimizer only"
             )
 
     @property
@@ -305,7 +245,7 @@ def as_outer(value: object, field: str = "outer") -> OuterRule:
     Raises:
         ValueError: None of them, or an unknown name or option.
     """
-    return convert(value, OuterRule, field, Source.CODE)  # type: ignore[type-abstract]
+    return convert(value, OuterRule, field, Source.CODE)
 
 
 def _named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
 
-_PROBE_NUMEL = 1024
-
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
 
 
 @configuration
-class OuterRule(ABC):
+class OuterRule:
     """Local steps between synchronizations.
 
     The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Between its turns
@@ -42,11 +38,10 @@ class OuterRule(ABC):
         delay: Optimizer steps between sending a fragment and applying the result, at most a turn's length. Larger:
             hides slower links, with an older anchor.
         mix: Share of a rank's own weights that is kept when the anchor arrives, in [0, 1).
-        synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor;
-            below 1 a share of `num_steps`. Early in training weights move fastest, and separate ranks drift furthest
-            apart. The compressor's residual is dropped afterwards: its units are those of gradients.
+        synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor.
+            Early in training weights move fastest, and separate ranks drift furthest apart. The compressor's residual
+            is dropped afterwards: its units are those of gradients.
         synchronous_compressor: Of gradients in the synchronous part; None: that of pseudo-gradients.
-        num_steps: Optimizer steps of the whole run, if an option above refers to it.
 
     References:
         `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
@@ -56,13 +51,16 @@ class OuterRule(ABC):
     eager: ClassVar[bool] = False  # a rank applies its own share of what it has sent at once
     travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent; `delay` is not used
 
+    lr = 1.0  # of the outer SGD; these become options in subclasses
+    momentum = 0.0
+    nesterov = False
+
     every: int | Interval = 30
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-    synchronous: int | float = 0
+    synchronous: int = 0
     synchronous_compressor: Compressor | None = None
-    num_steps: int | None = None
 
     def __post_init__(self) -> None:
         self._check_synchronous()
@@ -83,20 +81,8 @@ class OuterRule(ABC):
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
 
     def _check_synchronous(self) -> None:
-        if self.num_steps is not None:
-            check_positive("num_steps", self.num_steps)
-        value = self.synchronous
-        if value < 0 or (isinstance(value, float) and value >= 1.0):
-            raise ValueError(f"synchronous must be a number of steps or a share of the run below 1, got {value!r}")
-        if isinstance(value, float) and value and self.num_steps is None:
-            raise ValueError(
-                f"synchronous={value!r} is a share of the run: give its length as num_steps, or a number of steps"
-            )
-        if self.num_steps is not None and self.synchronous_steps >= self.num_steps:
-            raise ValueError(
-                f"synchronous={value!r} leaves no local step of num_steps={self.num_steps}: make it smaller, or leave"
-                " out outer"
-            )
+        if self.synchronous < 0:
+            raise ValueError(f"synchronous must be a number of steps, got {self.synchronous!r}")
         chosen = self.synchronous_compressor
         if chosen is not None and chosen.momenta != {0.0}:
             raise ValueError(
@@ -135,30 +121,18 @@ class OuterRule(ABC):
                     " it in parts: use fragments=1 or another compressor"
                 )
 
-    @abstractmethod
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         """The outer optimizer of these tensors, whose gradients will be mean pseudo-gradients."""
+        return SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov and self.momentum > 0.0)
 
     @property
     def moment_nbytes(self) -> float:
-        """Bytes of the outer optimizer's state per element, tried on a small anchor."""
-        anchor = torch.zeros(_PROBE_NUMEL)
-        optimizer = self.optimizer([anchor])
-        anchor.grad = torch.zeros_like(anchor)
-        optimizer.step()
-        kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return sum(value.nbytes for value in kept if value.numel() == _PROBE_NUMEL) / _PROBE_NUMEL
-
-    @property
-    def synchronous_steps(self) -> int:
-        """Optimizer steps at the start in which gradients are synchronized instead."""
-        if isinstance(self.synchronous, float) and self.num_steps is not None:
-            return round(self.synchronous * self.num_steps)
-        return int(self.synchronous)
+        """Bytes of the outer optimizer's state per element."""
+        return 4.0 if self.momentum else 0.0
 
     def is_local(self, step: int) -> bool:
         """Whether the next step after `step` optimizer steps is local."""
-        return step >= self.synchronous_steps
+        return step >= self.synchronous
 
     def delay_of(self, turn_length: int) -> int:
         """Optimizer steps between sending a fragment and applying the result.
@@ -171,14 +145,6 @@ class OuterRule(ABC):
     def compressor(self) -> Compressor:
         """Of pseudo-gradients, if the user chooses none: the publication's, if it has one."""
         return _FOUR_BITS
-
-    def rate_factor(self, steps: float) -> float:
-        """Factor of the outer optimizer's learning rate, the same on all ranks.
-
-        Args:
-            steps: Optimizer steps that ranks had completed on average when they sent what is applied.
-        """
-        return 1.0
 
     def round_length(
         self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None

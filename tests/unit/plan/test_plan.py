@@ -177,7 +177,7 @@ def test_nothing_travels_on_one_rank(compressor: Any) -> None:
     assert plan.sent_nbytes == plan.in_series == 0
 
 
-@pytest.mark.parametrize("rule", [*OUTER_RULES.values(), DiLoCo(fragments=3), DiLoCo(optimizer_class="Adam", lr=1e-3)])
+@pytest.mark.parametrize("rule", [*OUTER_RULES.values(), DiLoCo(fragments=3)])
 def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
     """Anchors, the outer optimizer's state once every fragment has moved, and one pseudo-gradient."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32))
@@ -204,7 +204,7 @@ def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
     found = [future.result() for future in [world._threads.submit(held, at) for at in range(2)]]
     world.close()
     for counted, planned in found:
-        assert counted <= planned <= counted + 16 * len(specs)  # scalars, such as Adam's step
+        assert counted == planned
 
 
 @pytest.mark.parametrize(("clip_norm", "whole"), [(1.0, True), (None, False)])

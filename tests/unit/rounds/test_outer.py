@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -99,14 +98,6 @@ def test_a_pseudo_gradient_is_reduced_with_its_residual(compressor: Compressor) 
     ranks.world.close()
 
 
-def test_an_outer_optimizer_of_any_class() -> None:
-    ranks = Replicas(DiLoCo(every=2, optimizer_class="Adam", lr=1e-3))
-    for seed in range(6):
-        ranks.step(seed)
-    ranks.finish()
-    assert torch.equal(ranks.weights(0), ranks.weights(1))
-
-
 @pytest.mark.parametrize("rounds", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_rounds_at_different_speeds(rounds: int) -> None:
     """One rank takes twice as long per step, another has half as many steps in all: nobody hangs or diverges."""
@@ -159,29 +150,6 @@ def test_weights_of_a_smaller_type_do_not_drag_the_anchor() -> None:
     for name, anchor in outer.anchors.items():
         assert torch.equal(anchor, before[name])
     world.close()
-
-
-@pytest.mark.parametrize(("decay", "factors"), [("linear", (0.6, 0.2)), ("cosine", (0.6545, 0.0955))])
-def test_the_outer_rate_falls_by_steps_that_all_ranks_agree_on(decay: Any, factors: tuple[float, float]) -> None:
-    """Ranks have completed different numbers of steps when they send; the mean decides."""
-    ranks = Replicas(DiLoCo(every=2, lr=0.5, momentum=0.0, decay=decay, num_steps=10))
-    ranks.outers[0].sync.step_index, ranks.outers[1].sync.step_index = 1, 3
-    for factor in factors:
-        ranks.step(0)
-        for rank in range(2):
-            ranks.local_step(rank, 1)
-        before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
-        moved = [
-            {name: before[name] - param.detach() for name, param in outer.model.params.items()}
-            for outer in ranks.outers
-        ]
-        ranks.together(lambda rank: ranks.outers[rank].after_step())
-        for name, anchor in ranks.outers[1].anchors.items():
-            mean = (moved[0][name] + moved[1][name]) / 2
-            torch.testing.assert_close(anchor, before[name] - 0.5 * factor * mean, rtol=1e-3, atol=1e-6)
-        for outer in ranks.outers:
-            outer.sync.step_index += 2
-    ranks.world.close()
 
 
 def test_eager_updates_are_those_published() -> None:
