@@ -149,14 +149,6 @@ def test_the_stock_launcher_trains_the_same_bits(
 
 
 @pytest.mark.slow
-def test_torchrun_with_the_section_in_the_environment(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
-    (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
-    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")}
-    run_script([SCRIPT, "--out", tmp_path], world_size=2, env=env, timeout=280)
-    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
-
-
-@pytest.mark.slow
 def test_the_run_module_where_nothing_is_autoloaded(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
     command = ["-m", "lowbit_strategy.run", "--lowbit_config", json.dumps(SECTION), SCRIPT, "--out", tmp_path]
     run_script(command, world_size=2, env={**STOCK_ON_CPU, "LOWBIT_AUTOLOAD": "0"}, timeout=280)
