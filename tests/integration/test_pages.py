@@ -128,7 +128,9 @@ def test_commands(page: str, command: str, folders: dict[str, Path]) -> None:
     done = run_script(["bash", "-c", shorter(command)], cwd=folders[page], env=ON_CPU, timeout=280)
     if "lowbit report" in command:
         assert (folders[page] / command.split()[-1] / "report" / "index.html").is_file()
-    if "--dry-run" in command:
+    if command.startswith("lowbit config"):
+        assert "Written: job.yaml" in done.stdout
+    elif "--dry-run" in command:
         assert "over 8 ranks" in done.stdout
     else:
         assert "compressed gradient" in done.stderr  # the start-up report
