@@ -50,12 +50,12 @@ class Session:
         sync: The engine.
         module: The model, without DDP around it.
         options: As given to `prepare`.
-        group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
-        hook: DDP's, or what reduces shards over replicas.
+        group: All ranks: used to agree between steps. Unlike the engine's groups, it survives `close`.
+        hook: The hook of DDP, or of FSDP2 under HSDP.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
-        shards: FSDP2 shards the model, and asks for what it has to synchronize in every step.
-        auto: Chooses what is used, if the package is to.
+        shards: FSDP2 shards the model; it sees in every step which parameters are trainable.
+        auto: Picks the compressor, for `Auto`.
 
     Attributes:
         ended_by: Optimizers whose steps end the session's, so that nobody has to call `end_step`.
@@ -83,7 +83,7 @@ class Session:
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync, group)
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
-        self._is_open = False  # one has, and nothing has ended the step
+        self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         self.ended_by: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def trains_locally(self) -> bool:
-        """Whether gradients stay on this rank; False in the synchronous part of a rule that has one."""
+        """Whether gradients stay on this rank; False in a rule's synchronous phase."""
         return self.local is not None and self.local.outer is not None
 
     @property
@@ -109,12 +109,12 @@ class Session:
 
     @property
     def replica(self) -> ElasticOuterSync | None:
-        """This replica among others that come and go; None: all ranks stay."""
+        """This replica, if membership is elastic; otherwise None."""
         outer = None if self.local is None else self.local.outer
         return outer if isinstance(outer, ElasticOuterSync) else None
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Name what each rank has for itself where steps are local, to be saved with its weights.
+        """Local steps: register the state that differs between ranks, to be saved with their weights.
 
         Args:
             optimizers: Gives the optimizers; those that step no parameter of this model are left out.
@@ -133,13 +133,13 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Before a forward pass in training, if the framework knows that moment: the last one to change weights."""
+        """Before a forward pass in training, if the framework exposes that point; weights may change until then."""
         self._end_open_step()
         if self.local is not None:
             self.local.begin_forward()
 
     def _end_open_step(self) -> None:
-        """Training goes on or is saved: end a step that optimizers have taken and nothing has ended."""
+        """Training continues or is saved: end the step that an optimizer took, if nothing ended it."""
         if self._is_open:
             self.end_step()
         self._use.stepped.clear()
@@ -147,7 +147,7 @@ class Session:
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
         """Before every backward pass, on the thread and stream of training; on all ranks.
 
-        1. a step ends that an optimizer has taken and nothing has ended
+        1. the step that an optimizer took ends, if nothing ended it
         2. reductions whose gradients were cleared without a step are rolled back
         3. parameters that have been unfrozen are served from now on
         4. the first of a step: controllers decide, methods may change, and residuals follow the loss scale
@@ -159,7 +159,7 @@ class Session:
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
         """
-        if not self.trains_locally:  # whose turn would change the weights of a forward pass that has been
+        if not self.trains_locally:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.local is None)
         self._use.roll_back_cleared()
@@ -181,8 +181,8 @@ class Session:
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
         """After every optimizer step, also one that a loss scaler has skipped, and after ``scaler.update()``.
 
-        Where it is not called the step ends when training goes on; with a loss scaler, or an optimizer that is not
-        torch's, it has to be called.
+        If it is never called, the step ends when training continues. With a loss scaler, or an optimizer that is not
+        torch's, it must be called.
 
         Args:
             optimizer: Which one has stepped, for local steps; None: the only one.
@@ -193,7 +193,7 @@ class Session:
             Whether the step counted.
 
         Raises:
-            RuntimeError: No optimizer has stepped a parameter of this model, this one included.
+            RuntimeError: `optimizer` steps no parameter of this model, and no other optimizer has stepped one.
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
         if optimizer is not None and not self._use.any_owner(optimizer):
@@ -234,7 +234,8 @@ class Session:
 
         Args:
             path: Of the checkpoint.
-            asynchronous: The block begins to write, from copies, and 3. waits for the next save, before which it ends.
+            asynchronous: The block only starts to write, from copies. It must finish before the next save, which then
+                does 3.
 
         Raises:
             ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
@@ -307,8 +308,8 @@ class Session:
             self.local.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model has what all ranks share: to validate, with a warning if the last validation saw the same
-        weights, or with `validates` False to save.
+        """Inside, the model has the weights that all ranks share: for validation, with a warning if the last one saw
+        the same weights, or for saving with ``validates=False``.
         """
         return contextlib.nullcontext() if self.local is None else self.local.shared_weights(validates=validates)
 
@@ -330,8 +331,8 @@ class Session:
         """Serve the newly trainable parameters too, between steps, on all ranks together.
 
         Args:
-            model: DDP synchronizes what was trainable when it wrapped, and waits for it: the model wrapped anew. Not
-                needed for FSDP2.
+            model: The model wrapped again, since DDP synchronizes only what was trainable when it wrapped. Not needed
+                for FSDP2.
         """
         specs, params = self.frozen.take_newly_trainable()
         self.sync.extend(specs)
@@ -387,7 +388,7 @@ class Session:
                 self.sync.weights.comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
-        """Close when `model` is gone, and no longer when an earlier one is."""
+        """Close when `model` is garbage-collected, instead of an earlier wrapper."""
         self._let_go_of_model()
         self._use.ddp_of = weakref.ref(model)
         finalizer = weakref.finalize(model, self.close)

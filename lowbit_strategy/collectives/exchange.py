@@ -36,8 +36,8 @@ class WireBuffers:
     A bucket borrows what it needs while its bytes travel and gives it back; the next bucket borrows the same memory.
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
-    With several buckets in flight, a short message must not take the memory of a long one, which would then need new
-    memory: what is held would grow to the longest size for every message.
+    With several buckets in flight, a short message must not borrow a long buffer: the next long message would allocate
+    again, until every buffer had the longest size.
 
     Args:
         device: Where messages lie.
@@ -74,8 +74,8 @@ class WireBuffers:
         return buffer[:needed].view(rows, nbytes)
 
     def _make_room(self, needed: int) -> None:
-        """Free a buffer that is a little too small before allocating a larger one. With several messages, if there is
-        none, free that many bytes of what this pass has not used yet: buckets have other sizes now.
+        """Free a buffer that is a little too small before allocating a larger one. With several buckets in flight
+        and no such buffer, free as many bytes of buffers not used yet in this pass: buckets have other sizes now.
         """
         shortest = needed / 2 if self._several else 0
         small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]
@@ -109,13 +109,13 @@ class WireBuffers:
 class StepFlags:
     """Overflow, broken layouts and weights that were changed behind the engine's back.
 
-    On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
+    On CPU a broken layout is an error at once. On CUDA checking would synchronize the host: the first rank
     that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
     the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
-    device would else never see one arrive.
+    device would otherwise never see one finish.
 
     Attributes:
-        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a mean that is.
+        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a non-finite mean.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class StepFlags:
     def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
         """Every rank has sent the header that this rank would have sent.
 
-        FSDP2 modules that run on some ranks only make ranks disagree, in any step.
+        An FSDP2 module that runs on only some ranks makes ranks disagree; this can happen in any step.
 
         Raises:
             RuntimeError: One has not (on CPU).
@@ -149,7 +149,7 @@ class StepFlags:
         self._differs |= words != header.view(torch.int64)
 
     def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
-        """Weights that are served from what is kept are those that were sent: two digests, int64 ``[1]``.
+        """Check that kept weights equal the ones that were sent: two digests, int64 ``[1]``.
 
         Raises:
             RuntimeError: They are not (on CPU).
@@ -248,7 +248,7 @@ class CodedGroup(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """A codec with its state, and the tables that it encodes and decodes, one after the other."""
+    """A codec with its state, and the segment tables that it encodes and decodes in turn."""
 
     codec: Codec
     state: StateTensors
@@ -257,7 +257,7 @@ class _Hop(NamedTuple):
 
 
 def message_nbytes(sizes: Iterable[int]) -> int:
-    """Of a message with a header and sections of these sizes."""
+    """Size of a message with a header and these sections."""
     return HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
@@ -271,7 +271,7 @@ class Exchange:
     """The exchanges of one bucket. Tables are made once and serve every step; memory for messages is borrowed.
 
     Args:
-        groups: The codecs and which parameters they carry; all with a downlink, or none.
+        groups: The codecs and which parameters they carry. Either all have a downlink, or none does.
         comm: Group to exchange over.
         device: Where gradients and messages lie.
         buffers: Lends memory for messages.

@@ -21,7 +21,7 @@ from lowbit_strategy.control.gradients import Accordion, AccordionBatch, AdaQS
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.schedule import Phase, Schedule, Static
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, did_you_mean, register_conversion
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
 __all__ = [
     "CONTROLLERS",
@@ -59,16 +59,9 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 
 def _make(value: Any, source: Source) -> Controller:
     """From ``{name: accordion, option: value, ...}``, as configuration files write it."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+    if not isinstance(value, Mapping):
         raise Mismatch
-    options = dict(value)
-    name = options.pop("name")
-    by_plain_name = {key.replace("_", ""): make for key, make in CONTROLLERS.items()}
-    make = by_plain_name.get(name.lower().replace("_", "").replace("-", ""))
-    if make is None:
-        raise ValueError(
-            f"unknown controller {name!r}{did_you_mean(name.lower(), CONTROLLERS)} Known: {', '.join(CONTROLLERS)}"
-        )
+    make, options = named(value, CONTROLLERS, "controller")
     return call(make, options, source)
 
 

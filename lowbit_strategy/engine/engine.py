@@ -33,7 +33,7 @@ from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
-_KEPT_STEPS = 16  # a bucket layout that has not come for this many steps (DDP has rebuilt its buckets) is dropped
+_KEPT_STEPS = 16  # a bucket layout not seen for this many steps (DDP has rebuilt its buckets) is dropped
 
 
 class GradientSync:
@@ -44,14 +44,15 @@ class GradientSync:
     1. `begin_step`, before each backward pass. In the first one of a step controllers decide, and parameters whose
        method changes are regrouped
     2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages, which
-       run on DDP's worker thread or side stream, or in FSDP2's reduce-scatter stream
+       the hook runs: on DDP's worker thread or side stream; under FSDP2 in its reduce-scatter stream, or overlapping
+       backward (`OverlappedReducer`, `BetweenNodes`)
     3. `commit` the parameters that an optimizer has stepped, or `roll_back` those whose gradients were thrown away
     4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
-        ranks: Who trains the model; `Ranks.peers` are used by nothing else while buckets are in flight.
+        ranks: Who trains the model; nothing else may use `Ranks.peers` while buckets are in flight.
         device: Of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Of all randomness; the same on all ranks.
@@ -104,7 +105,7 @@ class GradientSync:
         self._expected: tuple[ParamGroup, ...] = ()
         self.state.use(compressor, self.step_index)
 
-    @cached_property  # as what follows: only a step needs it
+    @cached_property  # this and the next: only a step needs them
     def buffers(self) -> WireBuffers:
         return WireBuffers(self.device, several=not self.scatter or self.ranks.peers.is_far)
 
@@ -160,7 +161,7 @@ class GradientSync:
                 comm.describe_step = self._describe_step
 
     def _regroup(self, change: Callable[..., None], *values: Any) -> None:
-        """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies."""
+        """Change methods, or their state. Drops all buckets, which hold offsets into the state."""
         self._buckets = {}
         vars(self).pop("_context", None)
         self.transactions.forget()
@@ -193,7 +194,7 @@ class GradientSync:
         return self._begun and not (self.in_step and not self.transactions.prepared)
 
     def has_entered(self, layout: BucketLayout) -> bool:
-        """Whether this bucket has come in the current backward pass."""
+        """Whether this bucket was already reduced in the current backward pass."""
         return layout in self._entered
 
     def _describe_step(self) -> str:
@@ -219,7 +220,7 @@ class GradientSync:
             if self.loss_scale is not None and loss_scale != self.loss_scale:
                 self.state.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
-        # Monitors are innermost: what probes do for controllers is none of the methods' time.
+        # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
         self.listeners.begin_step(StepPhase.RECORD)
         self.transactions.byte_check.begin_step(self.ranks.peers, checks=all(each.accounts for each in self._observers))
@@ -233,7 +234,7 @@ class GradientSync:
 
     def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
         """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun. Returns
-        the parameters whose state was restored. The others' had not been kept; from now on it will be.
+        the parameters whose state was restored. There was no copy of the others' state; from now on one is kept.
         """
         restored = self.transactions.roll_back(names)
         if self.second_moment is not None:
@@ -332,7 +333,7 @@ class GradientSync:
         return counted
 
     def train_locally(self, outer: LocalTraining, *, revocable: bool = False) -> None:
-        """Steps are local, what is reduced are movements of weights. `revocable`: a step may be rolled back."""
+        """Switch to local steps: weights' changes are reduced, no gradients. `revocable`: a step may be rolled back."""
         if self.outer is None and self.step_index > 0:
             self.forget()
         self.outer, self.rollback, self.loss_scale = outer, False, None
@@ -362,16 +363,16 @@ class GradientSync:
         self.extra_state[name] = part
 
     def save_per_rank(self, name: str, part: RankState) -> None:
-        """The same for what each rank has for itself."""
+        """The same for state that differs between ranks."""
         self.rank_state[name] = part
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
-        """A checkpoint's; the compressor's phase follows."""
+        """Continue where a checkpoint was; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
 
     def expect(self, reduced: Sequence[ParamGroup]) -> None:
-        """What will be reduced as one, in the order of backward: for `plan`."""
+        """Groups that will be reduced together, in the order of backward: for `plan`."""
         self._expected = tuple(reduced)
 
     def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:

@@ -20,15 +20,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, Selector, match
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import (
-    Conversion,
-    Mismatch,
-    Source,
-    call,
-    convert,
-    did_you_mean,
-    register_conversion,
-)
+from lowbit_strategy.options.conversion import Conversion, Source, call, convert, named, register_conversion
 
 Keep = Literal["nothing", "codes", "replica"]
 
@@ -231,18 +223,11 @@ def _make(value: Any, source: Source) -> WeightCoding:
     """From ``code``, ``code8``, ``{name: delta, bits: 4}``."""
     if isinstance(value, str):
         name, digits = re.fullmatch(r"(.*?)(\d*)", value.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
-        options: dict[str, Any] = {"bits": int(digits)} if digits else {}
-    elif isinstance(value, Mapping) and isinstance(value.get("name"), str):
-        options = dict(value)
-        name = options.pop("name")
-    else:
-        raise Mismatch
-    plain = name.lower().removeprefix("weight").strip("_- ")
-    if plain not in WEIGHTS:
-        raise ValueError(
-            f"unknown way of sending weights {name!r}{did_you_mean(plain, WEIGHTS)} Known: {', '.join(WEIGHTS)}"
-        )
-    return call(WEIGHTS[plain], options, source)
+        value = {"name": name, "bits": int(digits)} if digits else {"name": name}
+    if isinstance(value, Mapping) and isinstance(name := value.get("name"), str):
+        value = {**value, "name": re.sub("(?i)^weight", "", name)}
+    coding, options = named(value, WEIGHTS, "way of sending weights")
+    return call(coding, options, source)
 
 
 _NAMES = "a name such as 'exact', 'code8' or 'delta4', or {name: delta, bits: 4}"

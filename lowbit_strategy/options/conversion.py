@@ -210,6 +210,32 @@ def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Sourc
     return function(**dict(zip(given, made, strict=True)))
 
 
+def named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
+    """What a name or ``{name: ..., option: value, ...}`` stands for, and the options.
+
+    Args:
+        value: The one or the other; case, hyphens and underscores do not matter.
+        known: By name.
+        what: What they are, for errors.
+
+    Raises:
+        Mismatch: `value` is neither.
+        ValueError: There is no name, or none of that name; the message has the nearest one.
+    """
+    options = {"name": value} if isinstance(value, str) else dict(_checked(value, isinstance(value, Mapping)))
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"needs the {what}'s name under 'name', got {value!r}")
+    by_plain_name = {_plain(each): each for each in known}
+    if _plain(name) not in by_plain_name:
+        raise ValueError(f"unknown {what} {name!r}{did_you_mean(name.lower(), known)} Known: {', '.join(known)}")
+    return known[by_plain_name[_plain(name)]], options
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "").replace("-", "")
+
+
 @functools.cache
 def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Types of a class's fields or a function's arguments, by name."""

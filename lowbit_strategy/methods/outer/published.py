@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
@@ -20,15 +19,12 @@ from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
     Conversion,
-    Mismatch,
     Source,
     call,
     convert,
-    did_you_mean,
+    named,
     register_conversion,
 )
-
-T = TypeVar("T")
 
 
 @configuration
@@ -248,23 +244,8 @@ def as_outer(value: object, field: str = "outer") -> OuterRule:
     return convert(value, OuterRule, field, Source.CODE)
 
 
-def _named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
-    """The entry of `known` for a name or ``{name: ..., option: ...}``, and the options."""
-    if isinstance(value, str):
-        value = {"name": value}
-    if not isinstance(value, Mapping):
-        raise Mismatch
-    options = dict(value)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"needs the {what}'s name under 'name', got {value!r}")
-    if name.lower() not in known:
-        raise ValueError(f"unknown {what} {name!r}{did_you_mean(name.lower(), known)} Known: {', '.join(known)}")
-    return known[name.lower()], options
-
-
 def _rule(value: Any, source: Source) -> OuterRule:
-    base, options = _named(value, OUTER_RULES, "outer rule")
+    base, options = named(value, OUTER_RULES, "outer rule")
     preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     return call(type(base), preset | options, source)
 
@@ -272,7 +253,7 @@ def _rule(value: Any, source: Source) -> OuterRule:
 def _interval(value: Any, source: Source) -> Interval:
     if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
         return Seconds(seconds=float(seconds[1]))
-    cls, options = _named(value, _INTERVALS, "interval")
+    cls, options = named(value, _INTERVALS, "interval")
     return call(cls, options, source)
 
 
