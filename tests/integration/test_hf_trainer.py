@@ -91,7 +91,7 @@ def resumed_from_a_checkpoint(folder: Path, kind: Kind) -> Facts:
     }
 
 
-@scenarios(resumed_from_a_checkpoint, kind=KINDS)
+@scenarios(resumed_from_a_checkpoint, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_resumed_run_is_the_uninterrupted_one(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"]

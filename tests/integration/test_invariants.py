@@ -61,13 +61,13 @@ def _cases(world_size: int, layout: LayoutName, part: Part, preset: str) -> tupl
 
 def _items() -> Iterator[Any]:
     """Quick: on three ranks `EVERYWHERE` with the first part and `RECOMMENDED` with both; on two ranks all others under
-    DDP; on one rank `EVERYWHERE` under DDP; under FSDP2 on five, where shards are empty, `RECOMMENDED`.
+    DDP; on one rank under DDP, and on five under FSDP2, where shards are empty, `RECOMMENDED`.
     """
     for world_size, layout, part in itertools.product(WORLD_SIZES, LAYOUTS, PARTS):
         if part == "state" and world_size not in (1, 3):
             continue
         for preset in sorted(CONFIGURATIONS):
-            quick = preset in EVERYWHERE and (world_size, layout) == (1, "ddp")
+            quick = preset in RECOMMENDED and (world_size, layout) == (1, "ddp")
             quick |= preset in EVERYWHERE and (world_size, part) == (3, "cuts")
             quick |= preset not in EVERYWHERE | RECOMMENDED and (world_size, layout) == (2, "ddp")
             quick |= preset in RECOMMENDED and (world_size == 3 or (world_size, layout) == (5, "fsdp"))

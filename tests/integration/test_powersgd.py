@@ -159,9 +159,9 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _losses(model: Any, rank: int, sync: GradientSync) -> list[float]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
     losses = []
-    for step in range(60):
+    for step in range(40):
         x, y = _batch(rank, step)
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
@@ -204,7 +204,7 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
         )
         model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
         install(module, sync, Exact())
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
         losses[inside] = []
         for step in range(5):
             x, y = _batch(rank, step)

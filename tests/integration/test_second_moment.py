@@ -154,7 +154,7 @@ def test_with_two_levels(facts: list[Facts]) -> None:
 
 
 def counted(folder: Path, kind: Kind) -> Facts:
-    made, _, counts = fitted(kind, ONE_BIT, 200, second_moment=True)
+    made, _, counts = fitted(kind, ONE_BIT, 100, second_moment=True)
     plan = made.strategy.sync.plan()
     last = (counts[-1] - counts[-1 - EVERY]) / EVERY
     return {"sent": last, "planned": plan.sent_nbytes, "kept": plan.memory.squares}

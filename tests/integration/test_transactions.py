@@ -214,7 +214,7 @@ def test_local_steps_of_two_optimizers_resume(facts: list[Facts]) -> None:
     assert facts[0]["print"] == facts[1]["print"]
 
 
-STEPS_IN_TURNS = 192
+STEPS_IN_TURNS = 128
 
 
 def in_turns(folder: Path) -> Facts:
