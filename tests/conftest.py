@@ -20,7 +20,7 @@ from testing.processes.ranks import fork_server
 
 gc.disable()  # until all is imported, and nothing of it is garbage
 torch.set_num_threads(1)  # so that sums come out the same on every machine
-for _profile, _examples in (("quick", 15), ("whole", 100)):
+for _profile, _examples in (("quick", 10), ("whole", 100)):
     hypothesis.settings.register_profile(
         _profile, max_examples=_examples, derandomize=True, deadline=None, database=None
     )

@@ -115,7 +115,7 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("kind", "kill_at", "source", "world_size"),
     [
-        ("ddp", 8, "step=6.ckpt", 2),
+        pytest.param("ddp", 8, "step=6.ckpt", 2, marks=pytest.mark.slow),
         ("fsdp", 8, "step=6.ckpt", 2),
         pytest.param("hsdp", 8, "step=6.ckpt", 2, marks=pytest.mark.slow),
         pytest.param("ddp", "saving", "step=3.ckpt", 2, marks=pytest.mark.slow),

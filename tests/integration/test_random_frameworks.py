@@ -353,7 +353,7 @@ def _loops(rank: int, world_size: int, folder: Path, kind: str, seeds: list[int]
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", "local"])
 def test_frameworks_train_alike(tmp_path: Path, kind: str) -> None:
     found = run_ranks(_loops, 2, tmp_path, kind, [KINDS.index(kind)], timeout=200, process_group=None)
     assert found == [[], []]

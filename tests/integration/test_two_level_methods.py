@@ -5,6 +5,7 @@ Real processes: `test_two_levels`, `test_hsdp`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ NAMES = (
     "EF21 with momentum",
     "warm-up of three",
 )
+QUICK = ("loco", "topk", "exdyna", "rank 1")  # under FSDP2 and HSDP
 STEPS = 4
 
 
@@ -52,8 +54,13 @@ def make(name: str, kind: Kind, nodes: int, per_node: int, *, conserving: bool =
     return NodesWorld(kind, compressor, SPECS, nodes, per_node, seed=7, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind == "ddp" or name in QUICK else [pytest.mark.slow])
+        for name, kind in itertools.product(NAMES, KINDS)
+    ],
+)
 def test_what_came_in_has_come_out_or_is_in_a_residual(name: str, kind: Kind) -> None:
     """On three nodes of two ranks; bytes inside and between are those that are announced, all ranks have the same."""
     came = {spec.name: torch.zeros(spec.numel) for spec in SPECS}
