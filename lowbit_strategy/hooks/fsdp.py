@@ -63,7 +63,8 @@ class FSDPWiring:
         self._module, self._sync, self._side = module, sync, side
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
-        for group in [each.param_group for each in groups]:
+        for each in groups:
+            group = each.param_group
             if (earlier := _holders.get(group)) is not None:
                 earlier._release()
             values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
@@ -213,7 +214,8 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:
     """What each module reduces, the last module first."""
     found = []
-    for group in [each.param_group for each in reversed(groups)]:
+    for each in reversed(groups):
+        group = each.param_group
         own = [names[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
         if own:
             found.append(ParamGroup(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))

@@ -20,7 +20,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, Selector, match
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Source, call, convert, named, register_conversion
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, named, register_conversion
 
 Keep = Literal["nothing", "codes", "replica"]
 
@@ -224,9 +224,10 @@ def _make(value: Any, source: Source) -> WeightCoding:
     if isinstance(value, str):
         name, digits = re.fullmatch(r"(.*?)(\d*)", value.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value = {"name": name, "bits": int(digits)} if digits else {"name": name}
-    if isinstance(value, Mapping) and isinstance(name := value.get("name"), str):
-        value = {**value, "name": re.sub("(?i)^weight", "", name)}
-    coding, options = named(value, WEIGHTS, "way of sending weights")
+    if not (isinstance(value, Mapping) and isinstance(name := value.get("name"), str)):
+        raise Mismatch
+    plain = {**value, "name": re.sub("(?i)^weight", "", name)}
+    coding, options = named(plain, WEIGHTS, "way of sending weights")
     return call(coding, options, source)
 
 
