@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.control import AdaQS
-from lowbit_strategy.control.gradients import MODEL
+from lowbit_strategy.control.accordion import MODEL
 from lowbit_strategy.lightning import AdaptiveCompression
 from recipes import demo_train
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lowbit_strategy.control.accordion import Accordion, AccordionBatch
+from lowbit_strategy.control.adaqs import AdaQS
 from lowbit_strategy.control.base import (
     Controller,
     Decision,
@@ -17,7 +19,6 @@ from lowbit_strategy.control.base import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.gradients import Accordion, AccordionBatch, AdaQS
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.schedule import Phase, Schedule, Static

@@ -1,4 +1,4 @@
-"""PowerSGD: a low-rank gradient, by one subspace iteration per step; ACP-SGD: half an iteration."""
+"""PowerSGD: a low-rank gradient, by one subspace iteration per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each, sum_ordered
+from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
 from lowbit_strategy.methods._base.compressor import Compressor, Dense
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
@@ -127,73 +127,3 @@ class PowerSGD(LowRankCompressor):
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec))
-
-
-@configuration
-class ACPSGD(LowRankCompressor):
-    """`PowerSGD` with one factor per step: half of its bytes and messages.
-
-    For a parameter of n x m (first dim, all others), on every rank:
-
-    1. ``M = g + e``
-    2. even steps: orthonormalize Q of the last step, ``P = M Q``; odd steps: orthonormalize P, ``Q = M^T P``
-    3. ``e' = M - P Q^T`` with this rank's own factor
-    4. the mean of the factor over ranks; the result is ``P Q^T``, the same on all ranks
-
-    Sums and products are formed as `PowerSGD` forms them.
-
-    Raises:
-        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
-
-    References:
-        Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023,
-        arXiv 2306.08881, algorithm 2.
-    """
-
-    name: ClassVar[str] = "acpsgd"
-    temporary_nbytes: ClassVar[float] = 1.7
-
-    @property
-    def label(self) -> str:
-        return f"rank {self.rank}, factors in turns"
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
-        return {
-            "p": random_factor(spec, 0, self.rank, seed=1).to(device),
-            "q": random_factor(spec, 1, self.rank, seed=0).to(device),
-            "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
-        }
-
-    def reduce(
-        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Iterator[Pending]:
-        sends, keeps = ("p", "q") if step.index % 2 == 0 else ("q", "p")
-        matrices = []
-        for view in views:
-            h_N = view.flat().float() + state[view.spec.name]["residual"]
-            h_NM = h_N.view(matrix_shape(view.spec))
-            matrices.append(h_NM if sends == "p" else h_NM.T)
-        bases = orthogonalize_all([state[view.spec.name][keeps] for view in views], self.epsilon)
-        own = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        sums = yield from sum_each(own, comm)
-        for view, matrix, basis, own_factor, total in zip(views, matrices, bases, own, sums, strict=True):
-            tensors, mean_factor = state[view.spec.name], total / comm.world_size
-            sent, mean = product(own_factor, basis), product(mean_factor, basis)
-            error = matrix - sent
-            if sends == "q":
-                matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
-            observe_(view, matrix, sent)
-            store_factor_(tensors[sends], mean_factor)
-            store_error_(tensors["residual"], error)
-            view.write_mean_(mean.reshape(-1), comm.rank)
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
-        return 2
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        """The mean of even and odd steps."""
-        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec)) // 2

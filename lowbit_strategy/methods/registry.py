@@ -14,19 +14,26 @@ from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rot
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.powersgd import ACPSGD, PowerSGD
-from lowbit_strategy.methods.qsgd import QSGD, NaturalCompression
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.acpsgd import ACPSGD
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
-from lowbit_strategy.methods.zoo.agreed import RandomK, ScaleCom, SketchedSGD
+from lowbit_strategy.methods.zoo.atomo import ATOMO
 from lowbit_strategy.methods.zoo.deft import DEFT
 from lowbit_strategy.methods.zoo.eden import EDEN
+from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ
+from lowbit_strategy.methods.zoo.gspar import GSpar
 from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.sampled import ATOMO, GSpar
+from lowbit_strategy.methods.zoo.natural import NaturalCompression
+from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, TernGrad
 from lowbit_strategy.methods.zoo.sidco import SIDCo
-from lowbit_strategy.methods.zoo.signs import EFSignSGD, OneBitSGD, SignSGD
+from lowbit_strategy.methods.zoo.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
 from lowbit_strategy.methods.zoo.threelc import ThreeLC
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (

@@ -26,11 +26,12 @@ from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, FlatModel, MiCRO
+from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
-from lowbit_strategy.methods.zoo.agreed import RandomK, ScaleCom
 from lowbit_strategy.methods.zoo.gtopk import GTopK
+from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks

@@ -9,9 +9,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec, DenseCodec, contracts, hard_blocks
 from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
 from lowbit_strategy.kernels.format import BlockFormat, lloyd_max, ternary, uniform
-from lowbit_strategy.methods.qsgd import NaturalCodec
 from lowbit_strategy.methods.zoo.eden import EdenCodec
-from lowbit_strategy.methods.zoo.signs import TwoMeansCodec
+from lowbit_strategy.methods.zoo.natural import NaturalCodec
+from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
 
 SHRINK: dict[str, Codec] = {
     "dense": DenseCodec(),

@@ -8,7 +8,7 @@ import pytest
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import Accordion, AccordionBatch, Progress, Telemetry
-from lowbit_strategy.control.gradients import CriticalRegimes
+from lowbit_strategy.control.accordion import CriticalRegimes
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import preset
 from testing.controllers import matrices, run

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.control.adaqs import AdaQS, mean_to_deviation
 from lowbit_strategy.control.base import Progress, Telemetry
-from lowbit_strategy.control.gradients import AdaQS, mean_to_deviation
 from lowbit_strategy.methods.loco import LoCo
 
 NUMEL = 40_000

@@ -21,7 +21,7 @@ from lowbit_strategy.control import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.gradients import mean_to_deviation
+from lowbit_strategy.control.adaqs import mean_to_deviation
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run

@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.qsgd import NaturalCompression
+from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = [TensorSpec("blocks.0.weight", (512, 384)), TensorSpec("blocks.1.weight", (512, 384))]

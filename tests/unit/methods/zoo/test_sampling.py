@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import ATOMO, Compressor, GSpar
-from lowbit_strategy.methods.zoo.sampled import inclusion_probabilities
+from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.methods.zoo.agreed import ScaleCom
+from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 
 
 def test_bad_options_of_scalecom_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowbit_strategy import SketchedSGD
-from lowbit_strategy.methods.zoo.agreed import CountSketch
+from lowbit_strategy.methods.zoo.sketchedsgd import CountSketch
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 

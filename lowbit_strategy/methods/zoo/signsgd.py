@@ -1,8 +1,8 @@
-"""One bit per element: signs with error feedback, with two means, or by majority vote."""
+"""SignSGD: signs of momentum, by majority vote."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,139 +12,15 @@ from lowbit_strategy.codecs.base import Arena, Codec, DenseCodec, StatefulCodec,
 from lowbit_strategy.codecs.block import BlockCodec, BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, ternary, uniform
+from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_codes
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, MomentumCodec, average_
-from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype
-from lowbit_strategy.methods.loco import LoCoCodec
+from lowbit_strategy.methods._base.feedback import MomentumCodec, average_
+from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
-
-
-@configuration
-class EFSignSGD(Compressor):
-    """One bit per element, with full error feedback on both hops.
-
-    For each block, on every rank, and again at the owner for the mean (DDP):
-
-    1. ``p = g + e``
-    2. send ``Q = mean|p| * sign(p)``
-    3. ``e' = p - Q``
-
-    The fused LoCo kernel with 1-bit codes and beta 0 does it in one pass.
-
-    Args:
-        block_size: Elements that share a magnitude, a power of two; a layer in the publication. Smaller: less error,
-            16 / block_size more bits.
-        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Per code of embeddings and output heads.
-
-    References:
-        Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
-        arXiv 1901.09847, algorithm 1; on both hops: Zheng, Huang, Kwok, 2019, arXiv 1905.10936.
-    """
-
-    name: ClassVar[str] = "efsignsgd"
-
-    block_size: int = 256
-    residual: ResidualDtype = "float32"
-    high_precision_bits: int = 8
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
-
-    def conserving(self) -> EFSignSGD:
-        return replace(self, residual="float32")
-
-    def _codecs(self, fmt: BlockFormat) -> CodecPair:
-        stateful = LoCoCodec(
-            fmt=fmt,
-            beta=0.0,
-            reset_steps=None,
-            residual=self.residual,
-            rounding="nearest",
-            residual_rounding="stochastic",
-        )
-        return CodecPair(stateful)
-
-    def method(self, spec: TensorSpec) -> CodecPair:
-        signs = BlockFormat(bits=1, block_size=self.block_size, scale_rule="mean_abs", codebook=(-1.0, 1.0))
-        return self._codecs(signs)
-
-    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(uniform(self.high_precision_bits, self.block_size))
-
-
-_MEAN_NBYTES = 4  # both means, bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class TwoMeansCodec(BlockwiseCodec):
-    """`OneBitSGD`'s quantizer: the 1-bit code of least squared error that splits a block at 0."""
-
-    block_size: int = 512
-
-    @property
-    def label(self) -> str:
-        return f"1-bit, two means per block of {self.block_size}"
-
-    @property
-    def block_nbytes(self) -> int:
-        return self.block_size // 8 + _MEAN_NBYTES
-
-    def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
-        positive_KB = h_KB >= 0
-        means = []
-        for part_KB in (valid_KB & ~positive_KB, valid_KB & positive_KB):
-            count_K = part_KB.sum(-1).clamp(min=1)
-            means.append(tree_sum(torch.where(part_KB, h_KB, 0.0) / count_K[:, None]))
-        means_K2 = torch.stack(means, 1)
-        means_K2 = torch.where(finite_K[:, None], means_K2, torch.nan).to(torch.bfloat16)
-        return torch.cat([pack_bits(positive_KB), means_K2.view(torch.uint8)], 1)
-
-    def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        means_K2 = trailer(payload_KC, _MEAN_NBYTES, torch.bfloat16).float()
-        positive_KB = unpack_bits(payload_KC[:, :-_MEAN_NBYTES])
-        return torch.where(positive_KB, means_K2[:, 1:], means_K2[:, :1])
-
-
-@configuration
-class OneBitSGD(EFSignSGD):
-    """One bit per element, which decodes to the mean of the elements that share it. Error feedback on both hops.
-
-    For each block, on every rank, and again at the owner for the mean (DDP):
-
-    1. ``h = g + e``
-    2. send the bits ``h >= 0``, eight to a byte, and the means of the negative and the other elements
-    3. ``e' = h - Q``
-
-    Args:
-        block_size: Elements that share two means (bfloat16), a power of two; a column in the publication.
-
-    References:
-        Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-        Speech DNNs", Interspeech 2014, section 3.
-    """
-
-    name: ClassVar[str] = "onebitsgd"
-
-    block_size: int = 512
-    residual: ResidualDtype = "float32"
-
-    def method(self, spec: TensorSpec) -> CodecPair:
-        return self._with_feedback(TwoMeansCodec(self.block_size))
-
-    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._with_feedback(BlockCodec(uniform(self.high_precision_bits, self.block_size)))
-
-    def _with_feedback(self, codec: Codec) -> CodecPair:
-        stateful = FeedbackCodec(codec=codec, residual=self.residual)
-        return CodecPair(stateful)
-
 
 VoteScale = Literal["mean_abs", "one"]
 
