@@ -3,12 +3,12 @@
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError as ResidualFileError
 from lowbit_strategy.collectives.layout import TensorSpec as TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor as Compressor
-from lowbit_strategy.methods._base.compressor import Dense as Dense
 from lowbit_strategy.methods.composed import EF21 as EF21
 from lowbit_strategy.methods.composed import ErrorFeedback as ErrorFeedback
 from lowbit_strategy.methods.composed import Partition as Partition
 from lowbit_strategy.methods.composed import Rotate as Rotate
 from lowbit_strategy.methods.composed import WarmUp as WarmUp
+from lowbit_strategy.methods.dense import Dense as Dense
 from lowbit_strategy.methods.dgc import DGC as DGC
 from lowbit_strategy.methods.exdyna import ExDyna as ExDyna
 from lowbit_strategy.methods.exdyna import MiCRO as MiCRO

@@ -17,7 +17,8 @@ from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
-from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
+from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 
 REPOSITORY = Path(__file__).resolve().parents[2]

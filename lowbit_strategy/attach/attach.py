@@ -32,7 +32,7 @@ from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (

@@ -26,7 +26,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor, Dense, assign_all
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS, Auto
 from lowbit_strategy.methods.weights import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout

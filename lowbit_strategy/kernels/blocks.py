@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.segments import Feedback, Segments
+from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,6 +1,4 @@
-"""What a kernel call works on: pieces of a flat gradient buffer, one row each, so that a bucket is one launch; and
-what earlier steps have left to be sent.
-"""
+"""What a kernel call works on: pieces of a flat gradient buffer, one row each, so that a bucket is one launch."""
 
 from __future__ import annotations
 
@@ -50,36 +48,6 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-class Feedback(NamedTuple):
-    """LoCo's residual, and how the pass that encodes updates it.
-
-    For each block, all in float32:
-
-    1. ``h = g + e``, with ``e`` the dequantized residual (0 if `reset`)
-    2. codes and scale of ``h`` as the format says, packed; ``Q`` is what they decode to
-    3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
-
-    A block whose gradient is all zero is idle: it sends zeros and keeps its residual (an idle expert's feedback is
-    not spent on a step whose result is not read). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
-
-    Args:
-        residual: int8 with `residual_scale`, or float32 without; 1-D, whole blocks. Updated in place.
-        residual_scale: bfloat16, one per block of `residual`. Updated in place.
-        beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
-        reset: Forget the residual before this step.
-        stochastic: Round the int8 residual at random, so that increments below half a step are not lost.
-
-    References:
-        Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480.
-    """
-
-    residual: Tensor
-    residual_scale: Tensor | None
-    beta: float
-    reset: bool = False
-    stochastic: bool = False
 
 
 def pieces_of(x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1) -> list[Tensor]:

@@ -19,7 +19,8 @@ from lowbit_strategy.attach.prepare import checked_specs, prepared_for
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import labels
-from lowbit_strategy.methods._base.compressor import Compressor, Dense, assign_all
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan

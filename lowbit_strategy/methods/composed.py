@@ -8,15 +8,14 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec
-from lowbit_strategy.codecs.block import RotatedCodec
+from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import (
     REFERENCE,
     Assignment,
     Compressor,
-    Dense,
     Selector,
-    check_positive,
     describe,
     matching,
     validate_selectors,
@@ -31,6 +30,7 @@ from lowbit_strategy.methods._base.feedback import (
 )
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo, LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD

@@ -10,20 +10,16 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
-from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec, Rounding
+from lowbit_strategy.codecs.block import BlockCodec, Rounding
+from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.blocks import encode_
-from lowbit_strategy.kernels.format import (
-    BlockFormat,
-    e2m1,
-    gaussian_codebook,
-    lloyd_max,
-    ternary,
-    unbiased_lloyd_max,
-    uniform,
-)
-from lowbit_strategy.kernels.segments import Feedback, Segments
-from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor, check_bits
+from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, unbiased_lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
+from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.checks import check_bits
+from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
 from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype, residual_arenas
 from lowbit_strategy.options.configuration import configuration
 

@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
     matrix_shape,
@@ -24,6 +24,7 @@ from lowbit_strategy.methods._base.low_rank import (
     store_factor_,
 )
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
 

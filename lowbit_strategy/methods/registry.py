@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.compressor import DENSE, Compressor, Dense
+from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
 from lowbit_strategy.methods.loco import LoCo

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
-from lowbit_strategy.codecs.block import RotatedCodec
 from lowbit_strategy.codecs.chunk import ChunkTopK
+from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen

@@ -31,7 +31,7 @@ from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import check_positive
+from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion

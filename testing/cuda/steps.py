@@ -9,7 +9,8 @@ from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.cuda.host_code import CUDA, NoHostSync, on_cuda
 from testing.worlds.echo import EchoComm

@@ -15,10 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
+from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
-from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
+from lowbit_strategy.kernels.segments import Segment, Segments
 
 FITTED_2 = (-1.5078125, -0.453125, 0.453125, 1.5078125)
 FITTED_1 = (-0.796875, 0.796875)

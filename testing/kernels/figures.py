@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
+from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
 from lowbit_strategy.kernels.triton import dense, rotation
 from lowbit_strategy.kernels.triton.blocks import loops_of
 from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch

@@ -10,8 +10,9 @@ import torch
 from lowbit_strategy.advisor.measure import device_seconds_of
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
-from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
+from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
 from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 

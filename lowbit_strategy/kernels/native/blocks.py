@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for
-from lowbit_strategy.kernels.segments import Feedback, Segments
+from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
 from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
-from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Feedback, Piece, Segments, pieces
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 _TRITS = 5  # to a byte

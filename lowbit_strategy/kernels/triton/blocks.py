@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.segments import Feedback, Segments
+from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import (

@@ -17,7 +17,6 @@ import torch
 
 from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.options.configuration import configuration
@@ -212,49 +211,3 @@ def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
 
 
 _SMALL_PART = "the part that one rank reduces is too small"
-
-
-def check_bits(field: str, bits: int) -> None:
-    """Raises:
-    ValueError: Not 2 to 8.
-    """
-    if not 2 <= bits <= 8:
-        raise ValueError(f"{field} must be an integer from 2 to 8, got {bits!r}")
-
-
-def check_codes(block_size: int, **bits: int | None) -> None:
-    """The block size, and fields by name that say how many bits a code has, or None.
-
-    Raises:
-        ValueError: Not a power of two in the range of the formats; or not 2 to 8.
-    """
-    uniform(8, block_size)
-    for field, value in bits.items():
-        if value is not None:
-            check_bits(field, value)
-
-
-def check_positive(field: str, value: int) -> None:
-    """Raises:
-    ValueError: Less than 1.
-    """
-    if value < 1:
-        raise ValueError(f"{field} must be a positive integer, got {value!r}")
-
-
-@configuration
-class Dense(Compressor):
-    """Gradients as floats, summed in float32 in rank order.
-
-    Args:
-        dtype: On the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
-    """
-
-    name: ClassVar[str] = "dense"
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    exempt: tuple[Selector, ...] = ()
-    high_precision: tuple[Selector, ...] = ()
-
-    def method(self, spec: TensorSpec) -> CodecPair:
-        return CodecPair(DenseCodec(self.dtype))

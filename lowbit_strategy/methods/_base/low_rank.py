@@ -16,14 +16,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.methods._base.compressor import (
-    DENSE,
-    Assignment,
-    Compressor,
-    ReducingCompressor,
-    Selector,
-    check_positive,
-)
+from lowbit_strategy.methods._base.checks import check_positive
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor, Selector
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.configuration import configuration
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_positive
+from lowbit_strategy.methods._base.checks import check_positive
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec, BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.kernels.format import gaussian_codebook, uniform
+from lowbit_strategy.kernels.codebooks import gaussian_codebook
+from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration

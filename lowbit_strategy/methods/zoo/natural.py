@@ -8,12 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import BlockwiseCodec, Noise, Rounding
+from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
-from lowbit_strategy.methods._base.compressor import Compressor, Selector, check_codes
+from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor, Selector
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
 

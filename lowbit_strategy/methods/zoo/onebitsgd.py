@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec, BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits

@@ -19,7 +19,8 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, pack_integers, packed_nbytes, unpack_bits, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
-from lowbit_strategy.methods._base.compressor import Compressor, check_codes
+from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Arena, Codec, DenseCodec, StatefulCodec, StateTensors, StepContext
-from lowbit_strategy.codecs.block import BlockCodec, BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
@@ -17,7 +18,8 @@ from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, check_codes
+from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.feedback import MomentumCodec, average_
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, contracts, hard_blocks
-from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
-from lowbit_strategy.kernels.format import BlockFormat, lloyd_max, ternary, uniform
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.rotated import RotatedCodec
+from lowbit_strategy.kernels.codebooks import lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, ternary, uniform
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from lowbit_strategy.methods.zoo.natural import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec

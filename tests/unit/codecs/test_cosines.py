@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import RotatedCodec, cosines
 from lowbit_strategy.codecs.chunk import ChunkTopK
+from lowbit_strategy.codecs.rotated import RotatedCodec, cosines
 
 
 def noise(*shape: int) -> Tensor:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
-from lowbit_strategy.kernels.format import lloyd_max, ternary, uniform
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.rotated import RotatedCodec
+from lowbit_strategy.kernels.codebooks import lloyd_max
+from lowbit_strategy.kernels.format import ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -13,8 +13,9 @@ from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.interfaces import StepPhase
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import ErrorFeedback, Partition
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.registry import preset

@@ -10,8 +10,8 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
-from lowbit_strategy.methods._base.compressor import Dense
 from lowbit_strategy.methods.composed import WarmUp
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD

@@ -7,8 +7,9 @@ import torch
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.control.base import per_parameter
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import WarmUp
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lowbit_strategy.kernels.format import gaussian_codebook, lloyd_max, sent_share, ternary, unbiased_lloyd_max
+from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, sent_share, unbiased_lloyd_max
+from lowbit_strategy.kernels.format import ternary
 
 
 def test_known_constants() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec, cosines
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.rotated import RotatedCodec, cosines
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.rotation import rotate, signs
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -11,8 +11,9 @@ import lowbit_strategy
 from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, WarmUp
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD

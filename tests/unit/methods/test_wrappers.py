@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from lowbit_strategy.codecs.base import StatefulCodec
-from lowbit_strategy.codecs.block import BlockCodec, RotatedCodec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, MarkovCodec
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD

@@ -27,7 +27,7 @@ from lowbit_strategy.control import (
     Static,
     Telemetry,
 )
-from lowbit_strategy.methods._base.compressor import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.telemetry import adaptive_driver
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver

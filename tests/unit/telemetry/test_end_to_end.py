@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.compressor import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.measure import StepMeasure, sampled
 from testing.worlds.threaded import ThreadedWorld

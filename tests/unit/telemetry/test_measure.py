@@ -8,7 +8,8 @@ import torch
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.compressor import Compressor, Dense
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.telemetry.measure import sum_over_ranks, try_level

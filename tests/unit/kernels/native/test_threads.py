@@ -14,8 +14,9 @@ import torch
 
 from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native.blocks import call_struct
-from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
+from lowbit_strategy.kernels.segments import Segment, Segments
 
 PARTS = 3
 SIZE = 65536  # one block is enough for a thread

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, e2m1, lloyd_max, ternary, uniform
+from lowbit_strategy.kernels.codebooks import lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,
@@ -17,7 +19,7 @@ from lowbit_strategy.kernels.reference.blocks import (
     quantize_residual,
     unpack,
 )
-from lowbit_strategy.kernels.segments import Feedback, Segment, Segments
+from lowbit_strategy.kernels.segments import Segment, Segments
 
 FORMATS = [
     *(uniform(bits, 64) for bits in range(2, 9)),

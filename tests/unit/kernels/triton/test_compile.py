@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unbiased_lloyd_max, uniform
+from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import hard_blocks
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.kernels.format import unbiased_lloyd_max
+from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
 from lowbit_strategy.kernels.rotation import hadamard, signs
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 

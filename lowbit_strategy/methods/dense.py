@@ -1,0 +1,29 @@
+"""Dense: gradients as they are."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from lowbit_strategy.codecs.base import DenseCodec
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import Compressor, Selector
+from lowbit_strategy.methods._base.method import CodecPair
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class Dense(Compressor):
+    """Gradients as floats, summed in float32 in rank order.
+
+    Args:
+        dtype: On the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
+    """
+
+    name: ClassVar[str] = "dense"
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    exempt: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return CodecPair(DenseCodec(self.dtype))
