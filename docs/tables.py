@@ -25,7 +25,6 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights import WEIGHTS
-from lowbit_strategy.options.configuration import arguments
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan
@@ -44,6 +43,22 @@ def filled(text: str) -> str:
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
+
+
+_ARGS = re.compile(r"^( *)Args:\n(.*?)(?=^ *\w[\w ]*:\n|\Z)", re.MULTILINE | re.DOTALL)
+_ARGUMENT = re.compile(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def arguments(cls: type) -> dict[str, str]:
+    """Names in the ``Args`` of a class's docstring, and the text of each, in one line.
+
+    Empty under ``python -OO``, which has no docstrings.
+    """
+    found = _ARGS.search(f"{inspect.getdoc(cls) or ''}\n")
+    if found is None:
+        return {}
+    pairs = _ARGUMENT.findall(found[2])
+    return {name.strip(): " ".join(text.split()) for names, text in pairs for name in names.split(",")}
 
 
 _REFERS = re.compile(r"See `(\w+)`[.;]? *")
@@ -142,7 +157,8 @@ def strategy_options() -> str:
     texts = _texts_of(LowBitFSDPStrategy) | texts
     rows = ["| option | of | |", "|---|---|---|"]
     for name in every:
-        where = [kind for kind, known in names.items() if name in known]
+        known = ("FSDP2",) if texts[name].startswith("FSDP2:") else of
+        where = [kind for kind in known if name in names[kind]]
         rows.append(f"| `{name}` | {', '.join(where)} | {_cell(texts[name])} |")
     return "\n".join(rows)
 

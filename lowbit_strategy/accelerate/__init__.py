@@ -14,21 +14,20 @@ from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.options import PluginOptions
-from lowbit_strategy.attach.strategy_options import SyncOptions
-from lowbit_strategy.options.configuration import configuration, documented_options
+from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]
 
 
-@documented_options(SyncOptions)
 @configuration
 class LowBitPlugin(PluginOptions):
     """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
 
+    It also has the options of `SyncOptions`.
+
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, weights, outer and all others; what they do is filled in from there.
         controller: One of `lowbit_strategy.control`: chooses compressors instead of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

@@ -1,9 +1,7 @@
 """The constructors of the strategies, one for DDP and one for FSDP2, the same for Lightning and Fabric.
 
-Their arguments are written out, so that LightningCLI and editors know them. All that is about synchronization goes into
-one `SyncOptions`: a new option is a field there, an argument in the two constructors here and a field of
-`LowBitPlugin`; a test compares the three. What an option does is written in `SyncOptions` alone: `documented_options`
-fills it in.
+All that is about synchronization goes into one `SyncOptions`: a new option is a field there, and what it does is
+written there. The constructors show these fields as arguments, so that LightningCLI knows them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
-from lowbit_strategy.options.configuration import configuration, documented_options
+from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import unknown_option
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
@@ -151,7 +149,6 @@ def check_options(options: SyncOptions, *, scatter: bool) -> None:
 
 
 Accumulate = Literal["local", "reduce"]
-_FSDP_ONLY = ("shard_size", "weights")
 
 # Options of FSDP1, for those who come from it.
 _FSDP1_REMEDIES = {
@@ -185,11 +182,9 @@ class LowBitStrategy:
         precision = stock.precision_plugin if hasattr(stock, "precision_plugin") else stock.precision
         return getattr(precision, "scaler", None)
 
-    def _configure(self, compressor: Compressor | str | None, arguments: Mapping[str, Any], *, scatter: bool) -> None:
-        """`arguments`: of the constructor, which has one of the same name for each option that it offers."""
-        fields = dataclasses.fields(SyncOptions)
-        self.options = SyncOptions(**{each.name: arguments[each.name] for each in fields if each.name in arguments})
-        check_options(self.options, scatter=scatter)
+    def _configure(self, compressor: Compressor | str | None, options: SyncOptions, *, scatter: bool) -> None:
+        check_options(options, scatter=scatter)
+        self.options = options
         if compressor is not None:
             self.compressor = as_compressor(compressor)
         else:
@@ -200,37 +195,19 @@ class LowBitStrategy:
         """All options are valid and stored; nothing has been attached."""
 
 
-@documented_options(SyncOptions)
 class DDPConstructor(LowBitStrategy):
     """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
-        kwargs: As for the framework's ``DDPStrategy``, without its hooks.
+        kwargs: Options of `SyncOptions`, and arguments of the framework's ``DDPStrategy`` other than its hooks.
     """
 
     _ddp_kwargs: dict[str, Any]
 
-    def __init__(
-        self,
-        compressor: Compressor | str | None = None,
-        *,
-        seed: int = 0,
-        on_world_size_change: OnWorldSizeChange = "reset",
-        on_missing_residual: OnMissingResidual = "error",
-        check_digest: bool = True,
-        two_level: bool | None = None,
-        intra: int | None = None,
-        outer: OuterRule | str | None = None,
-        elastic: Elastic | None = None,
-        memory: float | None = None,
-        far_links: bool | None = None,
-        second_moment: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        weights = kwargs.pop("weights", None)  # refused, with advice
-        arguments = locals()
+    @takes_options_of(SyncOptions)
+    def __init__(self, compressor: Compressor | str | None = None, **kwargs: Any) -> None:
+        options = take_options(SyncOptions, kwargs)
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
             if kwargs.get(option) is not None:  # LightningCLI passes every default
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
@@ -239,7 +216,7 @@ class DDPConstructor(LowBitStrategy):
         ]
         _refuse_unknown(type(self), kwargs, (*inspect.signature(DDPConstructor).parameters, *of_ddp))
         super().__init__(**kwargs)
-        self._configure(compressor, arguments, scatter=False)
+        self._configure(compressor, options, scatter=False)
 
     def choose_buckets(self, device: torch.device) -> None:
         """Before DDP wraps: the default size of its buckets on `device`."""
@@ -247,13 +224,11 @@ class DDPConstructor(LowBitStrategy):
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
-@documented_options(SyncOptions)
 class FSDPConstructor(LowBitStrategy):
     """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
         mp_policy: FSDP2's types. None: as the framework's ``precision`` says. With ``bf16-mixed`` weights are
             gathered, and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced
@@ -263,39 +238,27 @@ class FSDPConstructor(LowBitStrategy):
             which keeps none and sends that many times the bytes.
         save_distributed_checkpoint: True: a folder of shards; False: one full file.
         process_group_backend, timeout: As for ``ModelParallelStrategy``.
+        options: Those of `SyncOptions`.
     """
 
     num_nodes: int
     num_processes: int
 
+    @takes_options_of(SyncOptions)
     def __init__(
         self,
         compressor: Compressor | str | None = None,
         *,
-        seed: int = 0,
-        on_world_size_change: OnWorldSizeChange = "reset",
-        on_missing_residual: OnMissingResidual = "error",
-        check_digest: bool = True,
-        two_level: bool | None = None,
-        intra: int | None = None,
-        shard_size: int | Literal["node"] | None = None,
-        weights: WeightCoding | str | None = None,
-        outer: OuterRule | str | None = None,
-        elastic: Elastic | None = None,
-        memory: float | None = None,
-        far_links: bool | None = None,
-        second_moment: bool | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        **unknown: NoReturn,  # type checkers refuse them, too
+        **options: Any,
     ) -> None:
-        arguments = locals()
-        if unknown:
-            _refuse_unknown(type(self), unknown, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
+        sync_options = take_options(SyncOptions, options)
+        _refuse_unknown(type(self), options, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
             tensor_parallel_size=1,
@@ -312,7 +275,7 @@ class FSDPConstructor(LowBitStrategy):
         if accumulate not in get_args(Accumulate):
             raise ValueError(f'accumulate must be "local" or "reduce", got {accumulate!r}')
         self.min_shard_numel, self.mp_policy, self.accumulate = min_shard_numel, mp_policy, accumulate
-        self._configure(compressor, arguments, scatter=True)
+        self._configure(compressor, sync_options, scatter=True)
 
     def shard(self, module: nn.Module, device_mesh: Any, precision: Any, *, by_child: bool = False) -> nn.Module:
         """Shard `module` in place, in the types that were chosen or that follow from the framework's `precision`."""
@@ -370,8 +333,6 @@ def _refuse_unknown(
 
 def _whose(strategy: type, name: str) -> str:
     """Hint for an unknown option that belongs to another class; "" if none has it."""
-    if name in _FSDP_ONLY:
-        return "it is for FSDP2, LowBitFSDPStrategy"  # asked of DDP
     for of, form, configurations in (
         ("compressor", f"{strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values())),
         ("outer rule", "outer={}({}=...)", OUTER_RULES.values()),

@@ -20,7 +20,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.options.configuration import configuration, documented_options
+from lowbit_strategy.options.configuration import configuration
 
 MODEL = "model"  # the name under which the whole model is judged
 WindowUnit = Literal["epochs", "steps"]
@@ -113,7 +113,6 @@ class CriticalRegimes:
         return ratio >= self.eta, f"gradient norm changed by {extent} {self.eta:g} ({ratio:.2f})"
 
 
-@documented_options(CriticalRegimes)
 @configuration
 class Accordion(CriticalRegimes, Controller):
     """Two levels of compression, chosen by how fast the gradient changes.
@@ -129,7 +128,7 @@ class Accordion(CriticalRegimes, Controller):
         light: For critical regimes.
         heavy: Otherwise; must send fewer bytes.
         per: Judge each ``parameter``, or the whole ``model``.
-        @CriticalRegimes: eta, interval, unit, gradient and learning_rate_drop; filled in from there.
+        eta, interval, unit, gradient, learning_rate_drop: See `CriticalRegimes`.
 
     Raises:
         ValueError: A field is out of range, or `light` sends no more than `heavy`.

@@ -27,7 +27,6 @@ from lowbit_strategy.control.base import Controller, GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.fsdp_sharding import reshard
-from lowbit_strategy.options.configuration import documented_options
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl
 from lowbit_strategy.telemetry.observe import Observer
@@ -132,12 +131,12 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 
 
-@documented_options(DDPConstructor)
 class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization. With one rank nothing is compressed.
 
     Args:
-        @DDPConstructor: compressor and the others; what they do is filled in from there.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        kwargs: Options of `SyncOptions`, and arguments of ``DDPStrategy`` other than its hooks.
 
     Raises:
         TypeError: An option is unknown.
@@ -155,12 +154,14 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
         return wrapped
 
 
-@documented_options(FSDPConstructor)
 class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
 
     Args:
-        @FSDPConstructor: compressor and the others; what they do is filled in from there.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        min_shard_numel, mp_policy, accumulate, save_distributed_checkpoint, process_group_backend, timeout: See
+            `FSDPConstructor`.
+        options: Those of `SyncOptions`.
 
     Raises:
         TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).

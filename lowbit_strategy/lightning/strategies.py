@@ -19,20 +19,19 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy
 from lowbit_strategy.lightning.local_steps import averages_weights
 from lowbit_strategy.model.fsdp_sharding import end_iteration
-from lowbit_strategy.options.configuration import documented_options
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
-@documented_options(DDPConstructor)
 class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization.
 
     Args:
-        @DDPConstructor: compressor and the others; what they do is filled in from there.
-        kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
-            ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
-            ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        kwargs: Options of `SyncOptions`, and arguments of ``DDPStrategy`` other than its hooks. In a notebook
+            ``start_method="fork"`` (the name ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and
+            ``"spawn"`` save with ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their
+            residuals are gone.
 
     With one rank nothing is compressed.
 
@@ -87,7 +86,6 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         exception.args = ("\n".join([advice, *map(str, exception.args)]),)
 
 
-@documented_options(FSDPConstructor)
 class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
@@ -96,7 +94,9 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
 
     Args:
-        @FSDPConstructor: compressor and the others; what they do is filled in from there.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        min_shard_numel, mp_policy, accumulate, process_group_backend, timeout: See `FSDPConstructor`.
+        options: Those of `SyncOptions`.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
-import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from lowbit_strategy.options.conversion import Source, convert_all, types_of, unknown_option
+from lowbit_strategy.options.conversion import Source, convert_all, or_name, types_of, unknown_option
 
 T = TypeVar("T")
 
@@ -73,42 +71,28 @@ def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., N
     return __init__
 
 
-_ARGS = re.compile(r"^( *)Args:\n(.*?)(?=^ *\w[\w ]*:\n|\Z)", re.MULTILINE | re.DOTALL)
-_ARGUMENT = re.compile(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
-_WIDTH = 120
+def takes_options_of(source: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show the fields of a configuration as arguments of a constructor that takes them in its ``**kwargs``.
 
-
-def arguments(cls: type) -> dict[str, str]:
-    """Names in the ``Args`` of a class's docstring, and the text of each, in one line.
-
-    Empty under ``python -OO``, which has no docstrings.
+    They stand in one place, the configuration, and editors, LightningCLI and ``inspect.signature`` see them here too.
+    The constructor calls `take_options`.
     """
-    found = _ARGS.search(f"{inspect.getdoc(cls) or ''}\n")
-    if found is None:
-        return {}
-    pairs = _ARGUMENT.findall(found[2])
-    return {name.strip(): " ".join(text.split()) for names, text in pairs for name in names.split(",")}
 
-
-def documented_options(source: type) -> Callable[[type[T]], type[T]]:
-    """Replace the line of a docstring that begins with ``@`` and the name of `source` by the arguments of `source`.
-
-    Those that the class's constructor does not have are left out, and those that its docstring has already.
-    """
-    texts = arguments(source)
-    marker = re.compile(rf"^( *)@{source.__name__}\b.*\n(?:\1 +\S.*\n)*", re.MULTILINE)
-
-    def fill(cls: type[T]) -> type[T]:
-        if cls.__doc__ is None or (found := marker.search(cls.__doc__)) is None:
-            return cls
-        own, accepted = arguments(cls), inspect.signature(cls).parameters
-        margin = (found[1], f"{found[1]}    ")
-        entries = [
-            textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent=margin[0], subsequent_indent=margin[1]) + "\n"
-            for name, text in texts.items()
-            if name in accepted and name not in own
+    def show(initialize: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(initialize)
+        kinds = types_of(source)
+        shown = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=or_name(kinds[name]))
+            for name, default in ((field.name, field.default) for field in dataclasses.fields(source))
         ]
-        cls.__doc__ = "".join([cls.__doc__[: found.start()], *entries, cls.__doc__[found.end() :]])
-        return cls
+        *named, rest = own.parameters.values()
+        initialize.__signature__ = own.replace(parameters=[*named, *shown, rest])  # type: ignore[attr-defined]
+        return initialize
 
-    return fill
+    return show
+
+
+def take_options(source: type[T], kwargs: dict[str, Any]) -> T:
+    """Make a configuration of those arguments that it has, and remove them from `kwargs`."""
+    names = [field.name for field in dataclasses.fields(source)]  # type: ignore[arg-type]
+    return source(**{name: kwargs.pop(name) for name in names if name in kwargs})

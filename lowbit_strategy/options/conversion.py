@@ -245,6 +245,12 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 # -- one value --------------------------------------------------------------------------------------------------------
 
 
+def or_name(kind: Any) -> Any:
+    """The type of what code may give for `kind`: a name too, where a conversion is registered."""
+    kinds = typing.get_args(kind) or (kind,)
+    return typing.Union[(*kinds, str)] if any(each in _conversions for each in kinds) else kind
+
+
 def _converted(value: Any, kind: Any, source: Source) -> Any:
     """`value` as a field of type `kind` holds it: lists become tuples, integers floats where floats are wanted."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

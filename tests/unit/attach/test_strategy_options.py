@@ -17,15 +17,13 @@ from lowbit_strategy.methods.composed import Partition
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]
 FSDP = [namespace.LowBitFSDPStrategy for namespace in NAMESPACES]
-NOT_OFFERED = {"rollback"}  # follows from the precision
-OF_FSDP = {"shard_size", "weights"}
 
 
 @pytest.mark.parametrize("cls", [*DDP, *FSDP, LowBitPlugin])
 def test_every_option_of_synchronization_is_an_argument_with_the_same_default(cls: Any) -> None:
     arguments = inspect.signature(cls).parameters
     for field in dataclasses.fields(SyncOptions):
-        if field.name not in NOT_OFFERED | (OF_FSDP if cls in DDP else set()):
+        if field.name != "rollback" or cls is not LowBitPlugin:  # there it follows from the precision
             assert arguments[field.name].default == field.default
             assert arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY
 

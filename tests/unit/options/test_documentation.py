@@ -1,70 +1,16 @@
-"""What options do is written once: the docstrings of all that take them, and the tables of the pages, get it there."""
+"""What options do is written once, in docstrings, and the tables of the pages get it there."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from lowbit_strategy import fabric, lightning, lightning_fabric, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.custom_loop import SyncOptions
-from lowbit_strategy.options.configuration import arguments, documented_options
 from testing.processes.scripts import REPOSITORY
-
-NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
-STRATEGIES = [cls for each in NAMESPACES for cls in (each.LowBitDDPStrategy, each.LowBitFSDPStrategy)]
-
-
-@pytest.mark.parametrize("cls", [*STRATEGIES, LowBitPlugin])
-def test_every_docstring_has_every_option_of_synchronization_with_its_text(cls: Any) -> None:
-    own, texts = arguments(cls), arguments(SyncOptions)
-    taken = [field.name for field in dataclasses.fields(SyncOptions) if field.name in inspect.signature(cls).parameters]
-    assert {"seed", "check_digest", "two_level", "outer"} <= set(taken)
-    assert {name: own.get(name) for name in taken} == {name: texts[name] for name in taken}
-    assert "@SyncOptions" not in cls.__doc__
-    assert max(len(line) for line in cls.__doc__.splitlines()) <= 120
-
-
-def test_a_docstring_s_own_text_goes_first() -> None:
-    @dataclasses.dataclass
-    class Source:
-        """A source.
-
-        Args:
-            one: The first,
-                in two lines.
-            two, three: Both.
-
-        Raises:
-            ValueError: Never.
-        """
-
-        one: int = 1
-        two: int = 2
-        three: int = 3
-
-    @documented_options(Source)
-    class Taking:
-        """What takes them.
-
-        Args:
-            own: Another one.
-            @Source: one and three; filled in
-                from there.
-            two: Its own text.
-        """
-
-        def __init__(self, own: int, one: int, two: int) -> None:
-            pass
-
-    assert arguments(Source) == {"one": "The first, in two lines.", "two": "Both.", "three": "Both."}
-    assert arguments(Taking) == {"own": "Another one.", "one": "The first, in two lines.", "two": "Its own text."}
-
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 

@@ -55,10 +55,6 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
         (lambda: LowBitDDPStrategy(two_levels=True), "did you mean 'two_level'?"),
         (lambda: LowBitDDPStrategy(check_digests=True), "did you mean 'check_digest'?"),
         (lambda: LowBitFSDPStrategy(shard_sise=4), "did you mean 'shard_size'?"),
-        (
-            lambda: LowBitDDPStrategy(shard_size=4),
-            "LowBitDDPStrategy has no option 'shard_size': it is for FSDP2, LowBitFSDPStrategy",
-        ),
         (lambda: untyped(LowBitPlugin)(check_digst=False), "LowBitPlugin has no option 'check_digst'; did you mean"),
     ],
 )
