@@ -2,7 +2,8 @@
 
     python -m benchmarks.predicted_again --json benchmarks/results/predicted_steps.json
 
-Plans are those that the strategies have by default on the ranks of a run.
+Plans are those that the strategies have by default on the ranks of a run. The last line compares the answers that
+follow from the ranges of the predicted gains with the gains that were measured.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
+from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Answer, SetupOption, gain_of
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
@@ -87,6 +89,34 @@ def predicted(name: str, report: Mapping[str, Any]) -> dict[str, StepTime]:
     return found
 
 
+def answers(runs: Mapping[str, Any]) -> list[tuple[str, Answer, float]]:
+    """Of every variant with compression and every one of the framework's own, in each run: what they are, the answer to
+    whether it pays, and the measured gain.
+    """
+    found = []
+    for name, report in runs.items():
+        layout, shape, _, delay = name.split()
+        nodes, ranks_per_node = map(int, shape.split("x"))
+        plans = plans_of(layout, nodes, ranks_per_node, int(delay.removesuffix("ms")))  # type: ignore[arg-type]
+        cells = report["cells"]
+        theirs = [each for each in cells if each in _BYTES or each.startswith("dense")]
+        for variant in cells.keys() - set(theirs):
+            if (preset := variant.rpartition("_")[0]) in OUTER_RULES:
+                continue
+            coded = preset if preset in report["cluster"]["codings"] else "loco"
+            at = situation_of(report, cells[variant], coded)
+            for own in theirs:
+                gain = gain_of(SetupOption(variant, "", plans[variant], 0), [SetupOption(own, "", plans[own], 0)], at)
+                measured = cells[own]["measured_s"] / cells[variant]["measured_s"]
+                found.append((f"{name}: {variant} against {own}", gain.answer, measured))
+    return found
+
+
+def wrong(found: Sequence[tuple[str, Answer, float]]) -> list[tuple[str, Answer, float]]:
+    """A plain yes that was no gain of at least 1.05, a plain no that was."""
+    return [each for each in found if each[1] != "measure" and (each[1] == "use") != (each[2] > ADVISE_MIN_SPEEDUP)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
@@ -97,6 +127,9 @@ def main() -> None:
             report["cells"][variant] |= asdict(time)
     options.json.write_text(json.dumps(content, indent=1) + "\n")
     show(content["runs"])
+    found = answers(content["runs"])
+    kinds = ", ".join(f"{sum(each[1] == kind for each in found)} {kind}" for kind in ("use", "measure", "no"))
+    print(f"{len(found)} answers: {kinds}; wrong: {wrong(found) or 'none'}")
 
 
 if __name__ == "__main__":

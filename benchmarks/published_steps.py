@@ -2,6 +2,9 @@
 
 Every row is compared by the quantity that was published, and has a range: the predictions where all inputs are as good
 as they may be, and as bad (`advisor/inputs.py`). A row counts as inside where the published figure is in its range.
+Where the same run was published with compression and without, the column "verdict right" has the answer that the range
+of the gain leads to (`Gain.answer`) and the gain that was published: a plain yes is right where it is above 1.05, a
+plain no where it is not, and "measure" is never wrong.
 
     python -m benchmarks.published_steps [--json FILE]
 
@@ -25,10 +28,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lowbit_strategy import QSGD, Dense, DiLoCo, LoCo, WeightCode
+from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Answer, SetupOption, gain_of
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
@@ -59,6 +63,15 @@ class Row:
     low: float
     high: float
     resolution: float = 1.0
+    answer: Answer | None = None  # to whether compression pays; None: only one of the two was published
+    gain: float | None = None  # as published
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the answer is; None: there is none."""
+        if self.answer is None or self.gain is None:
+            return None
+        return self.answer == "measure" or (self.answer == "use") == (self.gain > ADVISE_MIN_SPEEDUP)
 
     @property
     def ratio(self) -> float:
@@ -101,7 +114,9 @@ def plan_of(
     )
 
 
-def situation(gbit: float, compute_s: float, compute: Source = "given", *, is_exact: bool = False) -> Situation:
+def situation(
+    gbit: float, compute_s: float, compute: Source = "given", *, is_exact: bool = False, rdma: bool = False
+) -> Situation:
     """Links as publications state them, and computing.
 
     Args:
@@ -109,9 +124,11 @@ def situation(gbit: float, compute_s: float, compute: Source = "given", *, is_ex
         compute_s: A step without communication.
         compute: Where that comes from.
         is_exact: The links are those of a simulation.
+        rdma: They are InfiniBand.
     """
     cluster = Cluster(inter_node=Link(LATENCY_S, gbit * 1e9 / 8), intra_node=Link(5e-6, 50e9))
-    figures = [] if is_exact else [Figure.of("link", "", gbit, "given"), Figure.of("inside", "", 50e9, "assumed")]
+    links = [Figure.of("link", "", gbit, "given", rdma=rdma), Figure.of("inside", "", 50e9, "assumed")]
+    figures = [] if is_exact else links
     figures += [Figure.of("latency", "", LATENCY_S, "assumed"), Figure.of("compute", "", compute_s, compute)]
     return Situation(cluster, compute_s, figures)
 
@@ -131,10 +148,12 @@ def zeropp() -> list[Row]:
         specs = transformer(numel)
         plan = plan_of(specs, 24, 16, "fsdp", LoCo(bits=4), itemsize=2)
         flops = 8 * sum(spec.numel for spec in specs) * 1024  # with recomputation of activations
-        for name, each, published in (("ZeRO-3", uncompressed(plan, 2), stock), ("ZeRO++", plan, zeropp)):
-            step = situation(100, flops / V100_FLOPS, "nominal").predicted(each)
+        own, at = uncompressed(plan, 2), situation(100, flops / V100_FLOPS, "nominal", rdma=True)
+        for name, each, published in (("ZeRO-3", own, stock), ("ZeRO++", plan, zeropp)):
+            step = at.predicted(each)
             likely, low, high = (flops / seconds / 1e12 for seconds in (step.seconds, step.high, step.low))
-            rows.append(Row("ZeRO++ blog", f"{numel / 1e9:.0f}B, {name}, TFLOPs", published, likely, low, high))
+            row = Row("ZeRO++ blog", f"{numel / 1e9:.0f}B, {name}, TFLOPs", published, likely, low, high)
+            rows.append(row if each is own else answered(row, plan, own, at, zeropp / stock))
     return rows
 
 
@@ -144,15 +163,24 @@ def bagua() -> list[Row]:
     steps = 2580 / situation(1, 0.0).step(stock).seconds
     compute = 86 / steps
     rows = []
+    ddp_s = {1: 2580, 2: 1290, 4: 645, 8: 325, 16: 165, 100: 125}
     for name, plan, published in (
-        ("DDP", stock, {2: 1290, 4: 645, 8: 325, 16: 165, 100: 125}),
+        ("DDP", stock, {gbit: seconds for gbit, seconds in ddp_s.items() if gbit > 1}),
         ("ByteGrad", bytegrad, {1: 700, 2: 350, 4: 175, 8: 90}),
     ):
         for gbit, seconds in published.items():
-            step = situation(gbit, compute, "nominal").predicted(plan)
+            at = situation(gbit, compute, "nominal")
             what = f"{name}, {gbit} Gbit/s, s per epoch"
-            rows.append(Row("Bagua, BERT-Large on SQuAD", what, seconds, *_each(step, steps)))
+            row = Row("Bagua, BERT-Large on SQuAD", what, seconds, *_each(at.predicted(plan), steps))
+            gain = ddp_s[gbit] / (seconds if plan is bytegrad else 86)
+            rows.append(answered(row, bytegrad, stock, at, gain) if plan is bytegrad or gbit == 100 else row)
     return rows
+
+
+def answered(row: Row, plan: StepPlan, own: StepPlan, at: Situation, gain: float) -> Row:
+    """With the answer that the range of the predicted gain over `own` leads to, and the `gain` that was published."""
+    ours, theirs = SetupOption("", "", plan, 0), SetupOption("", "", own, 0)
+    return replace(row, answer=gain_of(ours, [theirs], at).answer, gain=gain)
 
 
 def _each(step: StepTime, times: float) -> tuple[float, float, float]:
@@ -225,14 +253,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     found = rows()
+    columns = f"{'published':>9} {'predicted':>9} {'between':>22} {'ratio':>6}  verdict right"
+    print(f"{'source':28} {'what':44} {columns}")
     for row in found:
         mark = ("" if row.within else "   not within 20 %") + ("" if row.inside else "   outside its range")
         figures = f"{row.published:9.4g} {row.predicted:9.4g} {row.low:9.4g} to {row.high:9.4g} {row.ratio:6.2f}"
-        print(f"{row.source:28} {row.what:44} {figures}{mark}")
+        verdict = "" if row.right is None else f"  {'yes' if row.right else 'NO'}: {row.answer}, it was {row.gain:.2f}"
+        print(f"{row.source:28} {row.what:44} {figures}{verdict}{mark}")
+    answers = [row for row in found if row.right is not None]
+    wrong = {kind: sum(not row.right for row in answers if row.answer == kind) for kind in ("use", "no")}
     within, inside = sum(row.within for row in found), sum(row.inside for row in found)
     print(f"{within} of {len(found)} within 20 %, {inside} inside their range")
+    print(f"{len(answers)} verdicts, {wrong['use']} wrong plain yes, {wrong['no']} wrong plain no")
     if arguments.json is not None:
-        lines = [asdict(row) | {"ratio": row.ratio, "within": row.within, "inside": row.inside} for row in found]
+        lines = [
+            asdict(row) | {"ratio": row.ratio, "within": row.within, "inside": row.inside, "right": row.right}
+            for row in found
+        ]
         arguments.json.write_text(json.dumps(lines, indent=1) + "\n")
 
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lowbit_strategy.advisor.cluster import rounded
 from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation, What
-from lowbit_strategy.advisor.workload import Workload, assign, plan_for, topology_for, uncompressed
+from lowbit_strategy.advisor.workload import (
+    HELD_PER_PARAM,
+    Workload,
+    assign,
+    plan_for,
+    topology_for,
+    uncompressed,
+)
 from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights import default_weights
@@ -24,6 +31,7 @@ from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 
 Quality = Literal["same", "close", "worse", "local"]
+Answer = Literal["use", "measure", "no"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,9 @@ _SQUARES_LINES = {
     "hsdp": 'strategy=LowBitFSDPStrategy("{}", shard_size="node", second_moment=True)',
 }
 ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
+# Times as fast, at the best end of the range, from which measuring is worth it. That end assumes that everything favors
+# compression at once. Where compression paid although the likely figure said no, it was 1.65 or more.
+MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
@@ -83,14 +94,17 @@ class SetupOption:
             are the framework's own.
         line: What to paste; empty for the framework's own.
         plan: What it sends and keeps.
+        held_per_param: Bytes for weight, gradient and two moments.
         time: Of a step; None: without links there is no prediction.
         measured: What is known of its loss; None: of the framework's own.
-        break_even: Bytes per second between nodes below which it comes to the same loss sooner than bf16.
+        break_even: Bytes per second between nodes below which it comes to the same loss sooner than what it is compared
+            with.
     """
 
     name: str
     line: str
     plan: StepPlan
+    held_per_param: int
     time: StepTime | None = None
     measured: Measured | None = None
     break_even: float | None = None
@@ -118,9 +132,9 @@ class SetupOption:
         return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
 
     def held_nbytes(self, workload: Workload) -> int:
-        """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
+        """What a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
         ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.layout]
-        return round(workload.numel * (2 * workload.itemsize + 8) / ranks) + self.plan.memory.total
+        return round(workload.numel * self.held_per_param / ranks) + self.plan.memory.total
 
     def fits(self, workload: Workload, situation: Situation) -> bool:
         """Whether that leaves room for activations."""
@@ -159,12 +173,13 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
     layouts: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp") if workload.nodes > 1 and several else ("ddp", "fsdp")
     for layout in layouts:
         base = plan_for(workload, layout, PRESETS["dense"], assigned=assigned["dense"])
-        half = uncompressed(base, 2)
-        for itemsize, name in ((4, "float32"), (2, "bf16")):
-            own = half if itemsize == 2 else uncompressed(base, itemsize)
+        against = None
+        for itemsize, name, held in ((4, "float32", HELD_PER_PARAM), (2, "bf16", workload.held_per_param)):
+            own = uncompressed(base, itemsize, itemsize)
             time = None if situation is None else situation.predicted(own)
-            found.append(SetupOption(f"{layout}, {name}", "", own, time))
-        against = None if situation is None else over_bandwidth(half, situation.cluster, situation.compute_s)
+            found.append(SetupOption(f"{layout}, {name}", "", own, held, time))
+            if situation is not None and name == workload.baseline:
+                against = over_bandwidth(own, situation.cluster, situation.compute_s)
         ours = []
         for name in MEASURED:
             preset, squares = name.removesuffix(SQUARES), name.endswith(SQUARES)
@@ -177,36 +192,47 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
                 continue
             else:
                 plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], squares=squares)
-            ours.append(_ours(name, plan, situation, against))
+            ours.append(_ours(name, plan, workload.held_per_param, situation, against))
         found += ours if situation is None else sorted(ours, key=lambda choice: choice.seconds)
     return found
 
 
 def _ours(
-    name: str, plan: StepPlan, situation: Situation | None, against: Callable[[float], float] | None
+    name: str, plan: StepPlan, held: int, situation: Situation | None, against: Callable[[float], float] | None
 ) -> SetupOption:
-    """`against`: the framework's own in bf16, over the bandwidth."""
+    """`held`: bytes per parameter; `against`: the framework's own, over the bandwidth."""
     preset, measured = name.removesuffix(SQUARES), MEASURED[name]
     full = f"{preset}_{plan.layout}"
     line = _SQUARES_LINES[plan.layout].format(preset) if name.endswith(SQUARES) else f'strategy="{full}"'
     full += name.removeprefix(preset)
     if situation is None or against is None:
-        return SetupOption(full, line, plan, measured=measured)
+        return SetupOption(full, line, plan, held, measured=measured)
     own = situation.coding_as(preset)
     even = break_even(over_bandwidth(plan, own.cluster, own.compute_s), against, measured.times)
-    return SetupOption(full, line, plan, own.predicted(plan), measured, even)
+    return SetupOption(full, line, plan, held, own.predicted(plan), measured, even)
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast as the framework's own in bf16 a set-up reaches the same loss."""
+    """How many times as fast as the framework's own a set-up reaches the same loss."""
 
     likely: float
     low: float
     high: float
+    baseline: str = "bf16"  # of the framework's own
 
     def __str__(self) -> str:
-        return f"{self.likely:.3g} times as fast as without compression ({self.low:.2g} to {self.high:.2g})"
+        ends = f"{self.low:.2g} to {self.high:.2g}"
+        return f"{self.likely:.3g} times as fast as {self.baseline} without compression ({ends})"
+
+    @property
+    def answer(self) -> Answer:
+        """A plain yes needs the lower end above what pays, a plain no the upper end below what is worth measuring."""
+        if self.low > ADVISE_MIN_SPEEDUP:
+            return "use"
+        if self.likely > ADVISE_MIN_SPEEDUP or self.high >= MEASURE_MIN_SPEEDUP:
+            return "measure"
+        return "no"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +240,13 @@ class Verdict:
     """The answer.
 
     Args:
-        answer: ``use``: it pays for all figures within their ranges. ``measure``: it probably does. ``no``.
+        answer: ``use``: it pays for all figures within their ranges. ``measure``: it may. ``no``.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
         gain: Of that.
         sentence: For the user.
     """
 
-    answer: Literal["use", "measure", "no"]
+    answer: Answer
     choice: SetupOption | None
     gain: Gain | None
     sentence: str
@@ -240,16 +266,18 @@ def decide(found: Sequence[SetupOption], workload: Workload, situation: Situatio
     allowed = ("same", "close") if close else ("same",)
     ours = [choice for choice in found if choice.measured is not None and choice.measured.quality in allowed]
     fits = [choice for choice in ours if choice.fits(workload, situation)]
-    own = [choice for choice in found if choice.name.endswith("bf16") and choice.fits(workload, situation)]
+    own = [choice for choice in found if choice.name.endswith(workload.baseline) and choice.fits(workload, situation)]
     if not fits:
         return Verdict("no", None, None, _too_large(ours, own, workload, situation))
     best = min(fits, key=lambda choice: choice.seconds)
-    gain = gain_of(best, own, situation)
-    if gain.low > ADVISE_MIN_SPEEDUP:
-        return Verdict("use", best, gain, f"Use: {best.line}: {gain}.")
-    if gain.likely > ADVISE_MIN_SPEEDUP:
-        return Verdict("measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation, workload)}.")
-    return Verdict("no", best, gain, f"Do not use this package here: {best.name} would be {gain}.")
+    gain = replace(gain_of(best, own, situation), baseline=workload.baseline)
+    likely = f"{best.name} is probably" if gain.likely > ADVISE_MIN_SPEEDUP else f"it may help, {best.name} is probably"
+    sentences: dict[Answer, str] = {
+        "use": f"Use: {best.line}: {gain}.",
+        "measure": f"Measure: {likely} {gain}: {_how(situation, workload, best.plan.layout)}.",
+        "no": f"Do not use this package here: {best.name} would be {gain}.",
+    }
+    return Verdict(gain.answer, best, gain, sentences[gain.answer])
 
 
 def _too_large(
@@ -263,12 +291,17 @@ def _too_large(
     return f"Do not use this package here: with its defaults no set-up fits into the {limit}, {alone}; {needs}."
 
 
-def _how(situation: Situation, workload: Workload) -> str:
+def _how(situation: Situation, workload: Workload, layout: Layout) -> str:
+    """The one command, or line, that tells."""
     slowest = "link" if workload.nodes > 1 else "inside"
     if any(each.source == "measured" and each.what == slowest for each in situation.figures):
-        return "time a hundred steps of each"
-    machines = " on two machines" if workload.nodes > 1 else ""
-    return f"`lowbit bench`{machines} takes {BENCH_MINUTES} minutes and narrows this"
+        return f'strategy="lowbit_{layout}" times it in its first steps, and keeps what is faster'
+    nodes = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if workload.nodes > 1 else ""
+    each = " on each of two machines" if workload.nodes > 1 else ""
+    return (
+        f"`torchrun {nodes}--nproc-per-node {workload.ranks_per_node} --no-python lowbit bench --out links.json`{each}"
+        f" takes {BENCH_MINUTES} minutes and narrows this (then --bench links.json)"
+    )
 
 
 def gain_of(choice: SetupOption, own: Sequence[SetupOption], situation: Situation) -> Gain:

@@ -31,6 +31,13 @@ Nodes = Annotated[int | None, typer.Option(min=1, max=100_000, help="Machines. D
 RanksPerNode = Annotated[
     int | None, typer.Option(min=1, max=128, help="Processes on each. Default: 8, or as measured.")
 ]
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(
+        help="What you train in: 32, bf16-mixed or bf16-true. With 32 the comparison is with float32. Default:"
+        " bf16-mixed; bf16-true for a model of bf16 weights."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -49,6 +56,13 @@ def advise(
     compute: Annotated[
         str | None, typer.Option(help="A step without communication. Default: 4,096 tokens on such a GPU.")
     ] = None,
+    rdma: Annotated[
+        bool | None,
+        typer.Option(
+            "--rdma/--tcp", help="Links between nodes carry RDMA (InfiniBand, RoCE, EFA). Default: TCP, or as known."
+        ),
+    ] = None,
+    precision: PrecisionName = None,
     bench: Annotated[Path | None, typer.Option(help="Links and coding speed as lowbit bench has written them.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Ranks compute on CPUs, with gloo.")] = False,
     memory: Annotated[
@@ -75,9 +89,9 @@ def advise(
         if ranks_per_node is None:
             ranks_per_node = 8 if known is None else known["gpus"]
             assumed += ["8 ranks on each"] if known is None else []
-        workload = _workload(number, model, hf_config, nodes, ranks_per_node)
+        workload = _workload(number, model, hf_config, nodes, ranks_per_node, precision)
         on_cpu = cpu or (measured is not None and measured.cluster.gloo)
-        situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu)
+        situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu, rdma=rdma)
         if on_cpu:
             far = is_far(situation.cluster.inter_node.latency_s)
             workload = replace(workload, device_type="cpu", far=far)
@@ -99,12 +113,13 @@ def estimate(
     hf_config: HFConfig = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
+    precision: PrecisionName = None,
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
     with errors_of("estimate"):
         number = _number(params, model, hf_config)
-        workload = _workload(number, model, hf_config, nodes or 2, ranks_per_node or 8)
+        workload = _workload(number, model, hf_config, nodes or 2, ranks_per_node or 8, precision)
         from lowbit_strategy.advisor.advice import kept, setup_options
 
         found = setup_options(workload)
@@ -135,22 +150,33 @@ def _number(params: str | None, model: str | None, hf_config: Path | None) -> fl
     return number
 
 
-def _workload(number: float | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
+def _workload(
+    number: float | None,
+    model: str | None,
+    hf_config: Path | None,
+    nodes: int,
+    ranks_per_node: int,
+    precision: str | None,
+) -> Any:
     """Raises:
-    ValueError: The model cannot be built.
+    ValueError: The model cannot be built, or there is no such precision.
     """
-    from lowbit_strategy.advisor.workload import Workload, transformer
+    from lowbit_strategy.advisor.workload import PRECISIONS, Workload, transformer
 
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"--precision {precision!r} is not known: give one of {', '.join(PRECISIONS)}")
     if number is not None:
-        return Workload(transformer(number), nodes, ranks_per_node, itemsize=2)
+        return Workload(transformer(number), nodes, ranks_per_node, *PRECISIONS[precision or "bf16-mixed"])
     from lowbit_strategy.model.parameters import describe_parameters
 
     module = _on_meta(_maker(model) if model is not None else _from_hf(hf_config))
     specs = describe_parameters(module)
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient")
-    itemsizes = {param.element_size() for param in module.parameters()}
-    return Workload(specs, nodes, ranks_per_node, itemsize=4 if 4 in itemsizes else 2)
+    if precision is None:
+        largest = max(param.element_size() for param in module.parameters())
+        precision = "bf16-true" if largest == 2 else "bf16-mixed"
+    return Workload(specs, nodes, ranks_per_node, *PRECISIONS[precision])
 
 
 def _maker(name: str) -> Callable[[], Any]:
@@ -213,6 +239,8 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
             "parameters": workload.numel,
             "nodes": workload.nodes,
             "ranks_per_node": workload.ranks_per_node,
+            "compared_with": workload.baseline,
+            "held_nbytes_per_parameter": workload.held_per_param,
             "memory_nbytes": situation.memory_nbytes,
             "memory_source": situation.memory_source,
             "figures": [asdict(each) for each in situation.figures],
@@ -230,14 +258,14 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
     timed = found[0].time is not None
     table = Table(title=_title(workload), box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
-    columns = ["step, s", "x bf16", "pays to\nGbit/s"] if timed else []
+    columns = ["step, s", f"x {workload.baseline}", "pays to\nGbit/s"] if timed else []
     for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured", "steps\n%"]:
         table.add_column(name, justify="right", no_wrap=True)
     own: dict[str, float] = {}
     for each in found:
         row = []
         if each.time is not None:
-            if each.name.endswith("bf16"):
+            if each.name.endswith(workload.baseline):
                 own[each.plan.layout] = each.time.seconds
             ratio = own.get(each.plan.layout, 0.0) / each.time.seconds
             row = [_step(each.time), f"{ratio:.3g}" if ratio else "", _pays_to(each)]

@@ -24,6 +24,12 @@ _VOCABULARY = 32_000
 _HEAD = 128  # of attention: the width is a multiple of it, and a layer deep per head
 _PER_LAYER = 12  # matrices of width x width: four of attention, eight of the feed-forward part
 _LATE = 10**6  # a step at which all warm-ups are over
+HELD_PER_PARAM = 16  # bytes: weight, gradient and two moments in float32; so it is with bf16-mixed
+PRECISIONS = {  # as Lightning calls them: itemsize and held_per_param of a workload
+    "32": (4, HELD_PER_PARAM),
+    "bf16-mixed": (2, HELD_PER_PARAM),
+    "bf16-true": (2, 8),  # AdamW's moments have the type of the weights
+}
 
 
 def transformer(num_params: float) -> list[TensorSpec]:
@@ -74,7 +80,9 @@ class Workload:
         specs: Parameters.
         nodes: Machines.
         ranks_per_node: Processes on each.
-        itemsize: Bytes of an element of weights and gradients without compression: 2 for bf16, 4 for float32.
+        itemsize: Bytes of an element of weights and gradients as they travel without compression: 2 for bf16, 4 for
+            float32. What compression is compared with.
+        held_per_param: Bytes that a rank holds per parameter: weight, gradient and the two moments of Adam.
         device_type: Of the ranks.
         far: Whether messages between machines take so long that all are to travel at once, as they do on CPU.
     """
@@ -83,12 +91,18 @@ class Workload:
     nodes: int
     ranks_per_node: int
     itemsize: int = 4
+    held_per_param: int = HELD_PER_PARAM
     device_type: str = "cuda"
     far: bool = False
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def baseline(self) -> str:
+        """What compression is compared with."""
+        return {2: "bf16", 4: "float32"}[self.itemsize]
 
     @functools.cached_property
     def numel(self) -> int:

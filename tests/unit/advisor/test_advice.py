@@ -10,10 +10,18 @@ import pytest
 import torch.distributed as dist
 
 from lowbit_strategy.advisor import inputs
-from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Gain, Verdict, decide, gain_of, setup_options
+from lowbit_strategy.advisor.advice import (
+    ADVISE_MIN_SPEEDUP,
+    MEASURE_MIN_SPEEDUP,
+    Gain,
+    Verdict,
+    decide,
+    gain_of,
+    setup_options,
+)
 from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
 from lowbit_strategy.advisor.inputs import Situation, What, find_machine, gather
-from lowbit_strategy.advisor.workload import Workload, transformer
+from lowbit_strategy.advisor.workload import PRECISIONS, Workload, transformer
 
 
 def verdict(params: float, nodes: int, ranks_per_node: int, machine: str = "", **said: str) -> Verdict:
@@ -33,9 +41,74 @@ def certain(params: float, nodes: int, ranks_per_node: int, link: Link, compute_
 def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
     """Each rank of a node has an eighth of everything under HSDP. Under FSDP2 all have less."""
     slow = Link(1e-4, 10e9 / 8)
-    names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (100e9, 80e9, 13e9, 1e9)]
+    names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (150e9, 80e9, 14e9, 1e9)]
     assert not dist.is_initialized()
     assert names == ["loco_ddp", "loco_hsdp", "loco_fsdp", None]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_rank_holds_what_its_precision_takes(precision: str) -> None:
+    """Weight, gradient and two moments. The framework's own in float32 takes 16 bytes, whatever else is trained in."""
+    itemsize, held = PRECISIONS[precision]
+    assert held == {"32": 4 + 4 + 8, "bf16-mixed": 4 + 4 + 8, "bf16-true": 2 + 2 + 4}[precision]
+    workload = Workload(transformer(1e9), 2, 8, itemsize, held)
+    found = {each.name: each for each in setup_options(workload)}
+    assert found["ddp, float32"].held_nbytes(workload) == 16 * workload.numel
+    assert found["ddp, bf16"].held_nbytes(workload) == held * workload.numel
+    assert found["fsdp, bf16"].held_nbytes(workload) == pytest.approx(held * workload.numel / 16)
+    ours = found["loco_ddp"]
+    assert ours.held_nbytes(workload) == held * workload.numel + ours.plan.memory.total
+
+
+def test_five_billion_parameters_do_not_fit_into_80_gb_under_ddp() -> None:
+    found = verdict(5e9, 2, 8, link="1gbit")
+    assert found.choice is not None
+    assert found.choice.name in ("loco_hsdp", "loco_fsdp")
+
+
+def test_a_plain_no_needs_the_whole_range() -> None:
+    """The likely gain alone says no, and a link that reaches 0.18 to 0.38 of its nominal rate says yes."""
+    said = {"link": "10gbit", "latency": "50us", "compute": "1s", "inside": "130GB/s"}
+    found = verdict(3e8, 2, 1, **said)
+    assert found.gain is not None
+    assert found.gain.likely < ADVISE_MIN_SPEEDUP < MEASURE_MIN_SPEEDUP < found.gain.high
+    assert found.answer == "measure"
+    assert found.sentence.startswith("Measure: it may help, loco_ddp is probably 1.0")
+    assert "`torchrun --nnodes 2 --rdzv-backend c10d" in found.sentence
+    narrower = verdict(3e8, 2, 1, **said | {"compute": "20s"})
+    assert narrower.answer == "no"
+
+
+def test_links_without_rdma_may_reach_less() -> None:
+    def link(machine: str = "", rdma: bool | None = None, **said: str) -> tuple[float, float]:
+        found = gather(said, 10**9, None, find_machine(machine) if machine else None, rdma=rdma)
+        return next((each.low, each.high) for each in found.figures if each.what == "link")
+
+    assert link(link="20gbit") == link("g5") == link("p4d", rdma=False) == (0.15, 1.25)
+    assert link(link="20gbit", rdma=True) == link("p4d") == link("p4d", link="400gbit") == (0.3, 1.25)
+    assert link() == (0.1, 10.0)
+
+
+def test_what_was_measured_is_tried_in_training() -> None:
+    cluster = Cluster(inter_node=Link(5e-5, 1e9), intra_node=Link(1e-5, 1e10), codings={"loco": Coding(1e9)})
+    workload = Workload(transformer(3e8), 2, 1, itemsize=2)
+    situation = gather({"compute": "0.5s"}, workload.numel, Bench(version="", nodes=2, cluster=cluster))
+    found = decide(setup_options(workload, situation), workload, situation)
+    assert found.answer == "measure"
+    assert found.sentence.endswith('strategy="lowbit_ddp" times it in its first steps, and keeps what is faster.')
+
+
+def test_the_comparison_is_with_the_precision_that_is_trained_in() -> None:
+    """Gradients of float32 are twice as long as those of bf16."""
+    gains = []
+    for precision in ("32", "bf16-mixed"):
+        workload = Workload(transformer(1e9), 4, 1, *PRECISIONS[precision])
+        situation = gather({"link": "1gbit", "compute": "0.3s", "memory": "200GB"}, workload.numel)
+        found = decide(setup_options(workload, situation), workload, situation)
+        assert found.gain is not None
+        assert f"times as fast as {workload.baseline} without compression" in found.sentence
+        gains.append(found.gain.likely)
+    assert gains[0] == pytest.approx(2 * gains[1], rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_advice_ends_with_a_line_to_paste() -> None:
 
 
 def test_advice_against_this_package() -> None:
-    code, output = invoke("advise", "--params", "1e8", "--ranks-per-node", "1", "--link", "10tbit", "--latency", "1us")
+    links = ("--link", "10tbit", "--latency", "1us", "--compute", "0.1s")
+    code, output = invoke("advise", "--params", "1e8", "--ranks-per-node", "1", *links)
     assert code == 0
     assert "Do not use this package here" in output
 
@@ -141,6 +142,7 @@ def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
         (("--params", "1e9", "--ranks-per-node", "10000000"), "'--ranks-per-node'"),
         (("--params", "1e9", "--model", "torch.nn:Linear"), "give one of --params, --model and --hf-config"),
         (("--model", "os:getcwd"), "must be a torch.nn.Module, got str"),
+        (("--params", "1e9", "--precision", "16"), "--precision '16' is not known: give one of 32, bf16-mixed,"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
@@ -162,6 +164,16 @@ def test_quantities() -> None:
     assert cluster.size("80GB") == 80e9
     assert [cluster.rounded(value) for value in (1180.4, 99.96, 0.1234)] == ["1,180", "100", "0.123"]
     assert cluster.count("7B") == cluster.count("7e9") == 7e9
+
+
+def test_the_table_and_the_sentence_say_against_what() -> None:
+    given = ("advise", "--params", "1e8", "--nodes", "2", "--link", "1gbit")
+    for precision, baseline in (("32", "float32"), ("bf16-mixed", "bf16"), ("bf16-true", "bf16")):
+        code, output = invoke(*given, "--precision", precision)
+        assert code == 0
+        assert f"x {baseline}" in output
+        assert f"times as fast as {baseline} without compression" in output
+        assert json.loads(invoke(*given, "--precision", precision, "--json")[1])["inputs"]["compared_with"] == baseline
 
 
 def test_losses_are_those_that_were_measured() -> None:
