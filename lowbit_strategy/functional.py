@@ -298,7 +298,7 @@ class _Coder:
         return _BLOCK_SIZE if isinstance(self._code, Bounded) else self._code.block_size
 
     def within(self, share: float) -> _Coder:
-        """With this share of the bound, if there is one."""
+        """The same options with this share of the bound, if there is one."""
         code = self._code
         return _Coder(replace(code, bound=code.bound * share)) if isinstance(code, Bounded) else self
 

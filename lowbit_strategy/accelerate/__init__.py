@@ -55,7 +55,7 @@ class LowBitPlugin(PluginOptions):
 
 
 class LowBitAccelerator(Accelerator):
-    """As `accelerate.Accelerator`, with compressed gradient synchronization.
+    """An `accelerate.Accelerator` with compressed gradient synchronization.
 
     Args:
         args, kwargs: As for `accelerate.Accelerator`.

@@ -135,7 +135,7 @@ def estimate(
 
 
 def _number(params: str | None, model: str | None, hf_config: Path | None) -> float | None:
-    """Of parameters, if that is what was given.
+    """Number of parameters, if that is what was given.
 
     Raises:
         ValueError: Not one of the three is given, or it is no number of parameters.

@@ -251,7 +251,7 @@ def read_bench(path: Path) -> Bench:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """Of all ranks': the slowest is waited for."""
+    """The slowest link of all ranks, which the others wait for."""
     sizes = zip(*(link.measured for link in links), strict=False)
     rings = [link.ring for link in links if link.ring is not None]
     return Link(
@@ -265,7 +265,7 @@ def slowest(links: Sequence[Link]) -> Link:
 
 
 def slowest_cluster(found: Sequence[Cluster]) -> Cluster:
-    """Of what each rank has measured, of the same presets."""
+    """The slowest cluster of those that the ranks have measured, of the same presets."""
     codings = {
         name: Coding(
             min(each.codings[name].numel_per_s for each in found),

@@ -62,7 +62,7 @@ class Cost:
 
 
 def message_cost(message: Message, cluster: Cluster, ranks_per_node: int) -> Cost:
-    """Of one message; all ranks of a node send at once."""
+    """Cost of one message; all ranks of a node send at once."""
     times = 2 if message.what == RING_SCATTER and cluster.gloo else 1
     number = max(1, message.in_series)
     each = message.total_nbytes / number
@@ -83,7 +83,7 @@ def message_cost(message: Message, cluster: Cluster, ranks_per_node: int) -> Cos
 
 
 def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> Cost:
-    """Of one transfer."""
+    """Cost of one transfer."""
     coding = cluster.coding
     encoding = 0.0
     if coding is not None and transfer.encoded_numel:
@@ -93,7 +93,7 @@ def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int
 
 
 def _transfer_costs(transfers: Sequence[TransferGroup], cluster: Cluster, ranks_per_node: int) -> list[Cost]:
-    """Of each; layers of one shape are alike, and have the same tuple of messages."""
+    """Cost of each; layers of the same shape share their tuple of messages."""
     known: dict[tuple[int, int], Cost] = {}
     costs = []
     for transfer in transfers:
@@ -105,7 +105,7 @@ def _transfer_costs(transfers: Sequence[TransferGroup], cluster: Cluster, ranks_
 
 
 def step_time(plan: StepPlan, cluster: Cluster, compute_s: float) -> StepTime:
-    """Of one step, a mean over a round where steps are local.
+    """Time of one step; a mean over a round where steps are local.
 
     Args:
         plan: What is sent.
@@ -139,7 +139,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float) -> StepTime:
 
 
 def _sum(transfers: Sequence[TransferGroup], costs: Sequence[Cost]) -> Cost:
-    """Of a step, or of a round."""
+    """Cost of a step, or of a round."""
     return sum((cost * transfer.repeats for transfer, cost in zip(transfers, costs, strict=True)), Cost())
 
 
@@ -178,7 +178,7 @@ def _in_turn(
 
 
 def _split(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int) -> tuple[Cost, Cost]:
-    """Of its messages inside a node, and of the others and of coding."""
+    """Costs of its messages inside a node, and of the others with coding."""
     near = tuple(message for message in transfer.messages if message.level == "intra-node")
     far = tuple(message for message in transfer.messages if message.level != "intra-node")
     inside, outside = replace(transfer, messages=near, encoded_numel=0), replace(transfer, messages=far)

@@ -141,7 +141,7 @@ class Situation:
         return replace(self, cluster=self.cluster.coding_as(preset))
 
     def step(self, plan: StepPlan) -> StepTime:
-        """Of the probable figures; overlap alone is uncertain."""
+        """Time of a step by the probable figures; overlap alone is uncertain."""
         return step_time(plan, self.cluster, self.compute_s)
 
     def predicted(self, plan: StepPlan) -> StepTime:

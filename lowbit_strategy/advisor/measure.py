@@ -159,7 +159,7 @@ def measure(presets: Iterable[str], device: torch.device, done: Callable[[], Non
 
 
 def measure_links(ranks: Ranks, device: torch.device) -> tuple[Link, Link]:
-    """Of a node and of each rank inside it, on all ranks, which all call this."""
+    """Measure the link of a node and that of a rank inside it. A collective of all ranks."""
     per_node = ranks.topology.ranks_per_node or 1
     between = measure_link(ranks, ranks.peers, device)
     inside = between if ranks.intra_node is None else measure_link(ranks, ranks.intra_node, device)
@@ -169,7 +169,7 @@ def measure_links(ranks: Ranks, device: torch.device) -> tuple[Link, Link]:
 
 
 def measure_link(ranks: Ranks, comm: Comm, device: torch.device) -> Link:
-    """Of one rank, by all-to-alls among the ranks of `comm`."""
+    """Measure one rank's link, by all-to-alls among the ranks of `comm`."""
 
     def exchange(nbytes: int) -> Callable[[], object]:
         x = torch.zeros((comm.world_size, nbytes), dtype=torch.uint8, device=device)
@@ -181,7 +181,7 @@ def measure_link(ranks: Ranks, comm: Comm, device: torch.device) -> Link:
 
 
 def measure_ring(ranks: Ranks, comm: Comm, device: torch.device, in_series: int) -> Link:
-    """Of one rank, by the backend's own all-reduces, each of two hops of `in_series` messages."""
+    """Measure one rank's link, by the backend's all-reduces, each of two hops of `in_series` messages."""
     own, size = GroupComm(comm.group), comm.world_size
 
     def reduce(nbytes: int) -> Callable[[], object]:
@@ -262,7 +262,7 @@ def calls_of(
 
 
 def _highest(comm: Comm, value: float, device: torch.device) -> float:
-    """Of all ranks."""
+    """Highest value of all ranks."""
     x = torch.tensor([value], dtype=torch.float64, device=device)
     comm.all_reduce_max(x).wait()
     return float(x)

@@ -110,7 +110,7 @@ class Workload:
 
     @functools.cached_property
     def modules(self) -> dict[str, ModuleLayout]:
-        """As FSDP2 is given them."""
+        """Modules that FSDP2 shards one by one."""
         return layers_of(self.specs, self.itemsize)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)

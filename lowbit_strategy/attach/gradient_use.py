@@ -38,7 +38,7 @@ class Frozen:
         self._ids = self._identities()
 
     def _identities(self) -> list[tuple[int, ...]]:
-        """Of modules and parameters, in a fraction of a millisecond. FSDP2 takes parameters out of modules in steps."""
+        """Identities of modules and parameters, found in a fraction of a millisecond."""
         modules = list(self._module.modules())
         shards = [param for each in sharded_groups(self._module) for param in each.param_group.fsdp_params]
         found = [tuple(map(id, child._modules.values())) for child in modules]

@@ -86,7 +86,7 @@ class LocalSteps:
             sync.use(rule.synchronous_compressor)
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Of the model, and its frozen parameters."""
+        """Buffers of the model, and its frozen parameters."""
         found = (*self._module.named_buffers(), *self._module.named_parameters())
         named = ((canonical_name(name), tensor) for name, tensor in found)
         return {name: tensor for name, tensor in named if name not in self._params}

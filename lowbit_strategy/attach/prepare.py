@@ -276,7 +276,7 @@ def watch_optimizers(session: Any) -> None:
 
 
 def _take_over(param_ids: set[int]) -> None:
-    """From whoever had a model with these parameters: another trainer has taken it over, or it is attached now."""
+    """Take a model with these parameters from whoever had it: another trainer has it now, or it is attached."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     for session in list(watching):

@@ -46,7 +46,7 @@ class BlockCodec(BucketCodec):
         return replace(self, rounding="nearest")
 
     def decoded(self, x_N: Tensor) -> Tensor:
-        """By the definition: no kernel is built or compiled for it."""
+        """Encode and decode by the reference: no kernel is built or compiled for it."""
         x_KB, count_K = x_N.view(-1, self.block_size), torch.full((1,), self.block_size, dtype=torch.int64)
         scale_K, _ = reference.block_scale(x_KB, count_K.expand(len(x_KB)), self.fmt)
         noise_N = dither(0, x_N.numel(), 0, x_N.device) if self.rounding == "stochastic" else torch.zeros_like(x_N)

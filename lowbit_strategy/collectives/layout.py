@@ -201,7 +201,7 @@ def dim0_row_numel(shape: tuple[int, ...], world_size: int) -> int:
 
 
 def row_length(numel: int, row_numel: int, rank: int) -> int:
-    """Of `numel` elements in chunks of `row_numel`, those that `rank` has."""
+    """Number of elements that `rank` owns of `numel` elements in chunks of `row_numel`."""
     return max(0, min(row_numel, numel - rank * row_numel))
 
 

@@ -59,7 +59,7 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 
 
 def _make(value: Any, source: Source) -> Controller:
-    """From ``{name: accordion, option: value, ...}``, as configuration files write it."""
+    """Make one from ``{name: accordion, option: value, ...}``, as configuration files write it."""
     if not isinstance(value, Mapping):
         raise Mismatch
     make, options = named(value, CONTROLLERS, "controller")

@@ -190,7 +190,7 @@ class Guard(Controller):
     def _readings(
         self, telemetry: Telemetry, wanted: Mapping[str, int], alarmed: Mapping[str, str]
     ) -> dict[str, Reading]:
-        """Of each group that was measured in the last step."""
+        """Reading of each group that was measured in the last step."""
         readings = {}
         names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
         for group, members in grouped(names, self.group_by).items():

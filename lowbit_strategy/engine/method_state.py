@@ -296,7 +296,7 @@ class MethodState:
 
 
 def sum_of_known(unsent: Tensor | None, leftover: Tensor | None) -> Tensor | None:
-    """Of what a method has not sent yet and what one before it has left over; None: nothing is known of either."""
+    """Sum of what a method has not sent yet and what an earlier one left over; None: neither is known."""
     if unsent is None or leftover is None:
         return leftover if unsent is None else unsent
     return unsent + leftover

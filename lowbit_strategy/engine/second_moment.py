@@ -260,7 +260,7 @@ class SecondMoment:
             known.exchanged = step.index
 
     def _own(self, view: ParamView, values: Tensor) -> Tensor:
-        """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
+        """Elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
         return values[: view.row_length(self._comm.rank)] if view.spec.sharded else values
 
     # -- the optimizer --------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class TwoLevelBuckets:
         self._partitions: dict[BucketLayout, _Partition] = {}
 
     def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
-        """As `GradientSync.reduce`."""
+        """Reduce one bucket; see `GradientSync.reduce`."""
         if layout not in self._partitions:
             if len(self._partitions) >= _KEPT:
                 self._partitions.clear()

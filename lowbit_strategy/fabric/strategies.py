@@ -118,7 +118,7 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         return remainder
 
     def _sessions_of(self, state: dict[str, Any]) -> list[Session]:
-        """Of the models in `state`; all of them if it has none (state dicts instead of modules)."""
+        """Sessions of the models in `state`; all sessions if it has no models (state dicts instead of modules)."""
         if not (modules := [value for value in state.values() if isinstance(value, nn.Module)]):
             return self.sessions
         return [each for each in self.sessions if any(each.serves(module) for module in modules)]

@@ -120,7 +120,7 @@ class SideStream:
         self._schedule = BucketSchedule()
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """As `BucketWorker.submit`."""
+        """Start a bucket; see `BucketWorker.submit`."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -235,7 +235,7 @@ class DDPWiring:
         return round(_MIB * (self._own_cap_mb if self._chosen else self._cap))
 
     def take(self, weights: WeightCoding | None) -> None:
-        """From now on the engine reduces gradients. `weights`: how FSDP2's travel."""
+        """Let the engine reduce gradients. `weights`: how FSDP2's weights travel."""
         self.close()
         model = self._model_of()
         assert model is not None

@@ -73,7 +73,7 @@ class FSDPWiring:
             _holders[group] = self
 
     def take(self, weights: WeightCoding | None) -> None:
-        """As `DDPWiring.take`."""
+        """Let the engine reduce gradients; see `DDPWiring.take`."""
         weights = weights or Exact()
         if self._taken == weights:
             return
@@ -143,7 +143,7 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
-    """Of the gradients of a parameter group when they are reduced."""
+    """Type in which a parameter group's gradients are reduced."""
     policy = group.mp_policy
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
     return dtype

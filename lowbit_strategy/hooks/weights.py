@@ -211,7 +211,7 @@ def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, T
 
 
 def _forget_on_load(module: nn.Module, weights: WeightSync) -> None:
-    """From now on loading makes what is kept old."""
+    """Make loading a state dict mark kept weights as old."""
     reference = weakref.ref(weights)
 
     def on_load(*_: Any) -> None:

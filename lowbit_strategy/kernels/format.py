@@ -27,7 +27,7 @@ E2M1 = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values of the standard
 
 
 def float_bits(x: float) -> int:
-    """Of the nearest float32."""
+    """Bits of the nearest float32."""
     bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
     return bits
 
@@ -104,7 +104,7 @@ class BlockFormat:
 
     @property
     def is_e2m1(self) -> bool:
-        """As `e2m1` makes it: codes are then found by arithmetic."""
+        """Whether this is `e2m1`'s format, whose codes are found by arithmetic."""
         return self == e2m1(self.block_size)
 
     @property

@@ -274,15 +274,15 @@ class Sum:
         return self._x
 
     def sample(self, num: int, *, seed: int) -> Tensor:
-        """As `sample_magnitudes`; forms nothing."""
+        """Sample magnitudes without forming the sum; see `sample_magnitudes`."""
         return sample_magnitudes(self._x, num, seed=seed, addend=self._addend)
 
     def above(self, threshold: float, *, expected: int) -> tuple[Tensor, Tensor]:
-        """As `select_above`."""
+        """Select without forming the sum; see `select_above`."""
         addend, self._addend = self._addend, None
         return select_above(self._x, threshold, expected=expected, addend=addend)
 
     def top_k(self, k: int) -> tuple[Tensor, Tensor]:
-        """As `top_k`."""
+        """Find the largest elements; see `top_k`."""
         addend, self._addend = self._addend, None
         return top_k(self._x, k, addend=addend)

@@ -197,7 +197,7 @@ def _check_training() -> None:
 
 
 def _leave() -> None:
-    """For scripts that do not: gloo aborts now and then in a process that ends with its groups open."""
+    """End groups for scripts that do not: gloo sometimes aborts in a process that ends with groups open."""
     import torch.distributed as dist
 
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an exception others may still be waiting

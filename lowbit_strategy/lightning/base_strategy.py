@@ -230,7 +230,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
 
     @property
     def _writes(self) -> bool:
-        """Of replicas that come and go the lowest one writes checkpoints."""
+        """Whether this replica writes checkpoints: the lowest of those that come and go does."""
         return self.session is None or self.session.replica is None or self.session.replica.leads
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -121,6 +121,6 @@ def with_own_samples(dataloader: Any, trainer: Any) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """Of the first tensor that has any; 1 if there is none."""
+    """Batch size by the first tensor that has dims; 1 if there is none."""
     sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, 1)

@@ -106,7 +106,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     """
 
     def setup(self, trainer: Any) -> None:
-        """As the stock strategy's, but sharding is done here instead of in ``configure_model``."""
+        """Set up like the stock strategy, but shard here instead of in ``configure_model``."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)

@@ -202,7 +202,7 @@ class LoCo(Compressor):
 
     @property
     def fmt(self) -> BlockFormat:
-        """Of parameters that are neither exempt nor of high precision, on the uplink."""
+        """Format of parameters that are neither exempt nor of high precision, on the uplink."""
         _, make = _FORMATS[self._values(self.codebook, self.bits)]
         return make(self.bits, self.block_size)
 
@@ -217,7 +217,7 @@ class LoCo(Compressor):
         )
 
     def _return_format(self, codes: BlockFormat) -> BlockFormat:
-        """Of the downlink, given the uplink's `codes`."""
+        """Format of the downlink, given the uplink's `codes`."""
         bits, codebook, block_size = self._downlink
         _, make = _FORMATS[codebook]
         chosen = make(bits, block_size)

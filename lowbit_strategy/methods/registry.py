@@ -152,7 +152,7 @@ def as_compressor(value: object, field: str = "compressor") -> Compressor:
 
 
 def _make(value: Any, source: Source) -> Compressor:
-    """From a preset's name, or ``{compressor: name, option: value, ..., options: {option: value}}``."""
+    """Make one from a preset's name, or ``{compressor: name, option: value, ..., options: {option: value}}``."""
     if isinstance(value, str):
         return preset(value)
     if not isinstance(value, Mapping):

@@ -220,7 +220,7 @@ def as_weights(value: object) -> WeightCoding:
 
 
 def _make(value: Any, source: Source) -> WeightCoding:
-    """From ``code``, ``code8``, ``{name: delta, bits: 4}``."""
+    """Make one from ``code``, ``code8``, ``{name: delta, bits: 4}``."""
     if isinstance(value, str):
         name, digits = re.fullmatch(r"(.*?)(\d*)", value.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value = {"name": name, "bits": int(digits)} if digits else {"name": name}

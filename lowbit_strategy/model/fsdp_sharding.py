@@ -291,7 +291,7 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
 
 
 def take_over_replication(module: nn.Module) -> None:
-    """From now on FSDP2 does not reduce over the replicas of a two-dimensional mesh (HSDP): the caller does.
+    """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP): the caller does it.
 
     The mesh after a forward pass must be the same object as the other one: FSDP2 takes two objects for two meshes, and
     would clone a shard of the gathered weights and gather that in backward.
@@ -307,7 +307,7 @@ def take_over_replication(module: nn.Module) -> None:
 
 
 def reduce_unused(module: FSDPModule, param_group: Any) -> None:
-    """From now on parameters without a gradient are reduced as zeros: all ranks reduce the same ones in every step.
+    """Reduce parameters without a gradient as zeros, so that all ranks reduce the same ones in every step.
 
     torch 2.13 has a setting for it. With an older one, a module's post-backward begins by filling in zeros.
     """

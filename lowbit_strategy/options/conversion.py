@@ -1,4 +1,4 @@
-"""From what code or a file gives for an option to what the option holds, by the types of fields and arguments."""
+"""Converts what code or a file gives for an option to the type of its field or argument."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def convert(value: object, kind: type[T], where: str, source: Source = Source.FI
 
 
 def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
-    """As `convert`, for several values: name, value and type of each.
+    """Convert several values, given name, value and type of each; see `convert`.
 
     Raises:
         ValueError: As for `convert`; faults of all values are named.

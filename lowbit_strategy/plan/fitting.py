@@ -77,7 +77,7 @@ class MemoryOption:
 def memory_options(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, may_uncorrect: bool = False
 ) -> Iterator[MemoryOption]:
-    """From what was asked for down to what keeps least.
+    """List choices, from what was asked for down to what keeps least.
 
     Args:
         compressor: Asked for.

@@ -38,7 +38,7 @@ def node_transfer(
     layout: Layout,
     exact: Collection[str],
 ) -> TransferGroup:
-    """Of one bucket: its sums, and under DDP the gather of its parts.
+    """Transfers of one bucket: its sums, and under DDP the gather of its parts.
 
     Args:
         specs: Of all parameters.
@@ -144,7 +144,7 @@ class ReductionPlan:
 
     @property
     def _is_sharded(self) -> bool:
-        """As all parameters are, or none."""
+        """Whether parameters are sharded: all of them are, or none."""
         return any(spec.sharded for spec in islice(self.specs.values(), 1))
 
     def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
@@ -258,7 +258,7 @@ def summed(what: str, numel: int, topology: Topology) -> Message:
 
 
 def peer_level(topology: Topology) -> Level:
-    """Of messages between the ranks that reduce one part."""
+    """Level of messages between the ranks that reduce one part."""
     return "flat" if topology.node_size is None else "inter-node"
 
 
@@ -277,7 +277,7 @@ def peer_transfer(
 def _gradient_transfer(
     reduced: ParamGroup, reduction: ReductionPlan, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> TransferGroup:
-    """Of parameters that are reduced as one.
+    """Transfers of parameters that are reduced as one.
 
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
     that nothing travels to peers.
@@ -309,7 +309,7 @@ def _gradient_transfer(
 def gradient_transfers(
     reduced: Sequence[ParamGroup], reduction: ReductionPlan, layout: Layout, *, local: bool
 ) -> tuple[TransferGroup, ...]:
-    """Of a whole model, in the order in which backward comes to them."""
+    """Transfers of a whole model, in the order of the backward pass."""
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced

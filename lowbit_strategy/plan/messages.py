@@ -97,7 +97,7 @@ def step_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
 
 
 def internode_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
-    """Of `step_nbytes`, what leaves the node."""
+    """Part of `step_nbytes` that leaves the node."""
     return round(
         sum(
             transfer.repeats * message.nbytes * message.internode_fraction

@@ -67,7 +67,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of all but `accumulating`, which depends on how the loop accumulates."""
+        """Sum of all but `accumulating`, which depends on how the loop accumulates."""
         return self.residuals + self.weights + self.messages + self.working + self.anchors + self.squares
 
 
@@ -117,7 +117,7 @@ class StepPlan:
 
     @property
     def between_nbytes(self) -> int:
-        """Of `sent_nbytes`, what leaves the node."""
+        """Part of `sent_nbytes` that leaves the node."""
         return internode_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
 
     @property
@@ -247,7 +247,7 @@ def _messages_nbytes(
 
 
 def _mean_beside_nbytes(gradients: Sequence[TransferGroup], means: Sequence[int]) -> int:
-    """Of FSDP2's modules with two levels, on GPUs: while one is between nodes the next one's mean is formed."""
+    """Memory of a second mean under FSDP2 with two levels on GPUs: one travels while the next is formed."""
     buffers = [each.buffer_nbytes for each in gradients]
     beside = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
     return max([*buffers, *beside], default=0) - max(buffers, default=0)

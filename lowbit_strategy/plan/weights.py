@@ -107,7 +107,7 @@ def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topol
 def weight_transfers(
     coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout
 ) -> tuple[TransferGroup, ...]:
-    """Of a whole model, in the order of its modules. With two levels each message first goes to every other node."""
+    """Transfers of a whole model's weights, module by module. With two levels each goes between nodes first."""
     num_ranks = sharing_ranks(topology, layout)
     if num_ranks == 1:
         return ()

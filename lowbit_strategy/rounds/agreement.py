@@ -103,7 +103,7 @@ def merge_ranks(states: Sequence[MemberState]) -> MemberState:
 
 
 def agree(states: Sequence[MemberState]) -> Agreement:
-    """From all members, in the order of ranks."""
+    """Agree on the next round, given the states of all members in the order of ranks."""
     ranks = range(len(states))
     # the last to have met others is right: those who continued without someone agreed to. Among those, one who knows
     helper = max(ranks, key=lambda rank: (states[rank].clock, states[rank].prepared == NO_HISTORY, -rank))
@@ -182,7 +182,7 @@ def send(state: Any, comm: MemberComm, rank: int) -> None:
 
 
 def receive(comm: MemberComm, rank: int) -> Any:
-    """From one member; tensors are on the CPU.
+    """Receive from one member; tensors are on the CPU.
 
     Raises:
         ExchangeFailedError: It is lost.

@@ -116,7 +116,7 @@ class ElasticOuterSync(OuterSync):
 
     @property
     def sync_interval(self) -> int:
-        """As `OuterSync`; with rounds in seconds, the steps taken if time is up, else one more."""
+        """Steps of a round; with rounds in seconds, the steps taken if time is up, else one more."""
         return max(1, self._since + self._has_time) if isinstance(self.rule.every, Seconds) else super().sync_interval
 
     def after_step(self, learning_rate: float | None = None) -> None:
@@ -277,7 +277,7 @@ class ElasticOuterSync(OuterSync):
         return 0 if self.data is None else self.data.position
 
     def _digest(self) -> int:
-        """Of all that members share."""
+        """Digest of all that members share."""
         kept = self._optimizer.state_dict().values()
         tensors = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
         shared = [*self.anchors.values(), *tensors, *self.model.buffers.shared.values()]
@@ -370,7 +370,7 @@ class ElasticOuterSync(OuterSync):
             self._trained, self._marks = saved["trained"], list(saved["marks"])
 
     def _hand_over(self, members: Members, agreement: Agreement) -> dict[str, Any] | None:
-        """From the helper to those that heal. Returns what this one has received."""
+        """Send state from the helper to those that heal. Returns what this one has received."""
         comm = copy.copy(members.comm)
         if comm.rank == agreement.helper:
             for rank in agreement.to_heal:

@@ -157,7 +157,7 @@ class FragmentSync:
         return sum(weight for rank, weight in enumerate(weights) if rank not in left_out)
 
     def means(self, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of ``||s||^2``, of ``s`` and of the changes of buffers, over ranks whose weights sum to `share`."""
+        """Means of ``||s||^2``, ``s`` and the changes of buffers, over ranks whose weights sum to `share`."""
         means, at = self.header / (share or 1.0), NUM_FACTS + self.world_size
         sample_numel = len(self.fragment.sample)
         return means[3], means[at : at + sample_numel], means[at + sample_numel :]
@@ -323,7 +323,7 @@ class RoundLosses:
         self._last: float | None = None
 
     def observe(self, loss: Tensor | float) -> None:
-        """Of a batch. Does not wait for the device."""
+        """Record a batch's loss. Does not wait for the device."""
         self._own.append(torch.as_tensor(loss, device=self._device).detach().float().mean())
 
     def take(self) -> Tensor | None:

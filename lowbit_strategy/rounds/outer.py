@@ -127,7 +127,7 @@ class OuterSync:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def observe_loss(self, loss: Tensor | float) -> None:
-        """Of a batch of this rank, before it steps; always in the same unit. Does not wait for the device."""
+        """Record a batch's loss, before this rank steps; always in the same unit. Does not wait for the device."""
         if isinstance(self.rule.every, Interval):
             self._losses.observe(loss)
 

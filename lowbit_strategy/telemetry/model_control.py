@@ -73,7 +73,7 @@ class MonitorOptions:
 
 
 def _make(value: Any, source: Source) -> MonitorOptions:
-    """From true, or a mapping of the options."""
+    """Make options from true, or from a mapping."""
     if value is not True and not isinstance(value, Mapping):
         raise Mismatch
     return call(MonitorOptions, {} if value is True else value, source)
@@ -219,7 +219,7 @@ class ModelControl:
         )
 
     def take_effect(self) -> int | None:
-        """From now on learning rates have the factor that the controller has set.
+        """Multiply learning rates by the factor that the controller has set.
 
         Returns:
             The batches in one optimizer step that it wants with it; None: any number.
@@ -327,7 +327,7 @@ class ModelControl:
         return texts
 
     def state_dict(self) -> State:
-        """Of the bounds, saved with the residuals."""
+        """State of the bounds, saved with the residuals."""
         return self._bounds
 
     def load_state_dict(self, state: State) -> None:

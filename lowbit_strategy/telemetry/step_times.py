@@ -35,7 +35,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """Of this thread on CPU; on CUDA of the current stream, which is not waited for."""
+    """Return this thread's time on CPU; on CUDA the current stream's, without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -202,7 +202,7 @@ class Timed:
 
     @property
     def median(self) -> float:
-        """Of an even number of steps the lower of the two in the middle: what disturbs a step makes it longer."""
+        """Median; of an even number of steps the lower middle one, since disturbances make steps longer."""
         return statistics.median_low(self.seconds)
 
     def is_certainly_faster(self, other: Timed) -> bool:

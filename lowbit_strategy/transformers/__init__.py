@@ -174,7 +174,7 @@ class ResidualCallback(TrainerCallback):
             adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
     def _log(self, metrics: dict[str, float]) -> None:
-        """As the Trainer logs its own; a large model has dozens of groups, which no console should print."""
+        """Log metrics the way the Trainer does, but not to the console: a large model has dozens of groups."""
         trainer = self._trainer
         trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
         groups = {name: value for name, value in metrics.items() if is_of_group(name)}

@@ -186,12 +186,12 @@ class Launch:
         return max(block, self.elements_per_thread * self.num_warps * 32)
 
     def shapes(self, fmt: DeviceFormat) -> tuple[TileShape, TileShape]:
-        """Of a whole tile, and of the pieces that one with masks is worked off in."""
+        """Shapes of a whole tile, and of the pieces in which a masked one is processed."""
         rows = self.tile(fmt.block) // fmt.block
         return self._shape(fmt, rows), self._shape(fmt, max(1, rows // self.pieces))
 
     def options(self) -> dict[str, object]:
-        """Of the compiler."""
+        """Options of the compiler."""
         limited = self.max_registers is not None and torch.version.hip is None
         limit = {"maxnreg": self.max_registers} if limited else {}
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, **limit}
@@ -271,7 +271,7 @@ class Program:
 
 
 def program_of(segments: Segments, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
-    """Of a table and of all else that the code depends on: made once and kept with the table."""
+    """Program for a table and all else that the code depends on; made once and kept with the table."""
     if key not in segments.cache:
         segments.cache[key] = make()
     return segments.cache[key]  # type: ignore[return-value]

@@ -91,7 +91,7 @@ def store_words(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.const
 
 @triton.jit
 def quarters(x):
-    """Of each four neighbors the first, second, third and fourth: a tuple of [rows, length / 4]."""
+    """Split each four neighbors into first, second, third and fourth: a tuple of [rows, length / 4]."""
     K: tl.constexpr = x.shape[0]
     L: tl.constexpr = x.shape[1]
     even, odd = tl.split(tl.reshape(x, [K, L // 4, 2, 2]))
@@ -132,7 +132,7 @@ def tiny(value):
 
 @triton.jit
 def e2m1_word(low, high):
-    """Of the values of the bytes' low and of their high halves."""
+    """Word of codes from the values of the bytes' low and high halves."""
     if HAS_PTX:
         values = [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
         return tl.inline_asm_elementwise(E2M1_WORD_PTX, "=r,r,r,r,r,r,r,r,r", values, tl.int32, True, 1)

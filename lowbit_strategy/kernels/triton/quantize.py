@@ -77,7 +77,7 @@ def mean_of(total, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.const
 
 @triton.jit
 def root_mean_square(parts, largest, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """By a power of two near the largest magnitude, so that squares neither overflow nor vanish."""
+    """Scale by a power of two near the largest magnitude, so that squares neither overflow nor vanish."""
     exponent = tl.minimum(tl.maximum((largest >> 23) - 126, -120), 120)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)

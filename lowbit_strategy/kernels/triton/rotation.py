@@ -14,7 +14,7 @@ LAUNCH = Launch(elements_per_thread=16, num_warps=1, vector=4)  # no value leave
 
 @triton.jit
 def butterflies(y, HALF: tl.constexpr):
-    """Of neighbors that are HALF apart, their sum and their difference."""
+    """Sums and differences of neighbors that are HALF apart."""
     ROWS: tl.constexpr = y.shape[0]
     SIZE: tl.constexpr = y.shape[1]
     pairs = tl.permute(tl.reshape(y, [ROWS, SIZE // (2 * HALF), 2, HALF]), [0, 1, 3, 2])

@@ -69,7 +69,7 @@ def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
 
 
 def _padded(x_BN: Tensor) -> Tensor:
-    """With zeros up to a power of two, as `tree_sum` needs it: it adds halves to each other until one is left."""
+    """Pad with zeros to a power of two, as `tree_sum` needs: it adds halves until one is left."""
     numel = x_BN.shape[-1]
     return torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel))
 

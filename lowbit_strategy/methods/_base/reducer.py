@@ -36,7 +36,7 @@ class Reducer(Method):
         return True  # what is not chosen is zero, and so are products with a row of zeros
 
     def nearest(self) -> Reducer:
-        """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
+        """The variant with the least error instead of no bias, for use with feedback; see `Codec.nearest`."""
         return self
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:

@@ -144,7 +144,7 @@ class OuterRule:
         return turn_length if self.travels_a_turn else self.delay
 
     def compressor(self) -> Compressor:
-        """Of pseudo-gradients, if the user chooses none: the publication's, if it has one."""
+        """Compressor of pseudo-gradients if the user chooses none: the publication's, if it has one."""
         return _FOUR_BITS
 
     def round_length(

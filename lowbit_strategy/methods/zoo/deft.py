@@ -73,7 +73,7 @@ def assign_parts(
 
 
 def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """In proportion to norms; what exceeds a part's length goes to the others."""
+    """Split in proportion to norms; what exceeds a part's length goes to the others."""
     kept = [0] * len(lengths)
     open_parts = set(range(len(lengths)))
     while open_parts and wanted > 0:

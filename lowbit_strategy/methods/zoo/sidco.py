@@ -164,7 +164,7 @@ class SIDCo(OwnPositions):
         return largest_of(indices, values, math.floor(_MOST * wanted))
 
     def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
-        """From the fit, but between the sample's quantiles of twice and half the density."""
+        """Threshold of the fit, but between the sample's quantiles of twice and half the density."""
         # Zeros of rows without a gradient would distort the fit.
         nonzero_n = sample if float(sample.min()) > 0 else sample[sample > 0]
         n = nonzero_n.numel()
