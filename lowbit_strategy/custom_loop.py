@@ -127,7 +127,7 @@ def monitor(
     """Call ``log(metrics, step)`` on every rank after each observed step, and whenever a controller decides.
 
     Args:
-        sync: As for `adapt`.
+        sync: See `adapt`.
         log: Such as ``fabric.log_dict`` or ``accelerator.log``; None: for the record alone.
         every_n_steps: Optimizer steps from one observation to the next; nothing is measured between.
         group_by: See `lowbit_strategy.control.group_of`.

@@ -124,7 +124,7 @@ def all_reduce(
         codec: Bits of a blockwise code, any codec, or `Bounded`, whose bound holds for the result.
         op: ``mean`` or ``sum``.
         group: The default group if None.
-        seed: Of codecs that round at random: a different one per call.
+        seed: Seed of codecs that round at random: a different one per call.
 
     Returns:
         A tensor of the shape and dtype of `x`.
@@ -153,10 +153,10 @@ def reduce_scatter(
 
     Args:
         x: Floats, ``[W * n, ...]``.
-        codec: As in `all_reduce`.
+        codec: See `all_reduce`.
         op: ``mean`` or ``sum``.
         group: The default group if None.
-        seed: As in `all_reduce`.
+        seed: See `all_reduce`.
 
     Returns:
         ``[n, ...]`` in the dtype of `x`.
@@ -191,10 +191,10 @@ def all_gather(
 
     Args:
         x: Floats, ``[n, ...]``, of the same shape on all ranks.
-        codec: As in `all_reduce`. The own part is decoded too: all ranks have the same result.
-        backward: Of the gradients; None: `codec`.
+        codec: See `all_reduce`. The own part is decoded too: all ranks have the same result.
+        backward: Codec of the gradients; None: `codec`.
         group: The default group if None.
-        seed: As in `all_reduce`.
+        seed: See `all_reduce`.
 
     Returns:
         ``[W * n, ...]`` in the dtype of `x`.
@@ -226,12 +226,12 @@ def all_to_all(
 
     Args:
         x: Floats, ``[n, ...]``.
-        codec: As in `all_reduce`. The part that stays on this rank is coded too.
+        codec: See `all_reduce`. The part that stays on this rank is coded too.
         output_splits: Rows from every rank; None: `input_splits`.
         input_splits: Rows to every rank; None: equal parts.
-        backward: Of the gradients; None: `codec`.
+        backward: Codec of the gradients; None: `codec`.
         group: The default group if None.
-        seed: As in `all_reduce`.
+        seed: See `all_reduce`.
 
     Returns:
         ``[sum(output_splits), ...]`` in the dtype of `x`.

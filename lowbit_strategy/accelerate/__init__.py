@@ -58,7 +58,7 @@ class LowBitAccelerator(Accelerator):
     """An `accelerate.Accelerator` with compressed gradient synchronization.
 
     Args:
-        args, kwargs: As for `accelerate.Accelerator`.
+        args, kwargs: See `accelerate.Accelerator`.
         lowbit_plugin: Configuration; `LowBitPlugin()`, 4-bit LoCo, by default.
     """
 

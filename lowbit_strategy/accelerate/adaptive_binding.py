@@ -120,13 +120,13 @@ class AdaptiveBinding:
     Args:
         plugin: Configuration.
         accelerator: Whose models are controlled.
-        numbers: Of all models that have been prepared.
+        numbers: Numbers of all models that have been prepared.
 
     Attributes:
         clock: Steps, epochs, learning rate.
         log: Takes metrics and the step that they are of, on every rank.
         has_log: Gives whether there is anybody who takes them.
-        folder: Of the record, None: nowhere.
+        folder: Folder of the record, None: nowhere.
         accumulates: The loop uses ``accelerator.accumulate``.
     """
 

@@ -23,7 +23,7 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Non
     """Write this rank's files into `folder`; call on all ranks.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         sessions: One per prepared model.
         writes_stamp: On one rank of each machine: machines may not share a file system.
 
@@ -41,7 +41,7 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
     """Restore what `save` wrote.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         sessions: As when it was saved.
         compressed: The checkpoint is known to be of a compressed run: without residuals it is incomplete.
 

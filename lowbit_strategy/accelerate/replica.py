@@ -21,7 +21,7 @@ class ReplicaBinding:
 
     Args:
         sessions: Gives the models in use.
-        seed: Of the permutations of samples; the same on all replicas.
+        seed: Seed of the permutations of samples; the same on all replicas.
 
     Attributes:
         on_healed: Called when this replica has got the others' state, with the number of optimizer steps that the run

@@ -95,7 +95,7 @@ class SetupOption:
         line: What to paste; empty for the framework's own.
         plan: What it sends and keeps.
         held_per_param: Bytes for weight, gradient and two moments.
-        time: Of a step; None: without links there is no prediction.
+        time: Time of a step; None: without links there is no prediction.
         measured: What is known of its loss; None: of the framework's own.
         break_even: Bytes per second between nodes below which it comes to the same loss sooner than what it is compared
             with.
@@ -242,7 +242,7 @@ class Verdict:
     Args:
         answer: ``use``: it pays for all figures within their ranges. ``measure``: it may. ``no``.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
-        gain: Of that.
+        gain: Gain of that set-up.
         sentence: For the user.
     """
 

@@ -170,7 +170,7 @@ class Cluster:
 
     Args:
         inter_node: The link of a node, which its ranks share.
-        intra_node: Of each rank to the others of its node.
+        intra_node: Links of each rank to the others of its node.
         coding: How fast ranks code; None: in no time.
         gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
             uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
@@ -203,7 +203,7 @@ class Bench:
     """Measurements.
 
     Args:
-        version: Of this package.
+        version: Version of this package.
         nodes: How many there are; of one, `Cluster.inter_node` means nothing.
         ranks_per_node: On each; of one, `Cluster.intra_node` means nothing.
         cluster: Links while all ranks send at once, and codecs.

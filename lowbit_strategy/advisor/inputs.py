@@ -119,7 +119,7 @@ class Situation:
         cluster: Links and coding, as they probably are.
         compute_s: A step without communication.
         figures: What is uncertain of these; empty: nothing.
-        memory_nbytes: Of a rank; None: unlimited.
+        memory_nbytes: Memory of a rank; None: unlimited.
         memory_source: Where that comes from.
     """
 
@@ -200,7 +200,7 @@ def gather(
             step without communication, and memory of a device.
         numel: Parameters, from which computing is assumed.
         bench: What was measured.
-        machine: Of the table.
+        machine: Machine of the table.
         on_cpu: Ranks compute on CPUs.
         rdma: Links between nodes carry RDMA; None: as the machine's do, without a machine TCP.
 

@@ -233,7 +233,7 @@ def calls_of(
         ranks: All of them.
         comm: Those that call.
         call: The collective.
-        device: Of its tensors.
+        device: Device of its tensors.
         pause_s: The longest pause before a call. Ranks that are far apart report ahead that their next receive is
             posted. In training these reports arrive long before a message is sent; here they are given the time. Of
             these the fastest call counts: their connections become faster for a while, and training uses them longer.

@@ -83,7 +83,7 @@ class Workload:
         itemsize: Bytes of an element of weights and gradients as they travel without compression: 2 for bf16, 4 for
             float32. What compression is compared with.
         held_per_param: Bytes that a rank holds per parameter: weight, gradient and the two moments of Adam.
-        device_type: Of the ranks.
+        device_type: Device type of the ranks.
         far: Whether messages between machines take so long that all are to travel at once, as they do on CPU.
     """
 
@@ -193,7 +193,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
     Args:
         plan: With compression.
         itemsize: Bytes of an element of the gradients.
-        weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
+        weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
     """
     own = replace(plan, rounds=(), state=(), every=1, outer=None, memory=Memory())
     if plan.topology.world_size == 1:

@@ -74,7 +74,7 @@ def attach_ddp(
     Args:
         model: What was prepared, in ``DistributedDataParallel``.
         prepared: By `prepare`.
-        device: Of the gradients; None: that of the parameters.
+        device: Device of the gradients; None: that of the parameters.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -129,7 +129,7 @@ def attach_replica(
     Args:
         module: What was prepared, with ``elastic`` among the options.
         prepared: By `prepare`.
-        device: Of the gradients; None: that of the parameters.
+        device: Device of the gradients; None: that of the parameters.
         group: This one rank; None: the default group, which has only this rank.
         has_scaler: Whether a loss scaler is used (float16).
         ddp: Around `module`, if it is wrapped.
@@ -179,7 +179,7 @@ def attach_fsdp(
     Args:
         module: What was prepared, after ``fully_shard``.
         prepared: By `prepare`, with ``scatter=True``.
-        device: Of the gradients; None: that of the parameters.
+        device: Device of the gradients; None: that of the parameters.
         group: All ranks that train it; None: all ranks.
         has_scaler: Whether a loss scaler is used (float16).
 

@@ -53,7 +53,7 @@ class Candidate:
 
     Args:
         name: For reports.
-        compressor: Of gradients.
+        compressor: Compressor of gradients.
         weights: How FSDP2's weights travel; None under DDP.
     """
 

@@ -34,7 +34,7 @@ class LocalSteps:
 
     Args:
         module: The model, the same on all ranks of `sync`.
-        sync: Of the model; nothing else uses its group between steps.
+        sync: Engine of the model; nothing else uses its group between steps.
         rule: When ranks synchronize, and how.
         check_digest: Compare the anchors over the ranks now and then.
         ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.

@@ -203,7 +203,7 @@ def fit_to_memory(
     Args:
         prepared: As asked for.
         ranks: That train the model.
-        device: Of gradients.
+        device: Device of gradients.
         sharded: The model under FSDP2.
 
     Raises:

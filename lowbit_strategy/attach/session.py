@@ -154,7 +154,7 @@ class Session:
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
-            loss: Of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
+            loss: Loss of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
 
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
@@ -186,7 +186,7 @@ class Session:
 
         Args:
             optimizer: Which one has stepped, for local steps; None: the only one.
-            scaler: As for `begin_step`. Reading its scale here, where it changes, keeps the host from waiting for the
+            scaler: See `begin_step`. Reading its scale here, where it changes, keeps the host from waiting for the
                 device before backward.
 
         Returns:
@@ -233,7 +233,7 @@ class Session:
         3. when all ranks have left the block, residuals of a checkpoint that was replaced are removed
 
         Args:
-            path: Of the checkpoint.
+            path: Path of the checkpoint.
             asynchronous: The block only starts to write, from copies. It must finish before the next save, which then
                 does 3.
 

@@ -44,7 +44,7 @@ class SyncOptions:
     """How compression behaves around the compressor.
 
     Args:
-        seed: Of stochastic rounding and selection; the same on all ranks.
+        seed: Seed of stochastic rounding and selection; the same on all ranks.
         on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
             every rank the mean of the saved ones (reads all ranks' files).
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to start
@@ -237,7 +237,7 @@ class FSDPConstructor(LowBitStrategy):
             one, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock strategy does,
             which keeps none and sends that many times the bytes.
         save_distributed_checkpoint: True: a folder of shards; False: one full file.
-        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+        process_group_backend, timeout: See ``ModelParallelStrategy``.
         options: Those of `SyncOptions`.
     """
 

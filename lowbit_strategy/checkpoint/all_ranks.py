@@ -109,7 +109,7 @@ class ResidualSaver:
 
     Args:
         sync: The engine.
-        group: Of all ranks.
+        group: Group of all ranks.
     """
 
     def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:

@@ -301,7 +301,7 @@ def gather_uneven(
     Args:
         wire_B: The own one.
         comm: Group.
-        lengths: Of every rank's, where that is known; None: they travel first.
+        lengths: Lengths of all ranks' parts, where that is known; None: they travel first.
     """
     if comm.world_size == 1:
         return [wire_B]

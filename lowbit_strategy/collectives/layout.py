@@ -39,7 +39,7 @@ class TensorSpec:
             gradients and residuals have their elements in this order.
         sharded: FSDP2 shards it over the ranks that reduce it: each gets the sum of its own rows (reduce-scatter).
             Otherwise all get the mean (all-reduce).
-        whole_shape: Of the whole parameter, if `shape` is that of a part only.
+        whole_shape: Shape of the whole parameter, if `shape` is that of a part only.
         ranges: Of a part: start and length of each run of elements in the flat parameter; joined they are the part.
         part_row_numel: Of a part that is sharded: elements of each rank's chunk of it, padding included.
     """
@@ -121,7 +121,7 @@ class ParamView(NamedTuple):
 
     Args:
         spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
-        world_size: Of the ranks that it is cut over.
+        world_size: Number of the ranks that it is cut over.
         row_numel: Elements of each rank's chunk, padding included.
         offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
             output buffer.

@@ -35,7 +35,7 @@ class FarComm(GroupComm):
 
     Args:
         group: Made for this alone and its twins.
-        numbers: Of communicators that share the group, the next one first: each has tags of its own.
+        numbers: Numbers of communicators that share the group, the next one first: each has tags of its own.
     """
 
     is_far = True

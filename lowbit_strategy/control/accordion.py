@@ -85,7 +85,7 @@ class CriticalRegimes:
         """One step.
 
         Args:
-            telemetry: Of the step.
+            telemetry: Telemetry of the step.
             norms: Gradient norms by name; read only when a window closes.
             state: From the step before.
 

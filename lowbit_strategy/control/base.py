@@ -33,7 +33,7 @@ class Progress:
         epoch: Epochs completed.
         num_steps: Optimizer steps planned; None: unknown.
         steps_per_epoch: Optimizer steps per epoch; None: unknown.
-        learning_rate: Of the first parameter group, in the step that begins; None: unknown.
+        learning_rate: Learning rate of the first parameter group, in the step that begins; None: unknown.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Telemetry:
         accumulated_steps: Number of these steps.
         energy: By level, for each level that was tried in the last step.
         residual_norm: Over ranks, before the last step, for the parameters in `energy`.
-        end_to_end: Of the whole last reduction, both hops, with the levels in force.
+        end_to_end: Error of the whole last reduction, both hops, with the levels in force.
         step_seconds: Wall time of the last step, mean over ranks; None: not requested, or not yet known.
     """
 

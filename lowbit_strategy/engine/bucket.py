@@ -105,7 +105,7 @@ class BucketContext:
         methods: The method of each parameter.
         stores: The state of each method.
         comm: Group to reduce over.
-        device: Of gradients.
+        device: Device of gradients.
         buffers: Memory for messages.
         flags: Overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.

@@ -53,9 +53,9 @@ class GradientSync:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who trains the model; nothing else may use `Ranks.peers` while buckets are in flight.
-        device: Of gradients.
+        device: Device of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
-        seed: Of all randomness; the same on all ranks.
+        seed: Seed of all randomness; the same on all ranks.
         rollback: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
 
     Attributes:

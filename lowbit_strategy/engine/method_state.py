@@ -46,7 +46,7 @@ class CarryOver:
     Each is added once to a gradient that is not all zero. If that gradient is thrown away it is kept and added again.
 
     Args:
-        device: Of gradients.
+        device: Device of gradients.
 
     Attributes:
         waiting: Not added to a gradient yet.
@@ -124,7 +124,7 @@ class MethodState:
     Args:
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who reduces them.
-        device: Of gradients.
+        device: Device of gradients.
         sharded: As FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:

@@ -33,7 +33,7 @@ class NodeCodes:
     Args:
         state: The methods of parameters.
         ranks: Those of a node send each other codes.
-        device: Of gradients.
+        device: Device of gradients.
 
     References:
         Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM Training",

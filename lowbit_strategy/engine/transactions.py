@@ -30,7 +30,7 @@ class Transactions:
         keeps_all: Any reduction may be thrown away.
 
     Attributes:
-        byte_check: Of the step.
+        byte_check: Byte check of the step.
         prepared: Parameters with an open reduction.
         thrown_away: Parameters whose gradients have been thrown away before.
     """

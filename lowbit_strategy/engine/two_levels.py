@@ -29,7 +29,7 @@ class _Partition:
     """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size.
 
     Attributes:
-        layout: Of this rank's part, between nodes.
+        layout: Layout of this rank's part, between nodes.
         numel: Elements of a part.
         params: Where parameters lie in the bucket, and in the own part.
     """

@@ -99,7 +99,7 @@ class WeightSync:
         coding: How they travel.
         layouts: The sharded modules, by a name for each that is the same in every run.
         comm: How messages travel to all ranks.
-        device: Of weights.
+        device: Device of weights.
 
     Attributes:
         planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, framing aside.

@@ -301,7 +301,7 @@ def monitor(
         model: Which, if several are set up.
         optimizer: Gives the learning rate for the record, where `adapt` has not got it already.
         every_n_steps: Optimizer steps from one observation to the next.
-        group_by: As for `lowbit_strategy.lightning.CompressionMonitor`.
+        group_by: See `lowbit_strategy.lightning.CompressionMonitor`.
         bounds: Likewise.
         record: A folder for the record that `lowbit report` draws.
     """

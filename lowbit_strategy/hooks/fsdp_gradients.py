@@ -33,7 +33,7 @@ class OverlappedReducer:
     """Reduces the modules' shards while backward goes on, in the same order on all ranks.
 
     Args:
-        device: Of gradients.
+        device: Device of gradients.
         clock: Is told when training waits for them.
     """
 
@@ -170,7 +170,7 @@ class CompressedReduceScatter(_ReduceScatter):
     gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
-        param_group, names, sync, side: As for `_ReduceScatter`.
+        param_group, names, sync, side: See `_ReduceScatter`.
         between: On CUDA where there are two levels.
 
     Attributes:

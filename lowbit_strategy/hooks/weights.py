@@ -52,7 +52,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     Args:
         weights: The model's.
-        name: Of the module in it.
+        name: Name of the module in it.
         group: The module.
         root: Whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.

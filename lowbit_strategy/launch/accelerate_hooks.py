@@ -97,7 +97,7 @@ def hand_on(args: argparse.Namespace) -> None:
     """Check the run that `args` describe, if there is a section, and put the section into the environment.
 
     Args:
-        args: Of ``accelerate launch``, completed from the configuration file.
+        args: Arguments of ``accelerate launch``, completed from the configuration file.
 
     Raises:
         ValueError: The section is wrong, or gradients of this kind of run cannot be compressed.

@@ -149,7 +149,7 @@ def launch(argv: Sequence[str]) -> None:
 def _complete(args: argparse.Namespace, defaults: Any) -> None:
     """Args:
     args: Completed by Accelerate.
-    defaults: Of the configuration file; None: there is none.
+    defaults: Defaults of the configuration file; None: there is none.
     """
     _check_section(args, defaults)
     if args.dry_run:

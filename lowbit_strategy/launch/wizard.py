@@ -20,7 +20,7 @@ def configure(path: Path, section: Section) -> None:
     """Write `path`. A file that is there keeps its Accelerate part as it is, comments included.
 
     Args:
-        path: Of the file. Accelerate's part of a new one is what it finds this machine to have.
+        path: Path of the file. Accelerate's part of a new one is what it finds this machine to have.
         section: Ours.
 
     Raises:

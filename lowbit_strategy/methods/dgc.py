@@ -96,7 +96,7 @@ class DGC(OwnPositions):
             it is in units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on
             the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
         warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
-        warmup_densities: Of the stages; those below `density` are skipped.
+        warmup_densities: Densities of the stages; those below `density` are skipped.
 
     References:
         Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,

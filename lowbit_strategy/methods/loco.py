@@ -132,14 +132,14 @@ class LoCo(Compressor):
             and stores the average exactly. ``none`` costs nothing: codes are then rounded stochastically and blocks are
             rotated by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The
             rotation runs in plain PyTorch outside the kernels, and is slower.
-        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        rounding: Rounding of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured to be as good;
             ``stochastic``: keeps increments below half a step on average.
         return_beta: As `beta`, for the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for the downlink; None:
             the uplink's. At least `bits`; for parameters of high precision, at least the uplink's codes. A downlink
             error is the same on all ranks: it is not averaged.
-        high_precision_bits: Of embeddings and output heads, which have most of the error.
+        high_precision_bits: Bits of embeddings and output heads, which have most of the error.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,

@@ -34,7 +34,7 @@ class GatheredReducer(Reducer):
     3. every rank decodes all messages and adds them in rank order
 
     Args:
-        codec: Of a whole parameter.
+        codec: Codec of a whole parameter.
     """
 
     codec: Codec

@@ -39,7 +39,7 @@ class ParameterDigest:
     Args:
         params: Gives what must agree, by name, in the same order on all ranks.
         comm: The engine's; nothing is under way on it after a step.
-        device: Of its collectives.
+        device: Device of its collectives.
     """
 
     def __init__(self, params: Callable[[], Mapping[str, Tensor]], comm: Comm, device: torch.device) -> None:
@@ -84,7 +84,7 @@ def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -
     Args:
         tensors: By name, the same names on all ranks.
         comm: The ranks.
-        device: Of its collectives.
+        device: Device of its collectives.
     """
     if not tensors or comm.world_size == 1:
         return {}

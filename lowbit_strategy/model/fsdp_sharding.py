@@ -29,7 +29,7 @@ class ShardedGroup:
     """One or several modules that FSDP2 shards as one.
 
     Args:
-        name: Of the first of them.
+        name: Name of the first of them.
         module: That one.
         param_group: FSDP2's own record of it.
         gathered_in_backward: Whether the weights are freed after forward, and gathered again for backward.

@@ -143,7 +143,7 @@ def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
     half to activations, but at least an eighth of the memory and at most a quarter.
 
     Args:
-        total_nbytes: Of the GPU.
+        total_nbytes: Memory of the GPU.
         free_nbytes: There, once parameters are on it.
         own_numel: Trained elements whose gradients and optimizer state this rank will hold.
     """

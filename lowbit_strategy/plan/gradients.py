@@ -41,9 +41,9 @@ def node_transfer(
     """Transfers of one bucket: its sums, and under DDP the gather of its parts.
 
     Args:
-        specs: Of all parameters.
-        names: Of the bucket's.
-        itemsize: Of an element of a gradient, in bytes.
+        specs: Specs of all parameters.
+        names: Names of the bucket's parameters.
+        itemsize: Bytes of an element of a gradient.
         topology: The ranks.
         layout: What wraps the model.
         exact: Parameters whose sums are exact where those of others are codes.
@@ -97,7 +97,7 @@ class ParamGroup:
     """Parameters that are reduced as one.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         itemsize: Bytes of an element of their gradients.
         name: For reports.
     """
@@ -112,7 +112,7 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
 
     Args:
         params: Name, elements and bytes of an element, in the model's order. The last comes first in backward.
-        cap_nbytes: Of all buckets but the first.
+        cap_nbytes: Size of all buckets but the first.
     """
     found: list[tuple[list[str], int]] = []
     nbytes = 0
@@ -131,8 +131,8 @@ class ReductionPlan:
     """Who reduces what, and how.
 
     Args:
-        methods: Of each parameter.
-        specs: Of each parameter, or of this rank's part of it.
+        methods: Method of each parameter.
+        specs: Specs of each parameter, or of this rank's part of it.
         topology: The ranks.
         exact: Parameters whose sums inside a node are exact where those of others are codes.
     """

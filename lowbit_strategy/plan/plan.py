@@ -80,14 +80,14 @@ class StepPlan:
         layout: What wraps the model.
         specs: What this rank reduces of every parameter.
         assignments: Method and kind of each, and why: what is exempt or of high precision.
-        gradients: Of every step, in the order in which backward produces them.
-        weights: Of every step: FSDP2's modules, in their order.
+        gradients: Transfers of every step, in the order in which backward produces them.
+        weights: Transfers of every step: FSDP2's modules, in their order.
         rounds: Local steps: of every round.
         state: Per step or round, on average: for the optimizers' state, where it is averaged or made of squares.
         every: Optimizer steps of a round; 1 without local steps.
         outer: The rule of local steps, where they are.
         memory: By purpose.
-        coding: Of weights, if FSDP2 shards them.
+        coding: Coding of weights, if FSDP2 shards them.
         modules: As FSDP2 gathers them.
     """
 
@@ -157,7 +157,7 @@ def make_plan(
     topology: The ranks.
     layout: What wraps the model.
     reduced: What is reduced as one, in the order of backward; None: buckets as DDP's of float32 gradients.
-    coding: Of weights, under FSDP2.
+    coding: Coding of weights, under FSDP2.
     modules: What FSDP2 gathers as one, under FSDP2.
     outer: The rule of local steps.
     every: Optimizer steps of a round; None: of the first one.

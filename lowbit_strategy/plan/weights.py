@@ -22,7 +22,7 @@ class ModuleLayout:
 
     Args:
         specs: Its parameters, in the order in which their shards follow each other in a row.
-        dtype: Of the gathered weights.
+        dtype: Type of the gathered weights.
         num_gathers: How often FSDP2 gathers them in a step of one forward and one backward pass.
         coded: Whether they can be coded; no where a parameter has another type than floats, or gathers in a way of its
             own.
@@ -45,7 +45,7 @@ class ModuleWeightCost:
         num_gathers: How often they are gathered in a step of one forward and one backward pass.
         kept_nbytes: Memory for what stays between gathers.
         buffer_nbytes: Memory for messages: the own one, and those received unless they are what is kept.
-        row_framing_nbytes: Of one rank's codes, to the byte; 0 where none travel.
+        row_framing_nbytes: Bytes of one rank's codes, to the byte; 0 where none travel.
     """
 
     gather_nbytes: int

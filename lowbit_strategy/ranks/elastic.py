@@ -131,7 +131,7 @@ class Quorum:
     """What the lighthouse has answered.
 
     Args:
-        number: Of this set of replicas.
+        number: Number of this set of replicas.
         round_index: The largest number of earlier meetings that a replica had.
         store: Address of that replica's store, where all connect.
         replicas: Every replica's identity, in the order of ranks.
@@ -149,7 +149,7 @@ class Registration:
     Args:
         options: The user's.
         identity: What it tells about itself.
-        address: Of this machine, as the others reach it.
+        address: Address of this machine, as the others reach it.
 
     Raises:
         ImportError: torchft is not installed.

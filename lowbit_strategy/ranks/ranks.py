@@ -212,13 +212,13 @@ class Ranks:
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
         intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
         intra: Bits of the codes that they send each other. None: their sums are exact.
-        node_sizes: As in `Topology`.
+        node_sizes: See `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
 
     Attributes:
-        rank: Of this rank among all, replica by replica.
-        world_size: Of all ranks.
+        rank: Place of this rank among all, replica by replica.
+        world_size: Number of all ranks.
         topology: They as numbers.
         alone: Nothing is compressed, because no other rank reduces the same parts or ever will.
     """
@@ -292,10 +292,10 @@ def make_ranks(
         group: All ranks.
         topology: Their nodes.
         size: Ranks that together reduce whole parameters; None: each reduces whole parameters with all others.
-        device: Of gradients.
+        device: Device of gradients.
         own_world: Make a group of all ranks, too, because another thread uses `group`.
         far: Whether peers are far apart, on CPU; None: measure it.
-        intra: As in `Ranks`.
+        intra: See `Ranks`.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)

@@ -33,9 +33,9 @@ class MemberState:
 
     Args:
         clock: Agreements so far, of all members that it has met; 0: it is new.
-        history: Of the synchronizations that it has committed.
+        history: History of the synchronizations that it has committed.
         prepared: What `history` becomes if the one that it is prepared for was committed; `NO_HISTORY`: it is not.
-        digest: Of all that members share: anchors, outer optimizer, averaged buffers.
+        digest: Digest of all that members share: anchors, outer optimizer, averaged buffers.
         steps: Optimizer steps.
         trained: Samples since the next fragment was last synchronized.
         due: It is ready to synchronize; otherwise it only joins.

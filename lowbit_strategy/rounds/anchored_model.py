@@ -25,7 +25,7 @@ class AnchoredModel:
 
     Args:
         fragments: Its parameters, each with an anchor.
-        buffers: Of the model.
+        buffers: Buffers of the model.
         sync: Is told where weights change outside of optimizer steps.
     """
 
@@ -195,7 +195,7 @@ class AveragedBuffers:
 
         Args:
             comm: The ranks that have the same part of the model.
-            device: Of its collectives.
+            device: Device of its collectives.
         """
         for name in differing(self._live(self.shared), comm, device):
             own = self._live([name])[name]
@@ -209,8 +209,8 @@ class AveragedBuffers:
         """On all ranks: what else differs between them, by name. Nothing is changed yet.
 
         Args:
-            comm: As for `align`.
-            device: As for `align`.
+            comm: See `align`.
+            device: See `align`.
             known: Ranks that count. Where they agree, the others, which are new, get their value.
             floats_only: Do not compare what has no mean.
         """

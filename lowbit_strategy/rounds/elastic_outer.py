@@ -87,7 +87,7 @@ class ElasticOuterSync(OuterSync):
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, which follow from the members; None: they do not.
-        changes: Of the members, the last ones, not yet in a record.
+        changes: Changes of the members, the last ones, not yet in a record.
         num_heals: How often this replica has received another's state.
     """
 

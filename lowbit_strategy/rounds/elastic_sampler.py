@@ -20,9 +20,9 @@ class ElasticSampler(DistributedSampler[int]):
     share one model share its samples and its epoch.
 
     Args:
-        dataset: Of a known length, the same on all replicas.
+        dataset: Dataset of a known length, the same on all replicas.
         shuffle: Permute it, otherwise as it is.
-        seed: Of the permutations; the same on all replicas.
+        seed: Seed of the permutations; the same on all replicas.
         rank: In its replica.
         num_ranks: Of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate does.
 

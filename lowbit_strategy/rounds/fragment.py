@@ -22,7 +22,7 @@ from lowbit_strategy.plan.occasional import NUM_FACTS, SAMPLE_NUMEL, buckets_of
 
 class Fragment:
     """Args:
-        specs: Of the fragment's parameters.
+        specs: Specs of the fragment's parameters.
         params: All parameters by name; of a sharded one the local shard is synchronized.
 
     Attributes:
@@ -108,11 +108,11 @@ class FragmentSync:
         fragment: What is synchronized.
         x: The pseudo-gradient; once it has arrived, the mean.
         header: float32, flat.
-        world_size: Of the ranks that synchronize.
+        world_size: Number of the ranks that synchronize.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
         weights: Each rank's weight, 1 on average; empty: all 1.
-        arrivals: Of the header and of the buckets.
+        arrivals: Arrivals of the header and of the buckets.
     """
 
     place: int
@@ -240,7 +240,7 @@ class EagerUpdate:
 
     Args:
         rule: Gives the second optimizer.
-        fragments: Of the model.
+        fragments: Fragments of the model.
         world_size: W, the ranks of the mean.
     """
 

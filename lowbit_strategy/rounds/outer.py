@@ -135,7 +135,7 @@ class OuterSync:
         """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
 
         Args:
-            learning_rate: Of the inner optimizer.
+            learning_rate: Learning rate of the inner optimizer.
         """
         self.sync.count_local_step()
         self._since += 1

@@ -146,7 +146,7 @@ class StepMeasure:
         the norms: under DDP every rank has the whole result and gives a W-th, under FSDP2 what its own row shows.
 
         Args:
-            views: Of the bucket's parameters.
+            views: Views of the bucket's parameters.
             stages: Reduce it.
         """
         comm, device, seed = self._sync.ranks.peers, self._sync.device, self._sync.step_context().shared_seed

@@ -104,7 +104,7 @@ class ModelControl:
         driver: The controller at work, if there is one.
         observer: The monitor at work, if there is one.
         last: The last observation.
-        loss: Of the last batch, where the adapter knows it: a number, or a tensor of one.
+        loss: Loss of the last batch, where the adapter knows it: a number, or a tensor of one.
         accumulation: Gives the batches in one optimizer step that are in force; set by the adapter.
         factor: The controller's factor on learning rates, in force.
         folder: Where `begin` opens the record; None: there is none.

@@ -33,7 +33,7 @@ class Figures:
         end_to_end_error: ``||result - mean|| / ||mean||`` with mean the true mean of the ranks' gradients: both hops,
             all ranks. Estimated from a sample. Feedback makes up for it in later steps. None among replicas that come
             and go, which would all have to look at the same steps.
-        cosine: Of the angle between h and what was sent.
+        cosine: Cosine of the angle between h and what was sent.
         sent_energy_ratio: ``||sent||^2 / ||h||^2``.
         residual_norm: ``||residual||`` in h.
         compensated_norm: ``||h||``.

@@ -38,7 +38,7 @@ class Report:
     """What one rank sends in each step, in words.
 
     Args:
-        plan: Of the run.
+        plan: Plan of the run.
         compressor: That the plan is of.
         device: Where kernels run.
         step_index: Optimizer steps completed.

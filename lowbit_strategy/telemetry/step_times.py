@@ -64,7 +64,7 @@ class StepClock:
     """Between `start` and `take`, times steps. On CUDA by the device's own clock, which is read in `take`.
 
     Args:
-        device: Of the gradients.
+        device: Device of the gradients.
 
     Attributes:
         is_timing: `start` has been called, and `take` not yet.
@@ -170,7 +170,7 @@ def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:
     Args:
         step: The median of those that were timed.
         sent_nbytes: By this rank in one of them, gradients and weights.
-        plan: Of the run.
+        plan: Plan of the run.
     """
     fp32, bf16 = (uncompressed_nbytes(plan, dtype) for dtype in (torch.float32, torch.bfloat16))
     what = "gradients" if plan.coding in (None, Exact()) else "gradients and weights"
@@ -194,7 +194,7 @@ class Timed:
 
     Args:
         name: For reports.
-        seconds: Of each.
+        seconds: Duration of each.
     """
 
     name: str

@@ -173,7 +173,7 @@ class Launch:
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
         vector: Neighboring elements of a thread, at most. 4 float32 are one 16-byte access.
         pieces: That a tile with a tail or unaligned floats is worked off in: more are fewer registers, and less code.
-        max_registers: Of a thread, on NVIDIA's GPUs: fewer are more warps at a time.
+        max_registers: Limit of registers per thread, on NVIDIA's GPUs: fewer are more warps at a time.
     """
 
     elements_per_thread: int
@@ -241,9 +241,9 @@ class Program:
     Args:
         kernel: Its first parameters are the tables of `tiles`, its last ones `constants`.
         tiles: Where its programs work.
-        device: Of all tensors.
+        device: Device of all tensors.
         constants: Compile-time constants.
-        options: Of the compiler.
+        options: Options of the compiler.
     """
 
     def __init__(

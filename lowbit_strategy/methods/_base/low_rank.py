@@ -123,7 +123,7 @@ class LowRankCompressor(ReducingCompressor):
     """Sends two thin matrices per parameter.
 
     Args:
-        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
+        rank: Rank of the approximation. Bytes grow with it; 1 to 4 is usual.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for more than
             two columns). Relative, so the scale of gradients makes no difference.

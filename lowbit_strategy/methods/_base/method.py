@@ -57,10 +57,10 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
     """Store float32 `values`.
 
     Args:
-        state: As for `read_residual`.
+        state: See `read_residual`.
         values: Finite.
-        hop: As for `read_residual`.
-        key: Of the stream of random numbers that int8 is rounded with; None: to nearest.
+        hop: See `read_residual`.
+        key: Key of the stream of random numbers that int8 is rounded with; None: to nearest.
     """
     residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
     if scale is None or not residual.numel():
@@ -259,8 +259,8 @@ class CodecPair(Method):
     """The codec on the uplink, to the owner of a chunk, and the one on the downlink, from the owner (DDP only).
 
     Args:
-        uplink: Of every rank's gradient.
-        downlink: Of the mean; None: the same codec.
+        uplink: Codec of every rank's gradient.
+        downlink: Codec of the mean; None: the same codec.
 
     Attributes:
         block_size: What chunks and their state are cut to: whole blocks of both codecs.

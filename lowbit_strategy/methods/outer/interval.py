@@ -24,7 +24,7 @@ class Interval(ABC):
 
         Args:
             step: Optimizer steps completed.
-            learning_rate: Of the inner optimizer; None: unknown.
+            learning_rate: Learning rate of the inner optimizer; None: unknown.
             rising: Whether it rose in the last step: a warm-up.
             progress: The mean loss of the last known round over that of the first one; None: unknown.
         """

@@ -49,7 +49,7 @@ class OverlapLocalSGD(LocalSGD):
     3. ``v = momentum * v + mean(weights) - anchor``, ``anchor = anchor + v``
 
     Args:
-        momentum: Of the anchor, in [0, 1).
+        momentum: Momentum of the anchor, in [0, 1).
         delay: Left at 0: bytes travel until the next fragment is sent.
         mix: Share of a rank's own weights in step 1.
 
@@ -108,7 +108,7 @@ class SparseLoCo(LocalSGD):
     which would only move the few elements that were sent.
 
     Args:
-        lr: Of the outer SGD.
+        lr: Learning rate of the outer SGD.
 
     References:
         Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.
@@ -135,8 +135,8 @@ class DiLoCo(OuterRule):
     rank's own weights with the anchor.
 
     Args:
-        lr: Of the outer optimizer. 1 without momentum is the mean of the weights.
-        momentum: Of the outer optimizer, in [0, 1). More: faster, less stable.
+        lr: Learning rate of the outer optimizer. 1 without momentum is the mean of the weights.
+        momentum: Momentum of the outer optimizer, in [0, 1). More: faster, less stable.
         nesterov: Nesterov's momentum.
 
     Raises:

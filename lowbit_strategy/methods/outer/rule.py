@@ -42,7 +42,7 @@ class OuterRule:
         synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor.
             Early in training weights move fastest, and separate ranks drift furthest apart. The compressor's residual
             is dropped afterwards: its units are those of gradients.
-        synchronous_compressor: Of gradients in the synchronous part; None: that of pseudo-gradients.
+        synchronous_compressor: Compressor of gradients in the synchronous part; None: that of pseudo-gradients.
 
     References:
         `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.

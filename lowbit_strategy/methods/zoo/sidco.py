@@ -62,7 +62,7 @@ def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distri
         magnitudes: float [n], not empty, all positive and finite.
         density: In (0, 1).
         num_stages: More: closer to the density for any true distribution.
-        distribution: Of the first stage.
+        distribution: Distribution of the first stage.
     """
     values = magnitudes.double()
     several = num_stages > 1 and density < FIRST_SHARE

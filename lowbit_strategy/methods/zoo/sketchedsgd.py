@@ -29,11 +29,11 @@ class CountSketch:
     bits on every device.
 
     Args:
-        numel: Of the vector.
-        rows: Of the table.
-        columns: Of the table.
+        numel: Number of elements of the vector.
+        rows: Number of rows of the table.
+        columns: Number of columns of the table.
         seed: The same on all ranks.
-        device: Of the vector.
+        device: Device of the vector.
     """
 
     def __init__(self, numel: int, rows: int, columns: int, seed: int, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class SketchedSGD(CommonPositions):
     as much as top-k for the same k, so it pays from some tens of ranks on.
 
     Args:
-        rows: Of the sketch. More: fewer small elements are taken for large ones.
+        rows: Number of rows of the sketch. More: fewer small elements are taken for large ones.
         columns_per_entry: Columns per element to find. More: the same.
 
     References:
