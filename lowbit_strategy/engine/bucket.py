@@ -42,7 +42,7 @@ class Collector:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._order = dict(zip(names, itertools.count()))
+        self._order = {name: at for at, name in enumerate(names)}
         self._num_announced = 0
         self._complete = True  # the last bucket of the pass has been announced
         self._arrived: dict[Method, list[list[ParamView]]] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -95,7 +93,8 @@ class GradientSync:
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
         self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
-        self.listeners = Listeners(list)
+        self.listeners = Listeners()
+        self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
         self._entered: set[BucketLayout] = set()  # in the current backward pass
@@ -103,15 +102,8 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self.state.use(compressor, self.step_index)
-
-    @cached_property  # this and the next: only a step needs them
-    def buffers(self) -> WireBuffers:
-        return WireBuffers(self.device, several=not self.scatter or self.ranks.peers.is_far)
-
-    @cached_property
-    def transactions(self) -> Transactions:
-        return Transactions(self.state, StepFlags(self.device), keeps_all=self.rollback)
+        self.transactions = Transactions(self.state, StepFlags(device), keeps_all=rollback)
+        self.use(compressor)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -163,14 +155,10 @@ class GradientSync:
     def _regroup(self, change: Callable[..., None], *values: Any) -> None:
         """Change methods, or their state. Drops all buckets, which hold offsets into the state."""
         self._buckets = {}
-        vars(self).pop("_context", None)
         self.transactions.forget()
         change(*values)
-
-    @cached_property
-    def _context(self) -> BucketContext:
         state = self.state
-        return BucketContext(
+        self._context = BucketContext(
             specs=state.specs,
             methods={name: assignment.method for name, assignment in state.assignments.items()},
             stores=state.stores,
@@ -179,7 +167,7 @@ class GradientSync:
             buffers=self.buffers,
             flags=self.transactions.flags,
             carryover=state.carryover,
-            collector=Collector(list(state.specs)) if any(map(attrgetter("whole_model"), state.stores)) else None,
+            collector=Collector(list(state.specs)) if any(method.whole_model for method in state.stores) else None,
             notes_overflow=self.rollback,
         )
 

@@ -97,14 +97,20 @@ class StepListener(Protocol):
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
 
 
-class Listeners(defaultdict[StepPhase, list[StepListener]]):
+class Listeners:
     """The listeners of one engine, by phase."""
+
+    def __init__(self) -> None:
+        self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
+
+    def __getitem__(self, phase: StepPhase) -> list[StepListener]:
+        return self._by_phase[phase]
 
     def add(self, listener: StepListener, phase: StepPhase) -> None:
         self[phase].append(listener)
 
     def remove(self, listener: StepListener) -> None:
-        for listeners in self.values():
+        for listeners in self._by_phase.values():
             if listener in listeners:
                 listeners.remove(listener)
 

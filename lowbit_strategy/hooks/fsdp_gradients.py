@@ -102,13 +102,13 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    on_reduced: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(
         self, param_group: Any, names: Mapping[int, str], sync: GradientSync, side: OverlappedReducer | None
     ) -> None:
         self._param_group, self._names, self._sync, self._side = param_group, names, sync, side
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
+        self._clock = clock_of(sync)
+        self.on_reduced: Callable[[], None] = lambda: None
 
     def layout_for(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
@@ -208,7 +208,7 @@ class CompressedReduceScatter(_ReduceScatter):
         else:
             if self._between is not None:
                 self._between.make_room()
-            with clock_of(self._sync).waiting():
+            with self._clock.waiting():
                 inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=self._between is not None)
                 wait_for_all(inside if self.goes_on else itertools.chain(inside, self._rest))
         self.on_reduced()
@@ -217,7 +217,7 @@ class CompressedReduceScatter(_ReduceScatter):
         """`reduced` is the output of the call before, which is still to be filled."""
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
-        with clock_of(self._sync).waiting():
+        with self._clock.waiting():
             wait_for_all(self._rest)
         if self._between is not None:
             self._between.reduced()

@@ -126,7 +126,9 @@ _clocks: WeakKeyDictionary[GradientSync, StepClock] = WeakKeyDictionary()
 
 def clock_of(sync: GradientSync) -> StepClock:
     """The clock of an engine's steps: hooks tell it when training waits."""
-    return _clocks.setdefault(sync, StepClock(sync.device))
+    if sync not in _clocks:
+        _clocks[sync] = StepClock(sync.device)
+    return _clocks[sync]
 
 
 class StepTimes:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec, row_length
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up, row_length
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
@@ -333,12 +333,17 @@ class CodecStore(MethodStore):
         self._chunks: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one chunk each
         numbers: dict[str, dict[str, Any]] = {}
         state: ReducerState = {}
-        of_all = {"world_size": comm.world_size, "rank": comm.rank}
+        of_all = {
+            "world_size": comm.world_size,
+            "rank": comm.rank,
+            "residual_gain": finite_gain(pair.uplink.residual_gain),
+            "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
+        }
         block_size, end = pair.block_size, 0
         for name, spec in specs.items():
             self._is_sharded = spec.sharded  # all of them are, or none
             row_numel = spec.row_numel(comm.world_size, block_size)
-            start, end = end, end - row_numel // -block_size * block_size
+            start, end = end, end + round_up(row_numel, block_size)
             self._chunks[name] = (start, end)
             numbers[name] = {"numel": spec.numel, "row_numel": row_numel} | of_all
             state[name] = {}
@@ -354,10 +359,6 @@ class CodecStore(MethodStore):
                 for name, (start, stop) in self._chunks.items():
                     state[name][f"{hop}.{key}"] = values[start * num_chunks // unit : stop * num_chunks // unit]
         super().__init__(pair, state, numbers, device, arenas)
-
-    def numbers(self, name: str) -> dict[str, Any]:
-        gains = (finite_gain(codec.residual_gain) for codec in (self._pair.uplink, self._pair.downlink))
-        return self._numbers[name] | dict(zip(("residual_gain", "downlink_residual_gain"), gains, strict=True))
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
         """What an `Exchange` needs to carry these parameters."""
