@@ -11,8 +11,7 @@ last ones may have to sum inside a node before, and come first.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -173,9 +172,6 @@ class Bucket:
             elif params:
                 assert isinstance(store, CodecStore)
                 groups.append(store.group(params))
-        self._reducers_wait = any(
-            context.notes_overflow or (method.whole_model and not self._own_model) for method, *_ in self._reducers
-        )
         self.exchange = (
             Exchange(groups, context.comm, context.device, buffers=context.buffers, flags=context.flags)
             if groups
@@ -205,16 +201,9 @@ class Bucket:
             step: Counter and seeds.
             observers: The innermost first.
         """
-        if not (observers or self._reducers_wait or self.context.carryover.waiting):
-            parts: list[Iterable[Pending]] = [] if self.exchange is None else [self.exchange.run(x, out, step)]
-            for method, state, params in self._reducers:
-                views = [param.within(x, out) for param in params]
-                parts.append(method.reduce(views, state, self.context.comm, step))
-            stages: Stages = itertools.chain.from_iterable(parts)
-        else:
-            stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
-            for observer in observers:
-                stages = observer.observe(self, x, out, stages)
+        stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
+        for observer in observers:
+            stages = observer.observe(self, x, out, stages)
         device_type = self.context.device.type
         return _without_autocast(stages, device_type) if torch.is_autocast_enabled(device_type) else stages
 
@@ -223,8 +212,10 @@ class Bucket:
             for param in self.params:
                 self.context.carryover.add_to_(param.within(x, out))
         if self.exchange is not None:
-            traced = self._traced(self.exchange, x, out, step, tracers) if tracers else None
-            yield from traced or self.exchange.run(x, out, step)
+            if tracers:
+                yield from self._traced(self.exchange, x, out, step, tracers)
+            else:
+                yield from self.exchange.run(x, out, step)
         for method, state, params in self._reducers:
             views = [self._view_to_trace(param, x, out) if tracers else param.within(x, out) for param in params]
             if method.whole_model and not self._own_model:
