@@ -31,7 +31,7 @@ from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.second_moment import HALF
 from benchmarks.weights import Weights
 from lowbit_strategy.engine.second_moment import SecondMoment
-from lowbit_strategy.methods.weights import as_weights
+from lowbit_strategy.methods.weight_codings import as_weights
 from recipes.gpt import GPT
 from recipes.text import standard_library
 

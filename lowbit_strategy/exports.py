@@ -36,11 +36,11 @@ from lowbit_strategy.methods.registry import as_compressor as as_compressor
 from lowbit_strategy.methods.registry import from_options as from_options
 from lowbit_strategy.methods.registry import preset as preset
 from lowbit_strategy.methods.topk import TopK as TopK
-from lowbit_strategy.methods.weights import Exact as Exact
-from lowbit_strategy.methods.weights import WeightCode as WeightCode
-from lowbit_strategy.methods.weights import WeightCoding as WeightCoding
-from lowbit_strategy.methods.weights import WeightDelta as WeightDelta
-from lowbit_strategy.methods.weights import as_weights as as_weights
+from lowbit_strategy.methods.weight_codings import Exact as Exact
+from lowbit_strategy.methods.weight_codings import WeightCode as WeightCode
+from lowbit_strategy.methods.weight_codings import WeightCoding as WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightDelta as WeightDelta
+from lowbit_strategy.methods.weight_codings import as_weights as as_weights
 from lowbit_strategy.methods.zoo.acpsgd import ACPSGD as ACPSGD
 from lowbit_strategy.methods.zoo.adacomp import AdaComp as AdaComp
 from lowbit_strategy.methods.zoo.atomo import ATOMO as ATOMO

@@ -29,7 +29,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.weights import WeightCode
+from lowbit_strategy.methods.weight_codings import WeightCode
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from lowbit_strategy.ranks.ranks import Ranks
 

@@ -24,7 +24,7 @@ from lowbit_strategy.advisor.workload import (
 )
 from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.weights import default_weights
+from lowbit_strategy.methods.weight_codings import default_weights
 from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import TransferGroup

@@ -13,11 +13,11 @@ from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
+from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
 _VOCABULARY = 32_000

@@ -29,7 +29,7 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS, Auto
-from lowbit_strategy.methods.weights import Exact, WeightCode, WeightCoding
+from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed
 

@@ -23,12 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowbit_strategy.attach.checks import NEVER_ATTACHED
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
-from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.registry import Auto, as_compressor
-from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
+from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.parameters import (
     describe_parameters,
     fingerprint,

@@ -31,7 +31,7 @@ from lowbit_strategy.methods.outer.published import (
 )
 from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import unknown_option

@@ -23,10 +23,10 @@ from lowbit_strategy.engine.interfaces import (
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_codes import NodeCodes
 from lowbit_strategy.engine.transactions import Transactions
-from lowbit_strategy.engine.weights import WeightSync
+from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks

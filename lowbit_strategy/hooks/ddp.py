@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.all_gather import install_weights
 from lowbit_strategy.hooks.fsdp_gradients import (
     BetweenNodes,
     CompressedReduceScatter,
     HybridReduction,
     OverlappedReducer,
 )
-from lowbit_strategy.hooks.weights import install_weights
-from lowbit_strategy.methods.weights import Exact, WeightCoding
+from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup

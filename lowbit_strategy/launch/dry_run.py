@@ -24,7 +24,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.telemetry.startup_report import Report
 

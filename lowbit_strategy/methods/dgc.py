@@ -19,8 +19,8 @@ from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.compressor import Assignment, matching
 from lowbit_strategy.methods._base.feedback import MomentumCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.positions import CommonPositions, OwnPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositions, OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     add_at_once_,

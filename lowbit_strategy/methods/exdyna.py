@@ -23,8 +23,8 @@ from lowbit_strategy.kernels.select import (
     select_above,
     top_k,
 )
+from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import CommonPositions
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     form_,

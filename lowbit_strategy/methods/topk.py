@@ -19,8 +19,8 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, check_decay
 from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.options.configuration import configuration
 

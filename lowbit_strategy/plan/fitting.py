@@ -12,11 +12,11 @@ from typing import TypeGuard
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
 PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come

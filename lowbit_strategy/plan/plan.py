@@ -12,7 +12,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.gradients import (
     Layout,
     ParamGroup,
@@ -36,7 +36,7 @@ from lowbit_strategy.plan.occasional import (
     square_transfers,
     squares_nbytes,
 )
-from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_transfers
+from lowbit_strategy.plan.weight_bytes import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean

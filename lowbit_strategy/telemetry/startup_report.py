@@ -11,11 +11,11 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods.weights import CHOICES, Exact, WeightCoding
+from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.occasional import few_bits
 from lowbit_strategy.plan.plan import StepPlan
-from lowbit_strategy.plan.weights import kept_nbytes, weight_transfers
+from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
 
 _LONGEST_PHASE = 1 << 20

@@ -20,10 +20,10 @@ import torch
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods.weights import Exact
+from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
-from lowbit_strategy.plan.weights import weight_transfers
+from lowbit_strategy.plan.weight_bytes import weight_transfers
 from lowbit_strategy.telemetry.startup_report import size
 
 WARM_STEPS, TIMED_STEPS = 40, 10

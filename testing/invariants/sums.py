@@ -12,8 +12,8 @@ from torch import Tensor
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
+from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.sparse import SparseCompressor
 from testing.counting.traffic import count_traffic
 from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint, relative
 

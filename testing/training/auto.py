@@ -14,7 +14,7 @@ from lowbit_strategy import Auto, Dense, LoCo
 from lowbit_strategy.attach import auto as running
 from lowbit_strategy.attach.auto import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS, Candidate, num_timed
 from lowbit_strategy.hooks.ddp import hooked
-from lowbit_strategy.methods.weights import Exact
+from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.telemetry.step_times import Timed, Verdict
 

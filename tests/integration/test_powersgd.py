@@ -19,7 +19,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods.powersgd import PowerSGD
-from lowbit_strategy.methods.weights import Exact
+from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks

@@ -28,7 +28,7 @@ from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna, FlatModel, MiCRO
 from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.weights import Exact
+from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
 from lowbit_strategy.methods.zoo.gtopk import GTopK
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_fsdp, prepare
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.comparing import fingerprint, full_parameters

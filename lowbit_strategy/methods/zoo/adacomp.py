@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.checks import check_positive
-from lowbit_strategy.methods._base.sparse import OwnPositions
+from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.options.configuration import configuration
 

@@ -16,8 +16,8 @@ from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor, Selector
 from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_
+from lowbit_strategy.methods._base.positions import ResidualReducer
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -14,8 +14,8 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.select import Sum
+from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
 from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration

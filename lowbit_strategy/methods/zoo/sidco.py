@@ -13,8 +13,8 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
+from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import nonzero
 from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration

@@ -13,8 +13,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatt
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
+from lowbit_strategy.methods._base.positions import ResidualReducer
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse import ResidualReducer
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_
 from lowbit_strategy.options.configuration import configuration
 

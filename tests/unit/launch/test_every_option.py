@@ -18,7 +18,7 @@ from lowbit_strategy.cli import app
 from lowbit_strategy.launch.section import OTHER_KEYS, plugin_from_section, read_section
 from lowbit_strategy.launch.wizard import with_section
 from lowbit_strategy.methods.outer.interval import Interval
-from lowbit_strategy.methods.weights import CHOICES
+from lowbit_strategy.methods.weight_codings import CHOICES
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
 VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default

@@ -12,8 +12,8 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels import native
+from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.sparse import SparseCompressor
 from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.topk import TopK

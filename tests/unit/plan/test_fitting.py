@@ -10,11 +10,11 @@ import torch
 from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choose, memory_option, memory_options
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
 GPU = 80 * 10**9

@@ -15,10 +15,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 from lowbit_strategy.rounds.outer import OuterSync
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything

@@ -15,10 +15,10 @@ from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.engine.weights import WeightSync
+from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from testing.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
-from lowbit_strategy.methods.weights import WeightCoding
-from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
+from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.plan.weight_bytes import ModuleLayout, has_codes, module_weights
 
 
 class ModuleWeights:

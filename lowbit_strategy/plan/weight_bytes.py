@@ -10,7 +10,7 @@ import torch
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
-from lowbit_strategy.methods.weights import Exact, WeightCoding
+from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology

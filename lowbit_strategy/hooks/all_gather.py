@@ -38,12 +38,12 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.weights import WeightSync
+from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.methods.weights import WeightCoding
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
