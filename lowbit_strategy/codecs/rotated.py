@@ -68,15 +68,15 @@ class RotatedCodec(BucketCodec):
         return self.codec.contracts  # a rotation keeps lengths
 
     def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)
+        return self.codec.wire_nbytes(-(-numel // self.rotation_size) * self.rotation_size)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        packed = pack_segments(segments, self.block_size)
+        packed = pack_segments(segments, self.rotation_size)
         rotated = self._transformed(packed.collect(x))
         self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        packed = pack_segments(segments, self.block_size)
+        packed = pack_segments(segments, self.rotation_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
         self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
         packed.spread_(self._transformed(rotated, inverse=True), out)

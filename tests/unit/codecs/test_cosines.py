@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,3 +41,9 @@ def test_smooth_rows_need_few_coefficients() -> None:
 
     plain = ChunkTopK(1 / 16)
     assert error(RotatedCodec(plain, 64, "cosine")) < 0.3 < 0.8 < error(plain)
+
+
+@pytest.mark.parametrize("numel", [64, 640, 1280, 4096, 4160, 5120])
+def test_a_partial_chunk_keeps_coefficients_in_proportion(numel: int) -> None:
+    plain = ChunkTopK(density=1 / 64)
+    assert RotatedCodec(plain, 64, "cosine").wire_nbytes(numel) == plain.wire_nbytes(numel)
