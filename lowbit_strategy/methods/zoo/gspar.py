@@ -36,7 +36,8 @@ class GSpar(OwnPositions):
 
     Args:
         density: Expected share of each parameter's elements that is sent, in (0, 1].
-        values: How values travel; see `TopK`. ``int8`` is rounded to the nearest, which adds a bias; the error is lost.
+        values: How values travel; see `TopK`. ``int8`` is rounded to the nearest, which adds a bias; its error is
+            lost.
         residual: Not used.
 
     References:
