@@ -163,7 +163,7 @@ def e2m1(block_size: int) -> BlockFormat:
     """The floats of 4 bits, "FP4": sign, two bits of exponent, one of mantissa; 12 is the block's largest magnitude.
 
     Values are a twelfth of it apart up to a third of it, a sixth up to two thirds, and a third above; those of the even
-    grid of 4 bits are a seventh apart everywhere. A number halfway between two values goes to the lower one, where OCP's
+    grid of 4 bits are a seventh apart everywhere. A number halfway between two values goes to the lower one; OCP's
     formats round to even.
     """
     codebook = (*(-value for value in reversed(E2M1)), 0.0, *E2M1)
