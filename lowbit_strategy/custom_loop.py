@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,6 +37,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.mesh import is_hybrid, shard_group
 from lowbit_strategy.model.parameters import trainable_parameters
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
@@ -152,9 +155,11 @@ def compress(
     compressor: Compressor | str | None = None,
     *,
     scaler: Any = None,
+    mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Session:
-    """Compress the gradient synchronization of a model in a loop that uses no framework. Call on all ranks.
+    """Compress the gradient synchronization of a model in a loop that uses no framework. Call on all ranks that hold a
+    part of it. Over which of them its gradients are a mean is read from DDP or FSDP2.
 
     1. the ranks compare model, options and versions, and compression is attached
     2. a backward pass begins a step: what ``begin_step`` of the session does
@@ -165,6 +170,8 @@ def compress(
         optimizer: All that step parameters of `model`, made after sharding.
         compressor: A configuration or a preset's name; None: ``LoCo()``.
         scaler: The ``GradScaler``, if there is one.
+        mesh: All ranks that hold a part of `model`, where its parameters do not show it: tensor parallelism without
+            ``DTensor``, or HSDP whose modules are sharded over one dim.
         options: Those of `SyncOptions`.
 
     Returns:
@@ -193,9 +200,16 @@ def compress(
     params = {id(param) for param in bare.parameters()}
     if any(not params & {id(p) for group in each.param_groups for p in group["params"]} for each in optimizers):
         raise ValueError(MADE_BEFORE_SHARDING)
-    prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp)
+    if is_ddp:
+        group = model.process_group
+    else:
+        groups = sharded_groups(model)
+        group = shard_group(groups[0])
+        if sync_options.shard_size is None and is_hybrid(groups[0]):
+            sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
+    prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
     attach: Any = attach_ddp if is_ddp else attach_fsdp
-    session: Session = attach(model, prepared, has_scaler=scaler is not None)
+    session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
     session.ended_by.update(optimizers)
     _begin_with_backward(model, session, scaler)

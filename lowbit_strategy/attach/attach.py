@@ -16,16 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp
 from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory
+from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
-from lowbit_strategy.collectives.comm import LocalComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
@@ -36,19 +37,20 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
+    ShardedGroup,
     broadcast_shards,
     check_held,
-    check_process_groups,
     reshard,
     sharded_groups,
     sharded_parameters,
 )
 from lowbit_strategy.model.mean_moment import MeanMoment
-from lowbit_strategy.model.parameters import canonical_name, handshake
+from lowbit_strategy.model.mesh import Rows, data_parallel_rows, group_of, is_hybrid, model_group, shard_group
+from lowbit_strategy.model.parameters import canonical_name, handshake, localized_parameters, settings_facts
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.membership import Membership
-from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
@@ -65,9 +67,10 @@ def attach_ddp(
     prepared: PreparedModel,
     *,
     device: torch.device | None = None,
+    mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
-    """Register the hook, unless there is only one rank.
+    """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
 
     On CPU, and for local steps, its collectives have their own process group, with DDP's timeout.
 
@@ -75,6 +78,7 @@ def attach_ddp(
         model: What was prepared, in ``DistributedDataParallel``.
         prepared: By `prepare`.
         device: Device of the gradients; None: that of the parameters.
+        mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -90,26 +94,30 @@ def attach_ddp(
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
-    handshake(_circumstances(device, has_scaler), group)
+    everyone = _agreed(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
+    prepared = on_ranks(prepared, find_topology(group), None)
     rule = options.outer if dist.get_world_size(group) > 1 else None
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
     size, far, intra = prepared.node_size, options.far_links, options.intra
-    ranks = make_ranks(group, prepared.topology, size, device, own_world=own_world, far=far, intra=intra)
+    ranks = make_ranks(
+        group, prepared.topology, size, device, everyone=everyone, own_world=own_world, far=far, intra=intra
+    )
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
     choice = None
     if _is_to_choose(prepared, ranks):
         hook = DDPWiring(model, sync)
-        choice = AutoChoice(prepared, sync, hook, group)
+        choice = AutoChoice(prepared, sync, hook, everyone)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.is_local(0)):
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
-    digest = ParameterDigest(lambda: _named(module, ignored), ranks.world, device)
-    session = _session(module, prepared, sync, group, hook=hook, digest=digest, choice=choice, ddp=model)
+    localized = localized_parameters(module)
+    digest = ParameterDigest(lambda: localized | _named(module, ignored), _digest_comm(ranks, group), device)
+    session = _session(module, prepared, sync, everyone, hook=hook, digest=digest, choice=choice, ddp=model)
     session.close_with(model)
     return session
 
@@ -171,16 +179,17 @@ def attach_fsdp(
     prepared: PreparedModel,
     *,
     device: torch.device | None = None,
-    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
-    """Give every FSDP2 module under `module` its compressed reduce-scatter.
+    """Give every FSDP2 module under `module` its compressed reduce-scatter. Gradients are a mean over the ranks that
+    ``fully_shard`` was given.
 
     Args:
         module: What was prepared, after ``fully_shard``.
         prepared: By `prepare`, with ``scatter=True``.
         device: Device of the gradients; None: that of the parameters.
-        group: All ranks that train it; None: all ranks.
+        mesh: HSDP whose modules are sharded over one dim: both dims, replicas first.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -195,27 +204,66 @@ def attach_fsdp(
     reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module, groups)
     device = _device_of(module, device)
-    handshake(_circumstances(device, has_scaler), group)
-    topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
+    rows = data_parallel_rows(groups, mesh)
+    group = group_of([rank for row in rows for rank in row], shard_group(groups[0]), device)
+    everyone = _agreed(module, prepared, group, device, mesh, has_scaler=has_scaler)
+    topology = find_topology(group)
+    prepared = on_ranks(prepared, topology, _shard_size(prepared.options, groups[0], rows, topology))
+    size, is_hsdp = prepared.shard_size, prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
-    ranks = make_ranks(group, topology, size or prepared.node_size, device, far=far, intra=intra)
+    ranks = make_ranks(group, topology, size or prepared.node_size, device, everyone=everyone, far=far, intra=intra)
     membership = None
     if is_hsdp:
-        assert ranks.intra_node is not None
-        check_process_groups(groups, ranks.intra_node.group, replicated=True)
         ranks, membership = _as_replica(module, prepared, ranks, device, group)
-    else:
-        check_process_groups(groups, group, replicated=False)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
-    wiring = FSDPWiring(module, groups, sync, side)
+    wiring = FSDPWiring(module, groups, sync, side, mesh)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
         wiring.give_back()
-        choice = AutoChoice(prepared, sync, wiring, group)
+        choice = AutoChoice(prepared, sync, wiring, everyone)
     digest = ParameterDigest(lambda: sharded_parameters(module), ranks.peers, device) if is_hsdp else None
-    return _session(module, prepared, sync, group, hook=wiring, digest=digest, choice=choice, membership=membership)
+    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, membership=membership)
+
+
+def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology: Topology) -> int | None:
+    """HSDP: how many ranks have one model together, as its mesh says. None: there are no replicas.
+
+    Raises:
+        ValueError: `shard_size` says otherwise.
+    """
+    found = len(rows[0])
+    asked = topology.ranks_per_node if options.shard_size == "node" else options.shard_size
+    if asked not in (None, found):
+        raise ValueError(
+            f"shard_size={options.shard_size!r} was asked for, and the model is sharded over {found} ranks: leave"
+            " shard_size out, and the mesh that fully_shard was given says it"
+        )
+    return found if options.shard_size is not None or len(rows) > 1 or is_hybrid(first) else None
+
+
+def _agreed(
+    module: nn.Module,
+    prepared: PreparedModel,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    *,
+    has_scaler: bool,
+) -> dist.ProcessGroup | None:
+    """All ranks that hold a part of the model, once they have compared everything but its parameters, which only those
+    of `group` share.
+    """
+    everyone = model_group(module, group, device, mesh)
+    facts = settings_facts(prepared.compressor, scatter=prepared.scatter, settings=settings_of(prepared.options))
+    handshake(facts | {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}, everyone)
+    return everyone
+
+
+def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
+    """Of the ranks that hold the same parameters under DDP."""
+    return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 
 def _as_replica(
@@ -281,11 +329,6 @@ def _is_to_choose(prepared: PreparedModel, ranks: Ranks) -> bool:
     return isinstance(prepared.compressor, Auto) and not ranks.alone
 
 
-def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
-    """What must be the same on all ranks, and is known only once the model has been wrapped."""
-    return {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}
-
-
 def _refuse_join(**options: Any) -> Any:
     raise RuntimeError(
         "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
@@ -312,7 +355,7 @@ def make_engine(
     )
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()
-    elif ranks.alone and ranks.rank == 0:  # of replicas that come and go none is
+    elif ranks.alone and ranks.logs:  # of replicas that come and go none is
         _log.warning("%s", one_replica(options))
     return prepared, sync
 
@@ -333,7 +376,7 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepar
     if options.second_moment is None:
         IfOfAdamsKind(sync, module)
         return
-    if sync.ranks.rank == 0 and not served(sync.state.assignments):
+    if sync.ranks.logs and not served(sync.state.assignments):
         _log.warning(
             "second_moment=True corrects nothing: %s sends every gradient of this model as it is, or nearly. Leave it"
             " out, unless a controller changes the compressor",
@@ -346,7 +389,7 @@ def _report(sync: GradientSync, options: SyncOptions) -> None:
     """Called last: only then the memory for messages is known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
         return
-    if sync.ranks.rank == 0:
+    if sync.ranks.logs:
         inform("%s", build_report(sync).render())
         if options.outer is None:
             StepTimes(sync)

@@ -310,7 +310,7 @@ class AutoChoice:
         self._time_baseline()
 
     def _inform(self, text: str) -> None:
-        if self.sync.ranks.rank == 0:
+        if self.sync.ranks.logs:
             inform("lowbit_strategy: auto: %s", text)
 
     # -- saving ---------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class IfOfAdamsKind(SecondMoment):
         self._sync.set_second_moment_correction(None)
         self._sync.listeners.remove(self)
         del self._sync.rank_state[self.name]
-        if self._sync.ranks.rank == 0:
+        if self._sync.ranks.logs:
             inform(
                 "%s keeps no exp_avg_sq, or not as Adam does: ranks exchange no squares for it from now on"
                 " (second_moment=False leaves it out from the start)",

@@ -16,7 +16,13 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mean_moment import has_stepped
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, local_part, trainable_parameters
+from lowbit_strategy.model.parameters import (
+    canonical_name,
+    describe_parameters,
+    local_part,
+    localized_parameters,
+    trainable_parameters,
+)
 from lowbit_strategy.rounds.outer import STATE_KEY
 
 
@@ -31,10 +37,11 @@ class Frozen:
         self._module = module
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
         self._expected = trainable_parameters(module)  # whose gradients DDP waits for
+        self._localized = localized_parameters(module)
         self._look_up()
 
     def _look_up(self) -> None:
-        self._by_name = sharded_parameters(self._module)
+        self._by_name = self._localized | sharded_parameters(self._module)
         self._ids = self._identities()
 
     def _identities(self) -> list[tuple[int, ...]]:
@@ -219,7 +226,7 @@ class GradientUse:
         """Once per parameter. Silent where a loss scaler skips steps: then this is how a skipped step ends."""
         new = sorted(set(cleared) - set(restored) - self._announced)
         self._announced |= set(new)
-        if not new or self._sync.rollback or self._sync.ranks.rank != 0:
+        if not new or self._sync.rollback or not self._sync.ranks.logs:
             return
         _log.warning(
             "%d parameters (%s%s) took part in a reduction that no optimizer step followed: their gradients were"

@@ -210,7 +210,7 @@ class LocalSteps:
         if self._warned or now[0] == before[0] or now[1] > before[1]:
             return
         self._warned = True
-        if self.sync.ranks.rank == 0:
+        if self.sync.ranks.logs:
             _log.warning(
                 "this validation sees the weights of optimizer step %d: the ranks have trained %d steps since, each by"
                 " itself, and have had no turn (a round is %d steps). Validate less often than a round, or give outer"

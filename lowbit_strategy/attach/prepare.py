@@ -41,7 +41,7 @@ from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.occasional import needs_squares
-from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, resolve_shard_size
+from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -54,7 +54,7 @@ class PreparedModel:
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
     scatter: bool
-    topology: Topology
+    topology: Topology = Topology(1)  # noqa: RUF009 (frozen); this and the next are known once the model is attached
     shard_size: int | None = None
 
     @property
@@ -104,7 +104,7 @@ def prepare(
         compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
         options: Beside the compressor; None: the defaults.
         scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
-        group: All ranks that train it; None: all ranks.
+        group: Ranks that have the same parameters; None: all ranks.
 
     Raises:
         ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
@@ -123,7 +123,7 @@ def prepare(
             _log.warning("%s", sentence)
     _take_over(set(map(id, module.parameters())))
     _unattached.add(module)
-    return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
+    return PreparedModel(compressor, options, specs, scatter)
 
 
 def checked_specs(
@@ -153,18 +153,16 @@ def checked_specs(
     return specs
 
 
-def prepared_for(
-    topology: Topology, compressor: Compressor, options: SyncOptions, specs: tuple[TensorSpec, ...], *, scatter: bool
-) -> PreparedModel:
-    """A checked configuration on the nodes that there are.
+def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
+    """A checked configuration on the ranks that there are.
 
     Raises:
-        ValueError: `two_level`, `intra` or `shard_size` does not suit them.
+        ValueError: `two_level`, `intra` or `second_moment` does not suit them.
     """
+    options, scatter = prepared.options, prepared.scatter
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
-    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = PreparedModel(compressor, options, specs, scatter, topology, shard_size)
+    prepared = replace(prepared, topology=topology, shard_size=shard_size)
     if options.second_moment and prepared.node_size is not None and not scatter:
         raise ValueError(
             "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"

@@ -314,7 +314,7 @@ class Session:
         return contextlib.nullcontext() if self.local is None else self.local.shared_weights(validates=validates)
 
     def _warn(self, text: str) -> None:
-        if self.sync.ranks.rank == 0:
+        if self.sync.ranks.logs:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Session) -> None:
@@ -346,7 +346,7 @@ class Session:
             self.frozen.wrapped_anew()
             if self.local is not None:
                 self.local.wrapped_by(model)
-        if specs and self.sync.ranks.rank == 0:
+        if specs and self.sync.ranks.logs:
             inform("%d more parameters are trained now\n%s", len(specs), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:

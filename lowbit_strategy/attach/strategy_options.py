@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -312,10 +312,10 @@ class FSDPConstructor(LowBitStrategy):
         return {"num_replicas": stock.world_size, "rank": stock.global_rank}
 
     @property
-    def all_ranks(self) -> dist.ProcessGroup | None:
-        """The group of all ranks that train the model."""
+    def data_parallel_mesh(self) -> DeviceMesh | None:
+        """HSDP, whose modules are sharded over one dim: both dims."""
         stock: Any = self
-        return None if self.options.shard_size is not None else stock.device_mesh["data_parallel"].get_group()
+        return None if self.options.shard_size is None else stock.device_mesh["replicate", "data_parallel"]
 
 
 def _refuse_unknown(

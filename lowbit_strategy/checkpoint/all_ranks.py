@@ -192,7 +192,7 @@ def resume(
     if on_missing_residual == "error":
         of_another_model = next(outcome[0] for outcome in outcomes if outcome is not None)
         raise (ValueError if of_another_model else ResidualFileError)(message) from error
-    if sync.ranks.rank == 0:
+    if sync.ranks.logs:
         _log.warning("%s; continuing with residuals of zero on all ranks", message)
     _start_from_zero(sync, stamp, before, group, [rank for rank, text in enumerate(problems) if text is None])
 

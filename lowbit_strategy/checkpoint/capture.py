@@ -142,7 +142,7 @@ def restore(
             rank_part.load_state_dict(mine, own=own)
     sync.forget()
     if saved["reduces"] != _reduced(sync):
-        if sync.ranks.rank == 0:
+        if sync.ranks.logs:
             _log.warning(
                 "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
                 saved["reduces"],
@@ -166,7 +166,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     lost = [name for name, shape in shapes.items() if own.get(name) != shape]
     saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
-    if lost and sync.ranks.rank == 0:
+    if lost and sync.ranks.logs:
         _log.warning(
             "the model has changed since compression was attached to it before: what is kept of %s%s starts anew",
             ", ".join(lost[:3]),
@@ -234,7 +234,7 @@ def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
     (old, num_together, *_), new = saved["topology"], sync.ranks.world.world_size
-    if sync.ranks.rank == 0:
+    if sync.ranks.logs:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:
             _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)

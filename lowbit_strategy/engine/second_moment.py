@@ -338,7 +338,7 @@ class SecondMoment:
         """`own`: the state was saved by this rank, with the same world size."""
         self.forget()
         if not own or state.get("layout", self._layout()) != self._layout():
-            if state["known"] and self._sync.ranks.rank == 0:
+            if state["known"] and self._sync.ranks.logs:
                 _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment begins anew")
             return
         device = self._sync.device

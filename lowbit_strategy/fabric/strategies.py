@@ -197,7 +197,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
                 wrapped,
                 prepared,
                 device=self.root_device,
-                group=self.all_ranks,
+                mesh=self.data_parallel_mesh,
                 has_scaler=self.loss_scaler is not None,
             )
         )

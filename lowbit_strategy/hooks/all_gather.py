@@ -195,6 +195,7 @@ def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:
 
 
 def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, TensorSpec]) -> ModuleLayout:
+    shapes = [tuple(param._orig_size) for param in group.param_group.fsdp_params]
     params = [param.sharded_param for param in group.param_group.fsdp_params]
     chosen = group.param_group.mp_policy.param_dtype
     dtypes = {chosen or param.dtype for param in params if param.is_floating_point()}
@@ -202,7 +203,8 @@ def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, T
     coded = len(dtypes) == 1 and not extended and all(names[id(param)] in specs for param in params)
     return ModuleLayout(
         specs=tuple(
-            specs.get(names[id(param)]) or TensorSpec(names[id(param)], tuple(param.shape)) for param in params
+            specs.get(names[id(param)]) or TensorSpec(names[id(param)], shape)
+            for param, shape in zip(params, shapes, strict=True)
         ),
         dtype=dtypes.pop() if coded else params[0].dtype,
         num_gathers=2 if group.gathered_in_backward else 1,

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -51,6 +50,7 @@ class FSDPWiring:
         groups: What FSDP2 shards of it.
         sync: Its engine.
         side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
+        mesh: Over which FSDP2's own communication reduces, where the model is sharded over one of its dims.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class FSDPWiring:
         groups: Sequence[ShardedGroup],
         sync: GradientSync,
         side: OverlappedReducer | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self._module, self._sync, self._side = module, sync, side
+        self._module, self._sync, self._side, self._mesh = module, sync, side, mesh
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
         for each in groups:
@@ -88,7 +89,7 @@ class FSDPWiring:
             self._sync.weights.end()
         self._taken = None
         alone = self._sync.scatter or self._sync.ranks.comes_and_goes  # FSDP2 itself reduces over no replica
-        mesh = None if alone else self._hybrid_mesh()
+        mesh = None if alone else self._mesh
         self._restore()
         for group, (values, _) in self._stock.items():
             info = values["mesh_info"]
@@ -97,19 +98,6 @@ class FSDPWiring:
             group.mesh_info = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
             if values["post_forward_mesh_info"] == info:
                 _set_post_forward_mesh(group, group.mesh_info)
-
-    def _hybrid_mesh(self) -> DeviceMesh:
-        """HSDP: the engine's groups, for the steps in which FSDP2 reduces."""
-        ranks = self._sync.ranks
-        assert ranks.intra_node is not None
-        world = ranks.world.group if ranks.world.group is not None else dist.group.WORLD
-        groups: list[Any] = [ranks.peers.group, ranks.intra_node.group]
-        return DeviceMesh.from_group(
-            groups,
-            self._sync.device.type,
-            torch.tensor(dist.get_process_group_ranks(world)).view(ranks.peers.world_size, -1),
-            mesh_dim_names=("replicate", "shard"),
-        )
 
     def _restore(self) -> None:
         for group, (values, wrapped) in self._stock.items():

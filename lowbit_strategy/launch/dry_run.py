@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.prepare import checked_specs, prepared_for
+from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import labels
@@ -25,7 +25,7 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.telemetry.startup_report import Report
 
 
@@ -74,7 +74,9 @@ def plan(
     """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
-    prepared = prepared_for(Topology(planned.world_size, nodes), compressor, options, specs, scatter=planned.scatter)
+    topology = Topology(planned.world_size, nodes)
+    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
+    prepared = on_ranks(PreparedModel(compressor, options, specs, planned.scatter), topology, shard_size)
     node_size = prepared.shard_size or prepared.node_size
     topology = replace(prepared.topology, node_size=node_size, intra=options.intra)
     chosen = Dense() if topology.num_peers == 1 else prepared.compressor

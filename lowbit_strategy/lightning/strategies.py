@@ -125,7 +125,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
                 self.model,
                 prepared,
                 device=self.root_device,
-                group=self.all_ranks,
+                mesh=self.data_parallel_mesh,
                 has_scaler=self.loss_scaler is not None,
             )
             self.on_attached(session)

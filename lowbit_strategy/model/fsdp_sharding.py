@@ -227,43 +227,6 @@ def shard_module(
         prepare(module)  # buffers of its own
 
 
-def check_process_groups(
-    groups: Sequence[ShardedGroup], shard_group: dist.ProcessGroup | None, *, replicated: bool
-) -> None:
-    """Whether FSDP2 shards over the ranks that compression expects.
-
-    Args:
-        groups: What it shards.
-        shard_group: The ranks that shard one model.
-        replicated: Other ranks have replicas of it (HSDP).
-
-    Raises:
-        ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
-    """
-    ours = dist.get_process_group_ranks(shard_group if shard_group is not None else dist.group.WORLD)
-    for each in groups:
-        where = f"module {each.name}" if each.name else "the model"
-        mesh_info: Any = each.param_group.mesh_info
-        if not isinstance(mesh_info, FSDPMeshInfo):
-            raise ValueError(
-                f"{where} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap the"
-                " model in DistributedDataParallel, or call fully_shard with a mesh whose second dim is 1 and give"
-                " compression shard_size=1"
-            )
-        if isinstance(mesh_info, HSDPMeshInfo) and not replicated:
-            raise ValueError(
-                f"{where} is sharded over one dim of its mesh and replicated over another (HSDP): give compression"
-                f" shard_size={mesh_info.shard_mesh_size} as well, or give fully_shard a mesh of one dim with all ranks"
-            )
-        theirs = dist.get_process_group_ranks(mesh_info.shard_process_group)
-        if theirs != ours:
-            raise ValueError(
-                f"{where} is sharded over the ranks {theirs}, but gradients are compressed over"
-                f"{' the replicas of' if replicated else ''} {ours}: give fully_shard and compression the same ranks"
-                f"{' (shard_size, the second dim of a mesh for HSDP)' if replicated else ''}"
-            )
-
-
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by name; the shards of those that FSDP2 has gathered."""
     shards = {

@@ -14,6 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -43,10 +44,18 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): param for name, param in module.named_parameters() if param.requires_grad}
 
 
+def localized_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters whose local part DDP with ``device_mesh=`` reduces, and which leave the module in its first forward
+    pass: it has `DTensor` in their place from then on.
+    """
+    named = ((canonical_name(name), param) for name, param in module.named_parameters())
+    return {name: param for name, param in named if hasattr(param, "_st_info")}
+
+
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
     """Specs of all parameters that are trainable or named in `also`, in registration order.
 
-    Shapes are those of the unsharded parameters.
+    A shape is that of this rank's part over all dims of a mesh that are not data-parallel: what FSDP2 shards.
 
     Raises:
         ValueError: A parameter has a type that gradients cannot be reduced in, or is a lazy module's without a shape.
@@ -56,7 +65,7 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
             raise ValueError(
                 f"parameter {name} has no shape yet: run one forward pass of the model before it is set up"
             )
-    roles = _roles(module)
+    roles, unsharded = _roles(module), _unsharded_shapes(module)
     specs = []
     for path, param in module.named_parameters():
         name = canonical_name(path)
@@ -68,8 +77,16 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
                 " Convert it, train with another precision, or freeze it"
             )
         order = None if param.is_contiguous() else _memory_order(param)
-        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other"), order))
+        shape = unsharded.get(id(param)) or tuple(local_part(param).shape)
+        specs.append(TensorSpec(name, shape, roles.get(id(param), "other"), order))
     return specs
+
+
+def _unsharded_shapes(module: nn.Module) -> dict[int, tuple[int, ...]]:
+    """What FSDP2 shards of each of its parameters, by the identity of the shard."""
+    groups = [child._get_fsdp_state()._fsdp_param_group for child in module.modules() if isinstance(child, FSDPModule)]
+    params = [param for group in groups if group is not None for param in group.fsdp_params]
+    return {id(param.sharded_param): tuple(param._orig_size) for param in params}
 
 
 def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
@@ -199,14 +216,21 @@ def fingerprint(
         if buffer.is_floating_point():
             buffers.append((canonical_name(name), tuple(buffer.shape)))
     return {
+        **settings_facts(compressor, scatter=scatter, settings=settings),
+        "parameters": shapes,
+        "parameter types": types,
+        "floating-point buffers": buffers,
+    }
+
+
+def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[str, object]) -> dict[str, object]:
+    """Those of them that are not of the model."""
+    return {
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
         "strategy": "fsdp" if scatter else "ddp",
         **to_plain("compressor", compressor),
         **settings,
-        "parameters": shapes,
-        "parameter types": types,
-        "floating-point buffers": buffers,
     }
 
 

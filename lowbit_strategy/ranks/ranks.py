@@ -130,8 +130,8 @@ def _runs(sizes: Sequence[int]) -> str:
 def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     """The topology of a process group, the same on all its ranks; call on all of them.
 
-    1. a launcher has set LOCAL_WORLD_SIZE on every rank (torchrun, Accelerate): ranks 0 to LOCAL_WORLD_SIZE - 1 are the
-       first node, and so on
+    1. a launcher has set LOCAL_WORLD_SIZE on every rank (torchrun, Accelerate): ranks 0 to LOCAL_WORLD_SIZE - 1 of the
+       world are the first node, and so on
     2. otherwise ranks with one host name share a node
 
     Raises:
@@ -143,6 +143,9 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     whole_world = world_size == dist.get_world_size()
     if declared.count(None) < world_size and whole_world:
         return Topology(world_size, _declared_sizes(declared))
+    if declared[0] is not None and len(set(declared)) == 1:  # a part of the world, whose nodes are equal
+        global_ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        names = tuple(str(rank // int(declared[0])) for rank in global_ranks)
     hosts = [(host, len(list(same))) for host, same in itertools.groupby(names)]
     consecutive = len({host for host, _ in hosts}) == len(hosts)
     return Topology(world_size, tuple(length for _, length in hosts) if consecutive else ())
@@ -206,8 +209,9 @@ class Ranks:
     again: `ParameterDigest` and the `Gathering` of weights.
 
     Args:
-        world: All ranks that train the model, for agreements between steps; nothing else may use its group while
-            buckets are in flight on CPU. With replicas that come and go: the ranks of this one's replica.
+        world: All ranks that hold a part of the model, by any dim of its mesh, for agreements between steps; nothing
+            else may use its group while buckets are in flight on CPU. With replicas that come and go: the ranks of
+            this one's replica.
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
         intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
@@ -217,9 +221,10 @@ class Ranks:
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
 
     Attributes:
-        rank: Place of this rank among all, replica by replica.
-        world_size: Number of all ranks.
+        rank: Place of this rank among those over which gradients are a mean, replica by replica.
+        world_size: Number of these.
         topology: They as numbers.
+        logs: Whether this rank logs what is true of all.
         alone: Nothing is compressed, because no other rank reduces the same parts or ever will.
     """
 
@@ -234,17 +239,20 @@ class Ranks:
     world_size: int = field(init=False, compare=False)
     topology: Topology = field(init=False, compare=False)
     alone: bool = field(init=False, compare=False)
+    logs: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        peers, rank, world_size = self.peers, self.world.rank, self.world.world_size
-        if self.comes_and_goes:
-            rank, world_size = peers.rank * world_size + rank, peers.world_size * world_size
-        node_size = None if self.intra_node is None else self.intra_node.world_size
+        peers, inside = self.peers, self.intra_node
+        node_size = None if inside is None else inside.world_size
+        rank, world_size = peers.rank, peers.world_size
+        if inside is not None:
+            rank, world_size = rank * inside.world_size + inside.rank, world_size * inside.world_size
         topology = Topology(world_size, self.node_sizes, rank, node_size, peers.is_far, self.intra)
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "world_size", world_size)
         object.__setattr__(self, "topology", topology)
         object.__setattr__(self, "alone", peers.world_size == 1 and not self.comes_and_goes)
+        object.__setattr__(self, "logs", rank == 0 and self.world.rank == 0)
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
@@ -262,7 +270,7 @@ class Ranks:
             sharded_inside: The ranks of a node shard one model (HSDP); otherwise all ranks do.
         """
         if self.intra_node is None:
-            return Gathering(self.world.with_own_counter())
+            return Gathering(self.peers.with_own_counter())
         inside = self.intra_node.with_own_counter()
         return Gathering(inside) if sharded_inside else Gathering(self.peers.with_own_counter(), inside)
 
@@ -282,6 +290,7 @@ def make_ranks(
     size: int | None,
     device: torch.device,
     *,
+    everyone: dist.ProcessGroup | None = None,
     own_world: bool = False,
     far: bool | None = None,
     intra: int | None = None,
@@ -289,11 +298,12 @@ def make_ranks(
     """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks of `group`.
 
     Args:
-        group: All ranks.
+        group: The ranks over which gradients are a mean.
         topology: Their nodes.
         size: Ranks that together reduce whole parameters; None: each reduces whole parameters with all others.
         device: Device of gradients.
-        own_world: Make a group of all ranks, too, because another thread uses `group`.
+        everyone: All ranks that hold a part of the model, where they are more.
+        own_world: Make a group of the ranks of `group`, too, because another thread uses it.
         far: Whether peers are far apart, on CPU; None: measure it.
         intra: See `Ranks`.
     """
@@ -310,15 +320,16 @@ def make_ranks(
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
+    agreed = world if dist.get_world_size(everyone) == len(members) else GroupComm(everyone)
     if size is None:
-        return Ranks(world, world, node_sizes=topology.node_sizes, own=tuple(own))
+        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own))
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
     for made in (intra_node, peers):
         connected(made, device)
     return Ranks(
-        world=world,
+        world=agreed,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,

@@ -62,7 +62,7 @@ class AnchoredModel:
         before = comm.sent_nbytes
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
         self._sync.transactions.byte_check.add_untracked(comm.sent_nbytes - before)
-        self.buffers.take_differing(found, warns=self._sync.ranks.rank == 0)
+        self.buffers.take_differing(found, warns=self._sync.ranks.logs)
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:

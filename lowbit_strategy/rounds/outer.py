@@ -280,7 +280,7 @@ class OuterSync:
 
     def _warn_of(self, left_out: Sequence[int], *, all_of_them: bool) -> None:
         """Log, on one rank, that these ranks' weights were not finite."""
-        if self.sync.ranks.rank:
+        if not self.sync.ranks.logs:
             return
         which = "rank" if self.sync.ranks.intra_node is None else "replica"
         _log.warning(
@@ -358,7 +358,7 @@ class OuterSync:
         """
         same_rule = state.get("rule") == to_plain("outer", self.rule)
         same_optimizer = state.get("optimizer class") == self._optimizer.kind
-        if not same_rule and self.sync.ranks.rank == 0:
+        if not same_rule and self.sync.ranks.logs:
             _log.warning(
                 "the checkpoint was written under another outer rule: a new round begins from the anchors, which all"
                 " ranks share%s",

@@ -157,7 +157,7 @@ class AdaptiveDriver:
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
-        if self.sync.ranks.rank == 0:
+        if self.sync.ranks.logs:
             for switch in decision.switches:
                 inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
@@ -270,7 +270,7 @@ class AdaptiveDriver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
-            if self.sync.ranks.rank == 0:
+            if self.sync.ranks.logs:
                 _log.warning(
                     "the checkpoint was written under another controller (%s of %s): this one starts anew",
                     state["controller"],

@@ -211,7 +211,7 @@ class ModelControl:
 
     def warn_without_audience(self, *, log: bool) -> None:
         """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
-        if self.observer is None or log or self.folder is not None or self.sync.ranks.rank != 0:
+        if self.observer is None or log or self.folder is not None or not self.sync.ranks.logs:
             return
         _log.warning(
             "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
@@ -322,7 +322,7 @@ class ModelControl:
         self._bounds = found.state
         texts = [f"{group}: {reason}, {bounds.patience} times in a row" for group, reason in found.raised.items()]
         texts += [f"{group}: within its bounds again" for group in found.cleared]
-        for text in texts if self.sync.ranks.rank == 0 else ():
+        for text in texts if self.sync.ranks.logs else ():
             _log.warning("step %d: compression of %s", observation.step, text)
         return texts
 
@@ -339,7 +339,7 @@ class ModelControl:
         if not names:
             return []
         text = f"gradients are not finite: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
-        if self.sync.ranks.rank == 0:
+        if self.sync.ranks.logs:
             _log.warning("step %d: %s", observation.step, text)
         return [text]
 
@@ -349,7 +349,7 @@ class ModelControl:
             return
         if first := not self._reported:
             self._reported = True
-            if driver.levels and self.sync.ranks.rank == 0:  # the start-up report again
+            if driver.levels and self.sync.ranks.logs:  # the start-up report again
                 name = type(driver.controller).__name__
                 inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
         if self.log is None and self._record is None:  # the loop reads the driver's lists itself

@@ -125,7 +125,7 @@ def _hsdp_on_a_part(rank: int, world_size: int, compressor: Any) -> dict[str, An
         net = _net(0)
         prepared = prepare(net, compressor, SyncOptions(shard_size=2), scatter=True, group=group)
         fully_shard(net, mesh=mesh)
-        session = attach_fsdp(net, prepared, group=group)
+        session = attach_fsdp(net, prepared)
         _train(session, net)
         found["weights"] = _whole(net)
     return found | {"all": _all_can_talk(dist.new_group(list(range(5))))}

@@ -27,7 +27,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.ranks.ranks import hybrid_mesh
+from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.node_size import nodes_of
@@ -275,7 +275,7 @@ def sharded_on_meta() -> nn.Module:
     mesh = hybrid_mesh("cpu", 4, 2)
     prepared_model = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
     shard_any(net, mesh["data_parallel"], torch.device("cpu"), ShardPolicy())
-    attach_fsdp(net, prepared_model, device=torch.device("cpu"))
+    attach_fsdp(net, prepared_model, device=torch.device("cpu"), mesh=mesh["replicate", "data_parallel"])
     return net
 
 
@@ -328,28 +328,28 @@ def test_fabric(facts: list[InFabric]) -> None:
 
 
 def refused(folder: Path) -> Facts:
-    def prepare_with(num_ranks: int | str, shard_size: Any, **options: Any) -> str:
+    def resolve(num_ranks: int | str, shard_size: Any) -> str:
         with nodes_of(num_ranks):
-            options = {"scatter": True} | options
-            return raised(lambda: prepare(mlp(), LoCo(), SyncOptions(shard_size=shard_size), **options))
+            return raised(lambda: resolve_shard_size(shard_size, find_topology()))
+
+    def prepare_with(shard_size: Any, *, scatter: bool) -> str:
+        return raised(lambda: prepare(mlp(), LoCo(), SyncOptions(shard_size=shard_size), scatter=scatter))
 
     rank = dist.get_rank()
     net = mlp()
     fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
-    both = mlp()
-    fully_shard(both, mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with nodes_of(2):
         sharded = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
-        flat = prepare(both, LoCo(), SyncOptions(), scatter=True)
         return {
-            "too large": prepare_with(2, 4),
-            "does not divide": prepare_with(4, 3),
-            "uneven": prepare_with(3 if rank < 3 else 1, "node"),
-            "topology": prepare_with(2 if rank == 0 else 4, 2),
-            "differs": prepare_with(4, 1 + rank % 2),
-            "ddp": prepare_with(2, 2, scatter=False),
-            "mesh": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"))),
-            "replicated": raised(lambda: attach_fsdp(both, flat, device=torch.device("cpu"))),
+            "too large": resolve(2, 4),
+            "does not divide": resolve(4, 3),
+            "uneven": resolve(3 if rank < 3 else 1, "node"),
+            "topology": resolve(2 if rank == 0 else 4, 2),
+            "differs": prepare_with(1 + rank % 2, scatter=True),
+            "ddp": prepare_with(2, scatter=False),
+            "size": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"))),
+            "mesh": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"), mesh=mesh)),
             "trainer": raised(lambda: trainer(hsdp(shard_size=3), max_steps=1).fit(Regression(), loader())),
             "plugin": raised(lambda: accelerator(own=False, shard_size=3)),
         }
@@ -364,9 +364,7 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "ranks disagree about the topology: rank 0 has LOCAL_WORLD_SIZE=2 and rank 1" in rank["topology"]
         assert "rank 1 differs from rank 0 in shard_size: 2 instead of 1" in rank["differs"]
         assert "shard_size is an option of FSDP2 strategies" in rank["ddp"]
-        assert (
-            "is sharded over the ranks [0, 1, 2, 3], but gradients are compressed over the replicas of" in rank["mesh"]
-        )
-        assert "give compression shard_size=4 as well" in rank["replicated"]
+        assert "shard_size=2 was asked for, and the model is sharded over 4 ranks" in rank["size"]
+        assert "is sharded over the ranks [0, 1, 2, 3], which no row of the mesh [[0, 1], [2, 3]] has" in rank["mesh"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["trainer"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]

@@ -1,0 +1,154 @@
+"""Where a model is, read from the model: the ranks over which its gradients are a mean, and all that hold a part.
+
+FSDP2 and DDP know the first ones, which are the data-parallel dims of a mesh. Its other dims show in parameters that
+are a `DTensor`: tensor and expert parallelism. What is somebody else's (other stages of a pipeline) does not show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from lowbit_strategy.collectives.comm import gathered
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup
+from lowbit_strategy.ranks.groups import connected, new_group
+
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
+Rows = tuple[tuple[int, ...], ...]
+
+
+def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
+    """The ranks that have a sharded module together.
+
+    Raises:
+        ValueError: The module is replicated only.
+    """
+    info: Any = each.param_group.mesh_info
+    if not isinstance(info, FSDPMeshInfo):
+        raise ValueError(
+            f"{_name(each)} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap"
+            " the model in DistributedDataParallel, or call fully_shard with a mesh whose second dim is 1"
+        )
+    return info.shard_process_group
+
+
+def is_hybrid(each: ShardedGroup) -> bool:
+    """HSDP: whether the mesh of a module has a dim of replicas."""
+    mesh: DeviceMesh = each.param_group.mesh_info.mesh
+    return mesh.ndim > 1
+
+
+def data_parallel_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> Rows:
+    """The ranks over which gradients of a sharded model are a mean. A row has one model together: HSDP has several.
+
+    Args:
+        groups: What FSDP2 shards.
+        mesh: Of both dims, where modules are sharded over one.
+
+    Raises:
+        ValueError: Modules are on different meshes, are replicated only, or a mesh is not in the order of ranks.
+    """
+    found = {rows: each for each in reversed(groups) if (rows := _rows(each, mesh))}
+    if len(found) > 1:
+        (first, one), (second, other) = list(found.items())[:2]
+        raise ValueError(
+            f"{_name(one)} is sharded over the ranks {list(map(list, first))} and {_name(other)} over"
+            f" {list(map(list, second))}: one model is compressed over one mesh"
+        )
+    return next(iter(found))
+
+
+def _rows(each: ShardedGroup, mesh: DeviceMesh | None) -> Rows:
+    members = dist.get_process_group_ranks(shard_group(each))
+    own: DeviceMesh = each.param_group.mesh_info.mesh
+    if mesh is None or own.ndim > 1:
+        return rows_of(own, _name(each))
+    rows = rows_of(mesh, _name(each))
+    if tuple(members) not in rows:
+        raise ValueError(
+            f"{_name(each)} is sharded over the ranks {members}, which no row of the mesh {list(map(list, rows))} has:"
+            " give compression the mesh of (replicas, ranks that shard one model)"
+        )
+    return rows
+
+
+def _name(each: ShardedGroup) -> str:
+    return f"module {each.name}" if each.name else "the model"
+
+
+def rows_of(mesh: DeviceMesh, where: str = "the model") -> Rows:
+    """The ranks of a mesh of data-parallel dims.
+
+    Raises:
+        ValueError: They do not follow each other.
+    """
+    rows: Rows = tuple(tuple(row) for row in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist())
+    ranks = [rank for row in rows for rank in row]
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"{where} is on the mesh {mesh.mesh.tolist()}, whose ranks are not in order, so that groups of it would"
+            " number them otherwise: give DeviceMesh ranks that increase along both dims, as init_device_mesh does"
+        )
+    return rows
+
+
+def model_group(
+    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, mesh: DeviceMesh | None = None
+) -> dist.ProcessGroup | None:
+    """All ranks that hold a part of `module`: those that share a parameter with one of `group` as well. Call on all of
+    them; None is the default group.
+
+    Args:
+        module: The model.
+        group: Over which its gradients are a mean.
+        device: Of gradients.
+        mesh: Whose ranks belong to them in any case.
+    """
+    own = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    meshes = {id(each): each for each in map(_mesh_of, module.parameters()) if each is not None}
+    for each in [*meshes.values(), *([] if mesh is None else [mesh])]:
+        own.update(each.mesh.flatten().tolist())
+    return group_of(sorted(set().union(*gathered(own, group))), group, device)
+
+
+def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
+    """DDP with ``device_mesh=`` keeps the local part, and how it was distributed beside it."""
+    spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
+    return None if spec is None else spec.device_mesh
+
+
+def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """The group of these ranks, made once in a run; call on all of them.
+
+    Args:
+        ranks: Global ones, in order.
+        near: A group that may be it, and whose timeout it gets.
+        device: Of its tensors.
+    """
+    if len(ranks) == dist.get_world_size():
+        return None
+    if list(ranks) == dist.get_process_group_ranks(near if near is not None else dist.group.WORLD):
+        return near
+    made = _made.setdefault(c10d._get_default_group(), {})
+    if (key := tuple(ranks)) not in made:
+        purpose = f"model/{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+        made[key] = connected(new_group(ranks, None, purpose, timeout=timeout_of(near, device)), device)
+    return made[key]
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """None: it has none."""
+    backend: Any = (group or c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
