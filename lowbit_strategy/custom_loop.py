@@ -200,7 +200,8 @@ def compress(
     params = {id(param) for param in bare.parameters()}
     if any(not params & {id(p) for group in each.param_groups for p in group["params"]} for each in optimizers):
         raise ValueError(MADE_BEFORE_SHARDING)
-    if is_ddp:
+    group: dist.ProcessGroup
+    if isinstance(model, DistributedDataParallel):
         group = model.process_group
     else:
         groups = sharded_groups(model)

@@ -76,7 +76,7 @@ def place_in(mesh: DeviceMesh) -> int:
 
 
 def wrapped(layout: str) -> Run:
-    """Tensor parallelism over 2 of 4 ranks, data-parallel as `layout` says; or contexts within the data-parallel dim."""
+    """Tensor parallelism over 2 of 4 ranks, and the other dim as `layout` says; or a context dim within FSDP2's."""
     model = net()
     if layout == "cp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
