@@ -13,11 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
-from lowbit_strategy.methods.composed import Partition
 
 GroupBy = Literal["kind", "module", "parameter"] | Callable[[str], str]
 State = dict[str, Any]
@@ -260,20 +259,3 @@ def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
     """A description of each level, numbered where two would read the same."""
     texts = [describe(level) for level in levels]
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))
-
-
-@dataclass(frozen=True)
-class Named:
-    """Selects parameters by name."""
-
-    names: frozenset[str]
-    label: ClassVar[str] = "chosen by the controller"
-
-    def __call__(self, spec: TensorSpec) -> bool:
-        return spec.name in self.names
-
-
-def per_parameter(levels: Sequence[Compressor], choice: Mapping[str, int]) -> Partition:
-    """One of `levels` for each parameter; those that are not in `choice` get the first."""
-    names = {at: frozenset(name for name, chosen in choice.items() if chosen == at) for at in range(1, len(levels))}
-    return Partition(rules=tuple((Named(each), levels[at]) for at, each in names.items() if each), default=levels[0])

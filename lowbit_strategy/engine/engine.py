@@ -117,8 +117,14 @@ class GradientSync:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
         self._regroup(self.state.use, compressor, self.step_index)
 
+    def choose(self, chosen: Mapping[str, Compressor]) -> None:
+        """Give each of these parameters a compressor, and all others that of the model. Residuals are carried over;
+        between steps only.
+        """
+        self._regroup(self.state.choose, chosen, self.step_index)
+
     def follow_phase(self) -> None:
-        """Regroup if the compressor has another configuration for this step."""
+        """Regroup if a compressor has another configuration for this step."""
         if self.state.phase_ends_before(self.step_index):
             self._regroup(self.state.follow_phase, self.step_index)
 

@@ -130,7 +130,7 @@ class MethodState:
     Attributes:
         specs: What is reduced, by name: parameters, or this rank's parts of them.
         full_specs: The parameters.
-        compressor: Gives every parameter its method.
+        compressor: Gives every parameter its method, unless `choose` has given it another compressor.
         assignments: The method of each parameter, and why.
         stores: The state of all parameters that share a method.
         carryover: What a method had not sent yet and the next one does not keep.
@@ -138,10 +138,11 @@ class MethodState:
     """
 
     compressor: Compressor
-    _phase: Compressor
 
     def __init__(self, specs: Iterable[TensorSpec], ranks: Ranks, device: torch.device, *, sharded: bool) -> None:
         self.carryover = CarryOver(device)
+        self._chosen: dict[str, Compressor] = {}
+        self._phases: list[Compressor] = []
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
         self.replaced: list[MethodStore] = []
@@ -162,23 +163,42 @@ class MethodState:
     def use(self, compressor: Compressor, step_index: int) -> None:
         """Give every parameter its method anew; residuals are carried over."""
         compressor.check(list(self.full_specs.values()))
-        self.compressor = compressor
-        self._phase = compressor.phase(step_index)
-        self.assign(assign_all(self._phase, list(self.specs.values())))
+        self.compressor, self._chosen = compressor, {}
+        self.follow_phase(step_index)
+
+    def choose(self, chosen: Mapping[str, Compressor], step_index: int) -> None:
+        """Give each of these parameters a compressor, and all others that of the model; residuals are carried over."""
+        self._chosen = dict(chosen)
+        self.follow_phase(step_index)
 
     def phase_ends_before(self, step_index: int) -> bool:
-        """Whether the compressor has another configuration for this step."""
-        return self.compressor.phase(step_index) != self._phase
+        """Whether a compressor has another configuration for this step."""
+        return self._phases != self._phases_at(step_index)
 
     def follow_phase(self, step_index: int) -> None:
-        """Regroup for the compressor's configuration for this step."""
-        self._phase = self.compressor.phase(step_index)
-        self.assign(assign_all(self._phase, list(self.specs.values())))
+        """Regroup for the compressors' configurations for this step."""
+        self._phases = self._phases_at(step_index)
+        self._assign_all()
+
+    def _phases_at(self, step_index: int) -> list[Compressor]:
+        return [compressor.phase(step_index) for compressor in self._compressors()]
+
+    def _compressors(self) -> list[Compressor]:
+        """The model's compressor first, then those that were chosen for single parameters."""
+        return list(dict.fromkeys((self.compressor, *self._chosen.values())))
+
+    def _assign_all(self) -> None:
+        phases = dict(zip(self._compressors(), self._phases, strict=True))
+        members: dict[Compressor, list[TensorSpec]] = {}
+        for name, spec in self.specs.items():
+            members.setdefault(phases[self._chosen.get(name, self.compressor)], []).append(spec)
+        found = {name: each for phase, specs in members.items() for name, each in assign_all(phase, specs).items()}
+        self.assign({name: found[name] for name in self.specs})
 
     def extend(self, specs: Iterable[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state."""
         self._add(specs)
-        self.assign(assign_all(self._phase, list(self.specs.values())))
+        self._assign_all()
 
     def forget(self) -> None:
         """All state as at the start; methods stay."""

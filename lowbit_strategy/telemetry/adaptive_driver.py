@@ -21,7 +21,6 @@ from lowbit_strategy.control.base import (
     Switch,
     Telemetry,
     labels,
-    per_parameter,
 )
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -149,7 +148,7 @@ class AdaptiveDriver:
         self._decided_step = progress.step
         if decision.levels and decision.levels != self.levels:
             self.levels = dict(decision.levels)
-            self.sync.use(per_parameter(self.controller.levels, self.levels))
+            self._choose_levels()
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
         if self.sync.outer is not None:
@@ -162,6 +161,10 @@ class AdaptiveDriver:
                 inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
+
+    def _choose_levels(self) -> None:
+        """What the controller does not decide on gets the first level."""
+        self.sync.choose({name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs})
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync, probe = self.sync, self._probe
@@ -288,7 +291,7 @@ class AdaptiveDriver:
         self._summed_steps = state["summed_steps"]
         self.levels = dict(state["levels"])
         if self.levels:
-            self.sync.use(per_parameter(self.controller.levels, self.levels))
+            self._choose_levels()
 
 
 def _named(shown: dict[str, Any]) -> dict[str, Any]:

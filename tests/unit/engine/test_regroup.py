@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lowbit_strategy.checkpoint import capture
-from lowbit_strategy.control.base import per_parameter
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
@@ -114,11 +113,11 @@ def test_resuming_with_another_method_is_as_switching_to_it(following: Compresso
 def test_parameters_whose_method_stays_keep_every_bit() -> None:
     """int8 residuals are copied, not read and written again."""
     light, heavy = LoCo(bits=8), LoCo(bits=2)
-    names = [spec.name for spec in SPECS]
-    sync = engine(per_parameter((light, heavy), dict.fromkeys(names, 1)))
+    sync = engine(light)
+    sync.choose({spec.name: heavy for spec in SPECS})
     reduce_step(sync, gradients(0))
     before = {key: value.clone() for key, value in sync.state.tensors(WEIGHTS[0]).items()}
-    sync.use(per_parameter((light, heavy), {WEIGHTS[0]: 1, WEIGHTS[1]: 0, "bias": 0}))
+    sync.choose({WEIGHTS[0]: heavy})
     after = sync.state.tensors(WEIGHTS[0])
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
