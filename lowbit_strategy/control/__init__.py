@@ -45,6 +45,7 @@ __all__ = [
     "Switch",
     "Telemetry",
     "group_of",
+    "register_controller",
 ]
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
@@ -56,6 +57,22 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "schedule": Schedule,
     "static": Static,
 }
+
+
+def register_controller(name: str, controller: Callable[..., Controller]) -> None:
+    """Let configuration files name a controller: ``controller: {name: NAME, option: value}``.
+
+    Call it at the end of the controller's module, so that every process does.
+
+    Args:
+        name: Letters, digits and underscores.
+        controller: The class, or a function of its options.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if CONTROLLERS.setdefault(name, controller) is not controller:
+        raise ValueError(f"there is a controller called {name!r} already: choose another name")
 
 
 def _make(value: Any, source: Source) -> Controller:
