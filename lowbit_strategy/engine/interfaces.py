@@ -13,7 +13,7 @@ order is that of subscription. All ranks call at the same point, when no collect
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class SecondMomentCorrection(Protocol):
     def keep(self, names: Sequence[str]) -> None:
         """These parameters are about to be reduced, and the reduction may be rolled back."""
 
-    def roll_back(self, names: Sequence[str]) -> None:
+    def roll_back(self, names: Iterable[str]) -> None:
         """It was."""
 
     def name_parameters(self) -> None:

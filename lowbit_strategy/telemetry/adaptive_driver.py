@@ -198,7 +198,7 @@ class AdaptiveDriver:
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
         if name not in self._sums:
             self._sums[name] = torch.zeros_like(gradient, dtype=torch.float32)
-        if self.sync.rollback:  # a step that overflows is not taken: it must not spoil the sum
+        if self.sync.skips_overflow:  # a step that overflows is not taken: it must not spoil the sum
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
         self._sums[name].add_(gradient, alpha=factor)
         if self._probe.square:
