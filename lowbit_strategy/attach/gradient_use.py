@@ -265,7 +265,7 @@ class DeliveredSigns:
         def note() -> None:
             self._signs = {n: _signs(param.grad) for n, param in params.items() if param.grad is not None}
 
-        self._sync.after_backward = note
+        self._sync.call_after_backward(note)
 
     def differ_from(self, params: Mapping[str, nn.Parameter]) -> bool:
         """Whether these parameters have other gradients than what was delivered; the same on all ranks."""

@@ -69,7 +69,6 @@ class GradientSync:
         steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
         second_moment: Corrects the optimizer's second moment after it has stepped; None: it is not corrected.
-        after_backward: Is called once, after a backward pass that reduces; None: nobody waits for one.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self.after_backward: Callable[[], None] | None = None
+        self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self.use(compressor)
 
@@ -292,10 +291,14 @@ class GradientSync:
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
-        if self.after_backward is not None:
-            call_after_backward(self.after_backward)
-            self.after_backward = None
+        if self._after_backward is not None:
+            queue_after_backward(self._after_backward)
+            self._after_backward = None
         return stages
+
+    def call_after_backward(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when the next backward pass that reduces has ended."""
+        self._after_backward = callback
 
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
@@ -412,7 +415,7 @@ class GradientSync:
         )
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
+def queue_after_backward(callback: Callable[[], None]) -> None:
     """In a backward pass: call `callback` when it has ended, after everything that waits for its end by now, or is
     going to while gradients are computed.
     """
