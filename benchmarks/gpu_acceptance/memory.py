@@ -115,8 +115,7 @@ def memory(device: torch.device) -> Figures:
 def announced_nbytes(sync: GradientSync) -> int:
     """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
     report = build_report(sync)
-    memory = report.plan.memory
-    return memory.residuals + memory.copies + report.buffer_nbytes + memory.weights
+    return report.plan.memory.residuals + report.buffer_nbytes + report.plan.memory.weights
 
 
 def no_more_than_announced(kind: str, ours: Figures, plain: Figures, figures: Figures) -> None:

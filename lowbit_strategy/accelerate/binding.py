@@ -106,8 +106,12 @@ class Binding:
             wrap_method(accelerator, "get_state_dict", self._get_state_dict)
             wrap_method(accelerator, "load_state", self._load_state)
             wrap_method(accelerator, "end_training", self._end_training)
+        self._saving = contextlib.ExitStack()
+        wrap_method(accelerator, "save_state", self._save_state)
         self._hooks = (
-            accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder)),
+            accelerator.register_save_state_pre_hook(
+                lambda models, weights, folder: self._saving.enter_context(self.save(folder))
+            ),
             accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder)),
         )
         setattr(accelerator, _ATTRIBUTE, self)
@@ -188,9 +192,9 @@ class Binding:
         for session in self.sessions:
             session.resume()
 
-    def save(self, folder: str) -> None:
-        """Put residuals into a checkpoint's folder; on all ranks."""
-        checkpoint_folder.save(folder, self.sessions, writes_stamp=self.accelerator.is_local_main_process)
+    def save(self, folder: str) -> contextlib.AbstractContextManager[None]:
+        """Around writing a checkpoint: put this rank's residuals into its folder."""
+        return checkpoint_folder.save(folder, self.sessions, writes_stamp=self.accelerator.is_local_main_process)
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
@@ -327,6 +331,10 @@ class Binding:
         with self.shared_weights(validates=False):
             state = original(*args, **kwargs)
             return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+
+    def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._saving:  # entered by the hook, which knows the folder
+            return original(*args, **kwargs)
 
     def _load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

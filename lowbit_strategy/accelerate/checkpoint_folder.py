@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.all_ranks import Stamp, all_succeed
-from lowbit_strategy.checkpoint.residual_files import ResidualFileError
+from lowbit_strategy.checkpoint.all_ranks import Stamp
+from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, ResidualFileError
+
+_log = logging.getLogger("lowbit_strategy")
 
 
-def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> None:
-    """Write this rank's files into `folder`; call on all ranks.
+@contextlib.contextmanager
+def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Iterator[None]:
+    """Around writing the checkpoint `folder`: put this rank's residuals into it, and at last the stamp.
 
     Args:
         folder: Folder of the checkpoint.
         sessions: One per prepared model.
         writes_stamp: On one rank of each machine: machines may not share a file system.
-
-    Raises:
-        ResidualFileError: On every rank, if one of them cannot write.
     """
-    for index, session in enumerate(sessions):
-        path = _path(folder, index)
-        with session.save(path) as stamp:
-            problem = _write(_stamp_file(path), stamp) if writes_stamp else None
-            all_succeed(None, problem, session.group)
+    with contextlib.ExitStack() as saving:
+        paths = [_path(folder, index) for index in range(len(sessions))]
+        stamps = [saving.enter_context(each.save(path)) for path, each in zip(paths, sessions, strict=True)]
+        yield
+        for path, stamp in zip(paths, stamps, strict=True) if writes_stamp else ():
+            _write(_stamp_file(path), stamp)
 
 
 def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) -> None:
@@ -53,7 +55,7 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
         path = _path(folder, index)
         stamp = _read(_stamp_file(path))
         if stamp is None and compressed:
-            stamp = ResidualFileError(
+            stamp = MissingResidualFile(
                 f"the run that saved {path} was compressed, but its residuals are not there (was it stopped while"
                 ' saving?): take an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals'
                 " of zero"
@@ -69,8 +71,7 @@ def _stamp_file(path: str) -> str:
     return os.path.join(residual_files.sidecar_folder(path), "stamp.json")
 
 
-def _write(target: str, stamp: Stamp) -> str | None:
-    """The reason if it cannot be written."""
+def _write(target: str, stamp: Stamp) -> None:
     partial = f"{target}.{uuid.uuid4().hex}.part"
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -79,8 +80,12 @@ def _write(target: str, stamp: Stamp) -> str | None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(partial)
-        return f"{target} cannot be written ({error}): make room or give another folder"
-    return None
+        _log.warning(
+            "%s cannot be written (%s): a run that resumes from this checkpoint starts with residuals of zero. Make"
+            " room or give another folder",
+            target,
+            error,
+        )
 
 
 def _read(name: str) -> Stamp | ResidualFileError | None:

@@ -148,7 +148,7 @@ class Session:
         """Before every backward pass, on the thread and stream of training; on all ranks.
 
         1. the step that an optimizer took ends, if nothing ended it
-        2. reductions whose gradients were cleared without a step are set aside
+        2. reductions whose gradients were cleared without a step are rolled back
         3. parameters that have been unfrozen are served from now on
         4. the first of a step: controllers decide, methods may change, and residuals follow the loss scale
 
@@ -176,7 +176,6 @@ class Session:
             if loss is not None and self.local is not None and self.local.outer is not None:
                 self.local.outer.observe_loss(loss)
             return
-        self._use.note_delivered()
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
@@ -214,8 +213,6 @@ class Session:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
             _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
-        if stepped is None:
-            self._use.settle_all()
         synchronized = self.sync.in_step
         counted = self.sync.end_step(stepped)
         if self._digest is not None and synchronized and counted:
@@ -229,19 +226,18 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
-        """Around the writing of the checkpoint `path`, on all ranks.
+        """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
+        call it on all ranks: those that do not save have none, and a resumed run says so.
 
-        1. every rank writes its residuals beside it; when the block is entered all have written theirs
+        1. this rank writes its residuals beside the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
-        3. when all ranks have left the block, residuals of a checkpoint that was replaced are removed
+        3. when rank 0 has left the block, residuals of a checkpoint that was replaced are removed; if an exception has
+           ended it, those of this one
 
         Args:
-            path: Path of the checkpoint.
+            path: Path of the checkpoint, the same on all ranks.
             asynchronous: The block only starts to write, from copies. It must finish before the next save, which then
                 does 3.
-
-        Raises:
-            ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
         """
         self._end_open_step()
         if self.local is not None:
@@ -257,20 +253,19 @@ class Session:
                 cannot be read.
 
         Raises:
-            ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
+            ResidualFileError: A rank's file is missing or damaged, and `on_missing_residual` does not accept that.
             ValueError: The residuals are of another model.
         """
+        self._saver.begin_run()
         self._scale.forget()  # the scaler is loaded as well
         if self.sync.weights is not None:
             self.sync.weights.restart()
-        try:
-            stamp = agree_on_stamp(path, stamp, self.group)
-        except ResidualFileError as error:
-            if self.options.on_missing_residual == "error":
-                raise
-            self._warn(f"{error}; continuing with residuals of zero on all ranks")
+        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.group)
+        if isinstance(stamp_or_warning, str):
+            self._warn(f"{stamp_or_warning}; continuing with residuals of zero on all ranks")
             self.sync.forget()
             return
+        stamp = stamp_or_warning
         if stamp is None:
             self._warn(f"{path} was saved without compression: residuals start from zero")
             return

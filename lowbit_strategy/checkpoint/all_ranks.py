@@ -1,14 +1,16 @@
-"""Residuals of all ranks, saved and restored together: each rank gets its own back, or all start from zero.
+"""Residuals of all ranks: each saves for itself, and they are restored together, each its own, or all from zero.
 
-A rank without its file must not continue on its own: methods may rely on parts of their state being the same on all
-ranks, and an error on one rank alone would hang the others. A checkpoint has a stamp, plain data that fits into JSON
-and any framework's file:
+Saving waits for nobody: a rank writes its file and never asks about the others'. All that ranks have to agree on is
+agreed on when a checkpoint is loaded. Then a rank without its file must not continue on its own: methods may rely on
+parts of their state being the same on all ranks, and an error on one rank alone would hang the others.
+
+A checkpoint has a stamp, plain data that fits into JSON and any framework's file. It is the same on all ranks:
 
 | key | what |
 |---|---|
-| `step_index`, `world_size` | of the run that saved |
+| `run`, `step_index`, `num_skipped` | the `Moment` when it was saved |
+| `world_size` | of the run that saved |
 | `parameters` | names of all parameters with residuals |
-| `checksums` | of every rank's file, in rank order |
 """
 
 from __future__ import annotations
@@ -17,95 +19,140 @@ import contextlib
 import copy
 import json
 import logging
+import uuid
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
-from lowbit_strategy.checkpoint.residual_files import ADVICE, ResidualFile, ResidualFileError
+from lowbit_strategy.checkpoint.residual_files import (
+    ADVICE,
+    MissingResidualFile,
+    Moment,
+    ResidualFile,
+    ResidualFileError,
+)
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 
 OnMissingResidual = Literal["error", "reset"]
 Stamp = dict[str, Any]
-_KINDS = {"step_index": int, "world_size": int, "parameters": list, "checksums": list}
+_KINDS = {"run": str, "step_index": int, "num_skipped": int, "world_size": int, "parameters": list}
 
 _log = logging.getLogger("lowbit_strategy")
 
 
-def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's `value`, in rank order."""
-    return gathered(value, group, "agreeing on a checkpoint's residual files")
+class Problem(NamedTuple):
+    """Why a rank cannot restore its residuals.
+
+    Args:
+        text: For the user.
+        kind: ``missing``: there is no file; ``unusable``: it is damaged or another one; ``model``: of another model.
+    """
+
+    text: str
+    kind: Literal["missing", "unusable", "model"]
+
+    @classmethod
+    def of(cls, error: Exception) -> Problem:
+        if isinstance(error, MissingResidualFile):
+            return cls(str(error), "missing")
+        return cls(str(error), "unusable" if isinstance(error, ResidualFileError) else "model")
 
 
-def all_succeed(value: Any, problem: str | None, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's `value`, in rank order.
+def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist.ProcessGroup | None) -> str | None:
+    """What has gone wrong on any rank, for a warning; None if nothing has. Call on all ranks.
+
+    Args:
+        problem: This rank's.
+        policy: ``error``: no problem is accepted; ``reset``: any is; None: that a file is missing is.
+        group: All ranks.
 
     Raises:
-        ResidualFileError: On every rank, if one of them has a problem.
+        ResidualFileError: On every rank, if one of them has a problem that is not accepted.
+        ValueError: Likewise, if the residuals are of another model.
     """
-    outcomes = gather((value, problem), group)
-    if (message := _first([text for _, text in outcomes])) is not None:
-        raise ResidualFileError(message)
-    return [each for each, _ in outcomes]
+    problems = gathered(problem, group, "agreeing on a checkpoint's residual files")
+    found = {rank: each for rank, each in enumerate(problems) if each is not None}
+    for rank, (text, kind) in found.items():
+        if policy == "error" or (policy is None and kind != "missing"):
+            raise (ValueError if kind == "model" else ResidualFileError)(f"rank {rank}: {text}")
+    if not found:
+        return None
+    rank, (text, kind) = next(iter(found.items()))
+    if kind != "missing":
+        return f"rank {rank}: {text}"
+    ranks = ", ".join(map(str, found))
+    return (
+        f"rank {ranks}: {text.removesuffix(f': {ADVICE}')}. It was lost, or the checkpoint was saved without this rank:"
+        " accelerator.save_state, session.save and their like save residuals of the ranks that call them, so call them"
+        " on all ranks"
+    )
 
 
-def _first(problems: list[str | None]) -> str | None:
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
-
-
-def file_of(stamp: Stamp, rank: int) -> ResidualFile:
-    return ResidualFile(stamp["step_index"], rank, stamp["world_size"], stamp["checksums"][rank])
-
-
-def agree_on_stamp(path: Any, stamp: Stamp | ResidualFileError | None, group: dist.ProcessGroup | None) -> Stamp | None:
-    """The stamp that all ranks have found; None if none has.
+def agree_on_stamp(
+    path: Any,
+    stamp: Stamp | ResidualFileError | None,
+    policy: OnMissingResidual | None,
+    group: dist.ProcessGroup | None,
+) -> Stamp | str | None:
+    """The stamp that all ranks have found, None if none has, or what has gone wrong, for a warning.
 
     Args:
         path: The checkpoint.
         stamp: This rank's, or why it cannot be read.
+        policy: As for `agree`.
         group: All ranks.
 
     Raises:
         ResidualFileError: On every rank, if a rank has another stamp than rank 0, or one that cannot be used.
     """
-    found = str(stamp) if isinstance(stamp, ResidualFileError) else _problem(path, stamp)
-    texts = all_succeed(json.dumps(stamp, sort_keys=True, default=str), found, group)
+    problem = Problem.of(stamp) if isinstance(stamp, ResidualFileError) else _problem(path, stamp)
+    if (text := agree(problem, policy, group)) is not None:
+        return text
+    texts = gathered(json.dumps(stamp, sort_keys=True), group, "agreeing on a checkpoint's residual files")
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
-        raise ResidualFileError(
+        text = (
             f"rank {other} finds another record of residuals in {path} than rank 0: the checkpoint must be the same on"
             f" all machines; {ADVICE}"
         )
+        if policy != "reset":
+            raise ResidualFileError(text)
+        return text
     assert not isinstance(stamp, ResidualFileError)
     return stamp
 
 
-def _problem(path: Any, stamp: Any) -> str | None:
+def _problem(path: Any, stamp: Any) -> Problem | None:
     """Why a stamp cannot be used."""
     if stamp is None:
         return None
+    text = None
     if not isinstance(stamp, dict):
-        return f"what {path} records of its residual files cannot be read (it is a {type(stamp).__name__}): {ADVICE}"
-    if lacking := [key for key, kind in _KINDS.items() if not isinstance(stamp.get(key), kind)]:
-        return (
+        text = f"what {path} records of its residual files cannot be read (it is a {type(stamp).__name__}): {ADVICE}"
+    elif lacking := [key for key, kind in _KINDS.items() if not isinstance(stamp.get(key), kind)]:
+        text = (
             f"{path} records no {lacking[0]} of its residual files: another version of this package wrote it. Load it"
             f" with that version; otherwise {ADVICE}"
         )
-    if stamp["world_size"] < 1 or stamp["step_index"] < 0:
-        return (
+    elif stamp["world_size"] < 1 or stamp["step_index"] < 0:
+        text = (
             f"{path} records residual files of {stamp['world_size']} ranks at step {stamp['step_index']}, which no run"
             f" has saved: {ADVICE}"
         )
-    if len(stamp["checksums"]) != stamp["world_size"]:
-        return f"{path} records {len(stamp['checksums'])} residual files for {stamp['world_size']} ranks: {ADVICE}"
-    return None
+    return None if text is None else Problem(text, "unusable")
+
+
+def file_of(stamp: Stamp, rank: int) -> ResidualFile:
+    moment = Moment(stamp["run"], stamp["step_index"], stamp["num_skipped"])
+    return ResidualFile(moment, rank, stamp["world_size"])
 
 
 class ResidualSaver:
-    """Saves residuals around the writing of checkpoints, on all ranks together.
+    """Saves this rank's residuals around the writing of checkpoints. Made on all ranks together; saving is not.
 
     Args:
         sync: The engine.
@@ -114,50 +161,94 @@ class ResidualSaver:
 
     def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:
         self._sync, self._group = sync, group
-        self._replaced: list[str] | None = None  # files, by a checkpoint that is being written
+        self._last: tuple[Any, ResidualFile] | None = None  # the last save, by its path and this rank's file
+        self._is_written = True  # its checkpoint
+        self._noticed = False  # that ranks do not save
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """What is saved from now on belongs together, and not to what was saved before. On all ranks."""
+        self._run = gathered(uuid.uuid4().hex[:8], self._group, "naming a run")[0]
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
-        """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it; call it on all ranks.
+        """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it.
 
-        1. every rank writes its file beside it, and all learn of the others'
+        1. this rank writes its file beside it; if that fails, a warning says so
         2. the caller writes the checkpoint, with the stamp that it gets
-        3. once it is complete, files of a checkpoint that it replaces are deleted
-
-        Raises:
-            ResidualFileError: On every rank, if one of them cannot write its file. No rank leaves a new file behind.
+        3. rank 0 deletes all files of a checkpoint that it replaces, of an asynchronous one when the next is saved; if
+           the checkpoint could not be written, those of this one
         """
-        if self._replaced is not None:
-            gather(None, self._group)  # all ranks have arrived here, so the earlier checkpoint is complete
-            residual_files.delete(self._replaced)
-            self._replaced = None
-        stamp, replaced = self._save(path)
-        yield stamp
-        gather(None, self._group)
-        if asynchronous:
-            self._replaced = replaced
-        else:
-            residual_files.delete(replaced)
-
-    def _save(self, path: Any) -> tuple[Stamp, list[str]]:
-        """The stamp, and this rank's files of a checkpoint that is replaced."""
-        saved = capture.capture(self._sync)
-        before: list[str] = []
-        written: list[str] = []
-        checksum = problem = None
+        self._finish_last()
+        saved: Saved = capture.capture(self._sync) | {"run": self._run}
+        file = ResidualFile.of(saved)
+        before = residual_files.files_of(path)
+        self._notice_missing(file.moment)
         try:
-            before = residual_files.files_of(path, saved["rank"], saved["world_size"])
-            entry = residual_files.save(path, saved)
-            checksum, written = entry.checksum, [residual_files.path_of(path, entry)]
-        except Exception as error:
-            problem = str(error) or type(error).__name__
+            written = [residual_files.save(path, saved)]
+        except ResidualFileError as error:
+            _log.warning("%s", error)
+            written = []
         try:
-            checksums = all_succeed(checksum, problem, self._group)
-        except ResidualFileError:
-            residual_files.delete(name for name in written if name not in before)
+            yield {
+                "run": file.moment.run,
+                "step_index": file.moment.step,
+                "num_skipped": file.moment.skipped,
+                "world_size": file.world_size,
+                "parameters": list(self._sync.specs),
+            }
+        except Exception:  # not an interrupt, after which the checkpoint may be there
+            if file.rank == 0:
+                found = residual_files.files_of(path)
+                written = [each for each in found if each.is_whole and each.moment == file.moment]
+            residual_files.delete(path, (each for each in written if each not in before))
             raise
-        stamp = {"step_index": saved["step_index"], "world_size": saved["world_size"], "checksums": checksums}
-        return stamp | {"parameters": list(self._sync.specs)}, [name for name in before if name not in written]
+        self._last, self._is_written = (path, file), False
+        if not asynchronous:
+            self._finish_last()
+        if file.rank > 0 and all(each.rank > 0 for each in before):
+            self._delete_own(path, file, [each for each in before if each.rank % file.world_size == file.rank])
+
+    def _finish_last(self) -> None:
+        """The last checkpoint is complete: rank 0, which has written it, deletes what it replaces."""
+        if self._last is None or self._is_written:
+            return
+        self._is_written = True
+        path, file = self._last
+        if file.rank == 0:
+            found = residual_files.files_of(path)
+            residual_files.delete(path, (each for each in found if each.moment.is_before(file.moment)))
+
+    @staticmethod
+    def _delete_own(path: Any, file: ResidualFile, before: list[ResidualFile]) -> None:
+        """Rank 0 does not see the disk of this machine, nor does this rank know whether rank 0 has written the
+        checkpoint yet: keep the files of the last save before this one.
+        """
+        kept = max((each.moment for each in before if each.moment.run == file.moment.run), default=None)
+        if kept is not None and kept != file.moment:
+            residual_files.delete(path, (each for each in before if each.moment.is_before(kept)))
+
+    def _notice_missing(self, now: Moment) -> None:
+        """Warn, once, if ranks of this machine did not save when this one did. It took an exchange with them to get
+        here since; with local steps there may have been none.
+        """
+        if self._last is None or self._noticed or self._sync.outer is not None:
+            return
+        path, file = self._last
+        found = {each.rank for each in residual_files.files_of(path) if each.moment == file.moment and each.is_whole}
+        sizes = self._sync.ranks.topology.node_sizes
+        num_near = file.world_size if sizes is None else sizes[0] if sizes else 1
+        missing = [rank for rank in range(num_near) if rank not in found]
+        if file.rank > 0 or 0 not in found or not missing or not file.moment.is_before(now):
+            return
+        self._noticed = True
+        _log.warning(
+            "%s has no residuals of rank %s, which did not save: a run that resumes from it starts with residuals of"
+            " zero on all ranks. Call accelerator.save_state, session.save and their like on all ranks, and not on the"
+            " main process alone",
+            path,
+            ", ".join(map(str, missing)),
+        )
 
 
 def resume(
@@ -167,7 +258,7 @@ def resume(
     *,
     group: dist.ProcessGroup | None = None,
     on_world_size_change: OnWorldSizeChange,
-    on_missing_residual: OnMissingResidual,
+    on_missing_residual: OnMissingResidual | None,
 ) -> None:
     """Restore what was saved beside the checkpoint `path`; call on all ranks, with the same stamp.
 
@@ -177,28 +268,23 @@ def resume(
         stamp: The checkpoint's.
         group: All ranks; None: the default group.
         on_world_size_change: See `capture.restore`.
-        on_missing_residual: ``error``, or ``reset`` to start from zero where a file cannot be used.
+        on_missing_residual: Where files are missing or cannot be used; as for `agree`.
 
     Raises:
-        ResidualFileError: On every rank, if a file of any rank is missing, damaged or another one.
+        ResidualFileError: On every rank, if files of any rank cannot be used and must not be done without.
         ValueError: On every rank, if the residuals are of another model.
     """
     before = copy.deepcopy(_shared(sync))
-    error = _restore(sync, path, stamp, on_world_size_change)
-    outcomes = gather(None if error is None else (isinstance(error, ValueError), str(error)), group)
-    problems = [None if outcome is None else outcome[1] for outcome in outcomes]
-    if (message := _first(problems)) is None:
+    problem = _restore(sync, path, stamp, on_world_size_change)
+    if (warning := agree(problem, on_missing_residual, group)) is None:
         return
-    if on_missing_residual == "error":
-        of_another_model = next(outcome[0] for outcome in outcomes if outcome is not None)
-        raise (ValueError if of_another_model else ResidualFileError)(message) from error
     if sync.ranks.logs:
-        _log.warning("%s; continuing with residuals of zero on all ranks", message)
-    _start_from_zero(sync, stamp, before, group, [rank for rank, text in enumerate(problems) if text is None])
+        _log.warning("%s; continuing with residuals of zero on all ranks", warning)
+    _start_from_zero(sync, stamp, before, group, can_read=problem is None)
 
 
-def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Exception | None:
-    """The error, if any: a `ValueError` if the files are intact, but of another model."""
+def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Problem | None:
+    """What has gone wrong, if anything."""
     rank_then = sync.ranks.world.rank % stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
@@ -207,12 +293,11 @@ def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeCha
     try:
         capture.restore(sync, load_rank(rank_then), load_rank=load_rank, on_world_size_change=policy)
     except (ResidualFileError, ValueError) as error:
-        return error
+        return Problem.of(error)
     except Exception as error:  # a file of another structure fails in any way
         name, cause = residual_files.path_of(path, file_of(stamp, rank_then)), f"{type(error).__name__}: {error}"
-        wrapped = ResidualFileError(f"the checkpoint's residual file {name} cannot be restored ({cause}): {ADVICE}")
-        wrapped.__cause__ = error
-        return wrapped
+        text = f"the checkpoint's residual file {name}*.pt cannot be restored ({cause}): {ADVICE}"
+        return Problem(text, "unusable")
     return None
 
 
@@ -223,19 +308,22 @@ def _shared(sync: GradientSync) -> dict[str, Any]:
 
 
 def _start_from_zero(
-    sync: GradientSync, stamp: Stamp, before: dict[str, Any], group: dist.ProcessGroup | None, sources: list[int]
+    sync: GradientSync, stamp: Stamp, before: dict[str, Any], group: dist.ProcessGroup | None, *, can_read: bool
 ) -> None:
-    """Counters and controllers continue, from the first of the ranks `sources` that could read them; residuals do not.
-    Without such a rank, controllers are as before.
+    """Counters and controllers continue, from the first of the ranks that could read them; residuals do not. Without
+    such a rank, controllers are as before.
     """
+    readers = gathered(can_read, group, "agreeing on a checkpoint's residual files")
     shared = [before]
-    if sources:
+    if any(readers):
         shared = [_shared(sync)]
-        dist.broadcast_object_list(shared, group_src=sources[0], group=group)
+        dist.broadcast_object_list(shared, group_src=readers.index(True), group=group)
     sync.restore_progress(step_index=stamp["step_index"], **shared[0]["progress"])
-    if sync.ranks.world.rank not in sources:
+    if not can_read:
         for name, part in sync.extra_state.items():
             part.load_state_dict(shared[0]["extra"][name])
     for rank_part in sync.rank_state.values():
         rank_part.forget()
+    for parts in sync.part_state.values():
+        parts.forget()
     sync.forget()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.model.parameters import local_part
 
-FORMAT = 3
+FORMAT = 4
 _SMALL_NBYTES = 1 << 20  # copied to page-locked memory, which is not returned to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
@@ -32,16 +32,7 @@ _log = logging.getLogger(__name__)
 def capture(sync: GradientSync) -> Saved:
     """A copy of all state of this rank, on the CPU. Between steps only."""
     sync.follow_phase()  # a restored engine starts with the phase of the next step
-    with sync.taken_back():
-        captured = _capture(sync)
-    check_last_step(sync)
-    if sync.device.type == "cuda":
-        torch.cuda.synchronize(sync.device)
-    return captured
-
-
-def _capture(sync: GradientSync) -> Saved:
-    return {
+    captured = {
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
@@ -52,8 +43,13 @@ def _capture(sync: GradientSync) -> Saved:
         "parameters": {name: _capture_parameter(sync, name) for name in sync.specs},
         "extra": {name: part.state_dict() for name, part in sync.extra_state.items()},
         "own": {name: _on_cpu(part.state_dict()) for name, part in sync.rank_state.items()},
+        "parts": {name: _on_cpu(part.state_dict()) for name, part in sync.part_state.items()},
         "reduces": _reduced(sync),
     }
+    check_last_step(sync)
+    if sync.device.type == "cuda":
+        torch.cuda.synchronize(sync.device)
+    return captured
 
 
 def check_last_step(sync: GradientSync) -> None:
@@ -128,14 +124,15 @@ def restore(
             ranks had not sent yet, so nothing is lost.
 
     Raises:
-        ValueError: The state is of another model or of an unknown format.
+        ValueError: The state is of another model.
     """
-    if saved.get("format") != FORMAT:
-        raise ValueError(f"saved state has format {saved.get('format')!r}, this version reads {FORMAT}")
     _check_model(sync, saved)
     sync.restore_progress(
         step_index=saved["step_index"], num_skipped=saved["num_skipped"], loss_scale=saved["loss_scale"]
     )
+    for name, parts in sync.part_state.items():
+        if name in saved["parts"]:
+            parts.load_state_dict(_everyones(name, saved, load_rank))
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
@@ -159,6 +156,13 @@ def restore(
         return
     for name, entry in saved["parameters"].items():
         _restore_parameter(sync, name, entry)
+
+
+def _everyones(name: str, saved: Saved, load_rank: Callable[[int], Saved]) -> Iterator[Mapping[str, Any]]:
+    """For `PartState`."""
+    yield saved["parts"][name]
+    for rank in range(saved["world_size"]):
+        yield load_rank(rank)["parts"][name]
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:

@@ -1,9 +1,9 @@
-"""Files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<checksum>.pt``, one per rank.
+"""Files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<run>.<skipped>-<checksum>.pt``.
 
-A file's name has the checksum of its bytes, and the checkpoint's stamp lists the checksums of all ranks' files. So two
-different files never share a name: those of a new checkpoint are written before the checkpoint itself, those of the one
-it replaces are removed after it, and no matter when a process dies, every checkpoint on disk has its residuals. Damaged
-or swapped files are refused.
+Each rank that saves writes one. Its name says to which save it belongs, and has the checksum of its bytes; the
+checkpoint's stamp says the same without the checksum, so that no rank has to know of the others' files before it is
+loaded. Two different files never share a name: those of a new checkpoint are written before it, and those of the one
+that it replaces are removed after it. Damaged or swapped files are refused.
 """
 
 from __future__ import annotations
@@ -22,41 +22,77 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils._pytree import tree_flatten_with_path
 
-from lowbit_strategy.checkpoint.capture import Saved
+from lowbit_strategy.checkpoint.capture import FORMAT, Saved
 
 SUFFIX = ".lowbit"
 ADVICE = (
     'restore the file, or pass on_missing_residual="reset" to continue with residuals of zero'
     " (the checkpoint itself is not affected)"
 )
-_NAME = re.compile(r"step-\d+-rank-(?P<rank>\d+)-of-\d+-[0-9a-f]+\.pt")
-_PARTIAL = re.compile(r"rank-(?P<rank>\d+)\.[0-9a-f]+\.part")
+_NAME = re.compile(
+    r"step-(?P<step>\d+)-rank-(?P<rank>\d+)-of-(?P<world_size>\d+)-(?P<run>[0-9a-f]+)\.(?P<skipped>\d+)-"
+    r"(?P<end>[0-9a-f]+\.(?:pt|part))"
+)
 _CHUNK = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
-    """A residual file cannot be written, or one that a checkpoint names is missing, damaged or another one."""
+    """A residual file cannot be written, or one that a checkpoint needs is missing, damaged or another one."""
+
+
+class MissingResidualFile(ResidualFileError):
+    """A rank has no residual file beside a checkpoint: it has not saved, or its file was lost."""
+
+
+class Moment(NamedTuple):
+    """When residuals were saved; the same on all ranks, though none of them asks another.
+
+    Args:
+        run: Drawn by the ranks together when training begins or a checkpoint is loaded.
+        step: Optimizer steps completed.
+        skipped: Steps that overflowed until then.
+    """
+
+    run: str
+    step: int
+    skipped: int
+
+    def is_before(self, other: Moment) -> bool:
+        """Whether training is known to have been here before `other`; another run's moments are taken for earlier."""
+        return self.run != other.run or self[1:] < other[1:]
 
 
 class ResidualFile(NamedTuple):
-    """A file by the optimizer step, rank and world size that saved it, and the checksum of its bytes."""
+    """The file of one rank of those that saved. `end` is not known before it is written: the checksum and ``.pt``."""
 
-    step: int
+    moment: Moment
     rank: int
     world_size: int
-    checksum: str
+    end: str = ""
 
     @property
     def name(self) -> str:
-        return f"step-{self.step}-rank-{self.rank}-of-{self.world_size}-{self.checksum}.pt"
+        run, step, skipped = self.moment
+        return f"step-{step}-rank-{self.rank}-of-{self.world_size}-{run}.{skipped}-{self.end}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has been written to its end."""
+        return self.end.endswith(".pt")
+
+    @classmethod
+    def of(cls, saved: Saved) -> ResidualFile:
+        """The file in which `saved` belongs."""
+        moment = Moment(saved["run"], saved["step_index"], saved["num_skipped"])
+        return cls(moment, saved["rank"], saved["world_size"])
 
 
 def sidecar_folder(checkpoint_path: Any) -> str:
     return str(checkpoint_path).rstrip("/") + SUFFIX
 
 
-def path_of(checkpoint_path: Any, entry: ResidualFile) -> str:
-    return posixpath.join(sidecar_folder(checkpoint_path), entry.name)
+def path_of(checkpoint_path: Any, file: ResidualFile) -> str:
+    return posixpath.join(sidecar_folder(checkpoint_path), file.name)
 
 
 class _Hashing:
@@ -98,14 +134,15 @@ def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
     """
     folder = sidecar_folder(checkpoint_path)
     fs, local = fsspec.core.url_to_fs(folder)
-    partial = posixpath.join(local, f"rank-{saved['rank']}.{uuid.uuid4().hex}.part")
+    whole = ResidualFile.of(saved)
+    partial = posixpath.join(local, whole._replace(end=f"{uuid.uuid4().hex}.part").name)
     try:
         fs.makedirs(local, exist_ok=True)
         with fs.open(partial, "wb") as raw:
             file = _Hashing(raw)
             torch.save(saved, file)  # type: ignore[arg-type]  # it only writes and flushes
-        entry = ResidualFile(saved["step_index"], saved["rank"], saved["world_size"], file.checksum)
-        _move(fs, partial, posixpath.join(local, entry.name))
+        whole = whole._replace(end=f"{file.checksum}.pt")
+        _move(fs, partial, posixpath.join(local, whole.name))
     except BaseException as error:
         with contextlib.suppress(Exception):
             fs.rm_file(partial)
@@ -113,10 +150,10 @@ def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
             raise
         cause = f"{type(error).__name__}: {_innermost(error)}"
         raise ResidualFileError(
-            f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): make room or give another"
-            " folder; the checkpoint was not written either"
+            f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): the checkpoint is without"
+            " them, and a run that resumes from it starts with residuals of zero. Make room or give another folder"
         ) from error
-    return entry
+    return whole
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -134,10 +171,9 @@ def _move(fs: Any, source: str, target: str) -> None:
         fs.rm_file(source)
 
 
-def files_of(checkpoint_path: Any, rank: int, world_size: int) -> list[str]:
-    """Full paths of all files that `rank` manages, including those of ranks that no longer exist."""
-    folder = sidecar_folder(checkpoint_path)
-    fs, local = fsspec.core.url_to_fs(folder)
+def files_of(checkpoint_path: Any) -> list[ResidualFile]:
+    """All files beside a checkpoint, of all ranks and runs, and those that were not written to their end."""
+    fs, local = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     fs.invalidate_cache()
     try:
         paths = fs.ls(local, detail=False)
@@ -145,72 +181,79 @@ def files_of(checkpoint_path: Any, rank: int, world_size: int) -> list[str]:
         return []
     found = []
     for path in paths:
-        name = posixpath.basename(str(path).rstrip("/"))
-        match = _NAME.fullmatch(name) or _PARTIAL.fullmatch(name)
-        if match is not None and int(match["rank"]) % world_size == rank:
-            found.append(posixpath.join(folder, name))
+        if match := _NAME.fullmatch(posixpath.basename(str(path).rstrip("/"))):
+            moment = Moment(match["run"], int(match["step"]), int(match["skipped"]))
+            found.append(ResidualFile(moment, int(match["rank"]), int(match["world_size"]), match["end"]))
     return sorted(found)
 
 
-def delete(paths: Iterable[str]) -> None:
-    for path in paths:
-        fs, local = fsspec.core.url_to_fs(path)
+def delete(checkpoint_path: Any, files: Iterable[ResidualFile]) -> None:
+    """Other ranks may be deleting the same."""
+    fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
+    for file in files:
         with contextlib.suppress(FileNotFoundError):
-            fs.rm_file(local)
+            fs.rm_file(posixpath.join(folder, file.name))
 
 
 def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
-    """Remove this rank's files, and the folder once it is empty."""
-    delete(files_of(checkpoint_path, rank, world_size))
+    """The checkpoint was removed: this rank's files go, and those of ranks that are no more; rank 0 takes all. The last
+    one takes the folder.
+    """
+    files = files_of(checkpoint_path)
+    delete(checkpoint_path, (file for file in files if rank in (0, file.rank % world_size)))
     fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     with contextlib.suppress(OSError):  # another rank may be doing the same, or it is a link to a folder
         if fs.exists(folder) and not fs.ls(folder, detail=False):
             fs.rmdir(folder)
 
 
-def load(checkpoint_path: Any, entry: ResidualFile) -> Saved:
-    """Read one file of the run that saved.
+def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
+    """Read one file of the run that saved; `file` without its end.
 
     Raises:
-        ResidualFileError: It is missing, damaged, of another rank or run, or holds residuals that are not finite.
+        MissingResidualFile: There is none.
+        ResidualFileError: It is damaged, of another rank or run, or holds residuals that are not finite.
     """
-    path = _find(checkpoint_path, entry)
+    path = _find(checkpoint_path, file)
     fs, local = fsspec.core.url_to_fs(path)
+    expected = posixpath.basename(path).rpartition("-")[2].removesuffix(".pt")
     try:
-        with fs.open(local, "rb") as file:
-            if (found := _checksum(file)) != entry.checksum:
-                raise ValueError(f"its checksum is {found}, the checkpoint recorded {entry.checksum}")
-            file.seek(0)
-            saved: Saved = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ResidualFileError(f"the checkpoint's residual file {path} is missing: {ADVICE}") from error
+        with fs.open(local, "rb") as opened:
+            if (found := _checksum(opened)) != expected:
+                raise ValueError(f"its checksum is {found}, its name has {expected}")
+            opened.seek(0)
+            saved: Saved = torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes fail in any of the ways of pickle
         raise ResidualFileError(f"the checkpoint's residual file {path} cannot be read ({error}): {ADVICE}") from error
-    if problem := _problem(saved, entry):
+    if problem := _problem(saved, file):
         raise ResidualFileError(f"{path} {problem}: {ADVICE}")
     return saved
 
 
-def _find(checkpoint_path: Any, entry: ResidualFile) -> str:
-    """``last.ckpt`` may be a link: then the files are beside it or beside its target."""
-    path = path_of(checkpoint_path, entry)
-    fs, local = fsspec.core.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem) and not os.path.exists(local):
-        _, checkpoint = fsspec.core.url_to_fs(str(checkpoint_path))
-        beside_target = path_of(os.path.realpath(checkpoint), entry)
-        if os.path.exists(beside_target):
-            return beside_target
-    return path
+def _find(checkpoint_path: Any, file: ResidualFile) -> str:
+    """``last.ckpt`` may be a link: then the files are beside it or beside its target. A rank that has saved twice at
+    one moment, and was stopped before the first file was removed, has two, and either will do.
+    """
+    places = [checkpoint_path]
+    fs, local = fsspec.core.url_to_fs(str(checkpoint_path))
+    if isinstance(fs, LocalFileSystem):
+        places.append(os.path.realpath(local))
+    for place in places:
+        for each in files_of(place):
+            if each.is_whole and each._replace(end="") == file:
+                return path_of(place, each)
+    raise MissingResidualFile(
+        f"the checkpoint's residual file {path_of(checkpoint_path, file)}*.pt is missing: {ADVICE}"
+    )
 
 
-def _problem(saved: Any, entry: ResidualFile) -> str | None:
+def _problem(saved: Any, file: ResidualFile) -> str | None:
     if not isinstance(saved, dict) or "parameters" not in saved:
         return "is not a residual file"
-    found = ResidualFile(
-        saved.get("step_index", -1), saved.get("rank", -1), saved.get("world_size", -1), entry.checksum
-    )
-    if found != entry:
-        return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
+    if (found := saved.get("format")) != FORMAT:
+        return f"has format {found!r} and this version reads {FORMAT}: load it with the version that wrote it, or else"
+    if (holds := ResidualFile.of(saved)) != file:
+        return f"holds the residuals of rank {holds.rank} of {holds.world_size} at step {holds.moment.step}"
     # elsewhere (weights, moments, buffers such as a mask of -inf) a value that is not finite may be right
     for path, x in tree_flatten_with_path(saved["parameters"])[0]:
         if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.float().isfinite().all():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, B
 from lowbit_strategy.engine.interfaces import (
     Listeners,
     LocalTraining,
+    PartState,
     RankState,
     SecondMomentCorrection,
     Stateful,
@@ -55,8 +55,7 @@ class GradientSync:
         device: Device of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Seed of all randomness; the same on all ranks.
-        skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
-        keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
+        rollback: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
@@ -65,7 +64,8 @@ class GradientSync:
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
         node_codes: Means inside a node as codes; None: sums there are exact, or there is one level.
-        extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
+        extra_state, rank_state, part_state: What is saved beside the methods' own state, by name; what differs between
+            ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
         second_moment: Corrects the optimizer's second moment after it has stepped; None: it is not corrected.
@@ -80,16 +80,16 @@ class GradientSync:
         *,
         scatter: bool,
         seed: int = 0,
-        skips_overflow: bool = False,
-        keeps_copies: bool = True,
+        rollback: bool = False,
     ) -> None:
         self.device, self.scatter, self.seed = device, scatter, seed
-        self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
+        self.rollback = self._rolls_back = rollback
         self.step_index = self.num_skipped = 0
         self.weights: WeightSync | None = None
         self.loss_scale: float | None = None
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
+        self.part_state: dict[str, PartState] = {}
         self.steps_per_reduction = 1
         self.outer: LocalTraining | None = None
         self.second_moment: SecondMomentCorrection | None = None
@@ -105,8 +105,7 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self._after_backward: Callable[[], None] | None = None
-        self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
+        self.transactions = Transactions(self.state, StepFlags(device), keeps_all=rollback)
         self.use(compressor)
 
     @property
@@ -178,7 +177,7 @@ class GradientSync:
             flags=self.transactions.flags,
             carryover=state.carryover,
             collector=Collector(list(state.specs)) if any(method.whole_model for method in state.stores) else None,
-            notes_overflow=self.skips_overflow,
+            notes_overflow=self.rollback,
         )
 
     @property
@@ -209,7 +208,7 @@ class GradientSync:
         """
         if self.has_begun:
             return
-        self.num_skipped += self.in_step and self.skips_overflow  # all of a step was rolled back
+        self.num_skipped += self.in_step and self.rollback  # all of a step was rolled back
         self._clear_step()
         self._begun, self.steps_per_reduction, self._step = True, steps_per_reduction, self.step_context()
         probes = self.listeners.begin_step(StepPhase.DECIDE)
@@ -217,7 +216,6 @@ class GradientSync:
         if loss_scale is not None:
             if self.loss_scale is not None and loss_scale != self.loss_scale:
                 self.state.rescale_(loss_scale / self.loss_scale)
-                self.transactions.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
@@ -228,37 +226,25 @@ class GradientSync:
         """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
         not committed before `end_step`.
         """
-        if not self.skips_overflow:
+        if not self.rollback:
             self.transactions.commit(names)
 
-    def roll_back(self, names: Iterable[str] | None = None) -> None:
-        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun."""
-        closed = self.transactions.roll_back(names)
+    def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
+        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun. Returns
+        the parameters whose state was restored. There was no copy of the others' state; from now on one is kept.
+        """
+        restored = self.transactions.roll_back(names)
         if self.second_moment is not None:
-            self.second_moment.roll_back(closed)
+            self.second_moment.roll_back(restored)
         if names is None:
             self._clear_step()
-
-    def set_aside(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters were cleared, on all ranks: `Transactions.settle` tells what for."""
-        closed = self.transactions.set_aside(names)
-        if self.second_moment is not None:
-            self.second_moment.roll_back(closed)
-
-    @contextmanager
-    def taken_back(self) -> Iterator[None]:
-        """Inside, methods have kept what they had before all that is open."""
-        if self.outer is not None:  # an exchange that is under way is saved with its movements
-            yield
-            return
-        with self.transactions.taken_back():
-            yield
+        return restored
 
     def _clear_step(self) -> None:
         self._entered.clear()
         self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
-        if self.skips_overflow:
+        if self.rollback:
             self.transactions.flags.clear()
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
@@ -288,19 +274,12 @@ class GradientSync:
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
-        if kept := self.transactions.to_keep(bucket.ordered_names):
-            stages = self._keeping(kept, stages)
+        if self.transactions.keeps_all or self.transactions.thrown_away:
+            stages = self._keeping(self.transactions.to_keep(bucket.names), stages)
         self.transactions.prepared |= bucket.names
-        if self._after_backward is not None:
-            queue_after_backward(self._after_backward)
-            self._after_backward = None
         return stages
 
-    def call_after_backward(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the next backward pass that reduces has ended."""
-        self._after_backward = callback
-
-    def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
+    def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
         self.transactions.keep(names)
         if self.second_moment is not None:
@@ -332,7 +311,7 @@ class GradientSync:
             if part is not None:
                 part.end_step()
         self.transactions.byte_check.end_step()
-        if entered and self.skips_overflow:
+        if entered and self.rollback:
             counted = not self.transactions.flags.overflowed(self.ranks.world)
         self.transactions.flags.raise_if_broken(self.ranks.rank)
         if counted:
@@ -354,13 +333,13 @@ class GradientSync:
         """Switch to local steps: weights' changes are reduced, no gradients. `revocable`: a step may be rolled back."""
         if self.outer is None and self.step_index > 0:
             self.forget()
-        self.outer, self.skips_overflow, self.loss_scale = outer, False, None
-        self.transactions.keeps_copies = revocable and self._keeps_copies
+        self.outer, self.rollback, self.loss_scale = outer, False, None
+        self.transactions.keeps_all = revocable
 
     def train_together(self) -> None:
         """Gradients are reduced again, in every step: a state from before `train_locally` has been loaded."""
-        self.outer, self.skips_overflow = None, self._may_overflow
-        self.transactions.keeps_copies = self._keeps_copies
+        self.outer, self.rollback = None, self._rolls_back
+        self.transactions.keeps_all = self.rollback
         self.forget()
 
     def count_local_step(self) -> None:
@@ -383,6 +362,10 @@ class GradientSync:
     def save_per_rank(self, name: str, part: RankState) -> None:
         """The same for state that differs between ranks."""
         self.rank_state[name] = part
+
+    def save_parts(self, name: str, part: PartState) -> None:
+        """The same for state of which ranks have parts."""
+        self.part_state[name] = part
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """Continue where a checkpoint was; the compressor's phase follows."""
@@ -411,13 +394,4 @@ class GradientSync:
             every=None if outer is None else outer.round_length,
             device_type=self.device.type,
             squares=self.second_moment is not None and self.second_moment.exchanges,
-            copies=self.transactions.keeps_copies,
         )
-
-
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    """In a backward pass: call `callback` when it has ended, after everything that waits for its end by now, or is
-    going to while gradients are computed.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))

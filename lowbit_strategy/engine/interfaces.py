@@ -41,6 +41,19 @@ class RankState(Protocol):
         """The state is lost: go on from what all ranks share."""
 
 
+class PartState(Protocol):
+    """Values of parameters, of each of which a rank has a part or all: nested plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """What ranks have saved, this rank's state first, then those of all in rank order: each is read when asked for.
+        The layout may be another one.
+        """
+
+    def forget(self) -> None:
+        """The state is lost: begin again."""
+
+
 class SecondMomentCorrection(Protocol):
     """Changes what an optimizer keeps. `exchanges`: ranks send something for it."""
 
@@ -52,7 +65,7 @@ class SecondMomentCorrection(Protocol):
     def keep(self, names: Sequence[str]) -> None:
         """These parameters are about to be reduced, and the reduction may be rolled back."""
 
-    def roll_back(self, names: Iterable[str]) -> None:
+    def roll_back(self, names: Sequence[str]) -> None:
         """It was."""
 
     def name_parameters(self) -> None:

@@ -93,12 +93,15 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         self._clipping.clipped(clip, option)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        check_optimizers(self.compressor, self.options, [optimizer])
-        self._optimizers.append(weakref.ref(optimizer))
+        self._take_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
 
+    def _take_optimizer(self, optimizer: Any) -> None:
+        """An optimizer is set up, in whichever way; local steps save its state."""
+        check_optimizers(self.compressor, self.options, [optimizer])
+        self._optimizers.append(weakref.ref(optimizer))
+
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        path = self.broadcast(path)
         sessions = self._sessions_of(state)
         with contextlib.ExitStack() as saving:
             stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
@@ -215,7 +218,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
         for optimizer in optimizers:
             if optimizer.state:
                 raise ValueError("set the model and optimizer up before the first step: this optimizer has state")
-            check_optimizers(self.compressor, self.options, [optimizer])
+            self._take_optimizer(optimizer)
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler
@@ -224,7 +227,8 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
         for value in state.values():
             if isinstance(value, nn.Module):
                 reshard(value)  # a validation leaves the outermost module gathered
-        super().save_checkpoint(path, state, *args, **kwargs)
+        # stock takes the path of rank 0, since all ranks write; so do the residuals
+        super().save_checkpoint(self.broadcast(path), state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         entries = state.items() if isinstance(state, dict) else ()

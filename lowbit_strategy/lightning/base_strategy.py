@@ -205,7 +205,6 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             return
         if not self._writes:
             return
-        filepath = self.broadcast(filepath)
         later = _finish_writing(self.checkpoint_io)
         with self.session.save(filepath, asynchronous=later) as stamp, self.session.shared_weights(validates=False):
             checkpoint[CHECKPOINT_KEY] = stamp

@@ -169,6 +169,10 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
         if self.session is not None:
             self.session.weights_unchanged()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Stock takes the path of rank 0, since all ranks write; so do the residuals."""
+        super().save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         with explain_mismatch(checkpoint_path, {"state_dict": self.model}), optimizers_without_state(self):

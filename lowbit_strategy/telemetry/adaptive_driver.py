@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.control.base import (
+    Accumulate,
     Controller,
     Decision,
     EndToEnd,
@@ -28,6 +29,7 @@ from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.rounds.outer import STATE_KEY
 from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
+from lowbit_strategy.telemetry.window_sums import WindowSums
 
 EXTRA_STATE_KEY = "adaptive"
 
@@ -84,9 +86,6 @@ class AdaptiveDriver:
         self._decided_step: int | None = None
         self._probe = Probe()
         self._shown: dict[str, Any] = {}  # Telemetry fields of the last step
-        self._sums: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-        self._summed_steps = 0
         self._last_end: float | None = None
 
     def attach(self, sync: GradientSync) -> None:
@@ -111,6 +110,7 @@ class AdaptiveDriver:
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.listeners.add(self, StepPhase.DECIDE)
+        self._window = WindowSums(sync)
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             peers = sync.ranks.peers
@@ -138,7 +138,7 @@ class AdaptiveDriver:
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(progress, self.state):
-                shown |= self._read_sums()
+                shown |= self._window.read()
             self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
         probe, self._measure = self._probe, StepMeasure(sync)
         return self if probe.accumulate or probe.levels or probe.end_to_end else None
@@ -167,12 +167,10 @@ class AdaptiveDriver:
         self.sync.choose({name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs})
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        sync, probe = self.sync, self._probe
+        probe = self._probe
         views = [slot.within(x, out) for slot in bucket.params]
-        scale = 1.0 / (sync.loss_scale or 1.0)
         if probe.accumulate == "local":
-            for view in views:
-                self._add_(view.spec.name, view.flat(), scale)
+            self._add(views, "local")
         if probe.levels:
             self._measure.add_residuals(bucket)
             self._try_levels(bucket, x, out)
@@ -180,10 +178,7 @@ class AdaptiveDriver:
             stages = self._measure.compare(views, stages)
         yield from stages
         if probe.accumulate == "mean":
-            for view in views:
-                # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
-                share = sync.ranks.peers.world_size if sync.scatter else sync.ranks.peers.world_size**0.5
-                self._add_(view.spec.name, view.out, scale / share)
+            self._add(views, "mean")
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
         """Not asked for: levels are tried on gradients regardless of those in force."""
@@ -195,43 +190,18 @@ class AdaptiveDriver:
             configuration = self.controller.levels[level].phase(sync.step_index)
             self._measure.rows[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
-    def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(gradient, dtype=torch.float32)
-        if self.sync.skips_overflow:  # a step that overflows is not taken: it must not spoil the sum
-            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
-        self._sums[name].add_(gradient, alpha=factor)
-        if self._probe.square:
-            square = (torch.linalg.vector_norm(gradient, dtype=torch.float32) * factor).square()
-            self._squares[name] = self._squares[name] + square if name in self._squares else square
+    def _add(self, views: Sequence[ParamView], gradient: Accumulate) -> None:
+        for view in views:
+            self._window.add(view, gradient, square=self._probe.square)
 
     def end_step(self, *, counted: bool) -> None:
         now = self.timer()
         if counted:
-            self._summed_steps += self._probe.accumulate is not None
+            self._window.num_steps += self._probe.accumulate is not None
             self._shown = self._summarize(now)
         self._last_end = now
 
     # -- summing over ranks -------------------------------------------------------------------------------------
-
-    def _read_sums(self) -> dict[str, Any]:
-        """Telemetry of the accumulated gradients, which start again from zero."""
-        names, zero = list(self.sync.specs), torch.zeros((), device=self.sync.device)
-        sums = StepMeasure(self.sync)
-        sums.rows["squares"] = {
-            name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
-            for name, values in self._sums.items()
-        }
-        total = sums.summed({"squares": 2})[0]["squares"]
-        shown: dict[str, Any] = {
-            "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
-            "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
-            "accumulated_steps": self._summed_steps,
-        }
-        self._sums.clear()
-        self._squares.clear()
-        self._summed_steps = 0
-        return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
         probe = self._probe
@@ -266,9 +236,6 @@ class AdaptiveDriver:
             "accumulation": self.accumulation,
             "learning_rate_factor": self.learning_rate_factor,
             "shown": self._shown,
-            "sums": {name: values.cpu().clone() for name, values in self._sums.items()},
-            "squares": {name: float(square) for name, square in self._squares.items()},
-            "summed_steps": self._summed_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,16 +246,11 @@ class AdaptiveDriver:
                     state["controller"],
                     ", ".join(state["labels"]),
                 )
+            self._window.forget()
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
         self._shown = dict(state["shown"])
-        self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
-        squares = state["squares"].items()
-        self._squares = {
-            name: torch.tensor(square, dtype=torch.float32).to(self.sync.device) for name, square in squares
-        }
-        self._summed_steps = state["summed_steps"]
         self.levels = dict(state["levels"])
         if self.levels:
             self._choose_levels()

@@ -189,7 +189,8 @@ class ResidualCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()
         if binding is not None and binding.writes_checkpoints and self._saves(args, state):
-            binding.save(os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+            with binding.save(os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")):
+                pass  # the Trainer has written it
 
     @staticmethod
     def _saves(args: TrainingArguments, state: TrainerState) -> bool:

@@ -47,8 +47,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(facts: list[Facts]) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Of all files, without their checksums."""
-    return sorted(re.sub(r"-[0-9a-f]{16}\.pt$", ".pt", path.name) for path in folder.iterdir())
+    """Of all files, without runs and checksums."""
+    return sorted(re.sub(r"-[0-9a-f]{8}\.\d+-[0-9a-f]{16}\.pt$", ".pt", path.name) for path in folder.iterdir())
 
 
 def saved_again_and_again(folder: Path) -> Facts:

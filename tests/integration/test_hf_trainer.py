@@ -81,7 +81,7 @@ def resumed_from_a_checkpoint(folder: Path, kind: Kind) -> Facts:
         shutil.rmtree(folder / "checkpoint-4/residuals.lowbit")
     whole.accelerator.wait_for_everyone()
     forgetful.train(resume_from_checkpoint=middle)
-    torn = trainer(folder / "torn", kind, LoCo(bits=4))
+    torn = trainer(folder / "torn", kind, LowBitPlugin(LoCo(bits=4), on_missing_residual="error"))
     return {
         "losses": losses(parts) == losses(whole),
         "bits": fingerprint(parts.model) == fingerprint(whole.model),
@@ -214,7 +214,7 @@ def trained_twice(folder: Path) -> Facts:
     return facts_of(twice) | {
         "once": once["sent"],
         "evaluation": evaluation["eval_loss"],
-        "kept": sorted(path.name.rpartition("-")[0] for path in folder.glob("checkpoint-*/residuals.lowbit/step*")),
+        "kept": sorted(path.name.rsplit("-", 2)[0] for path in folder.glob("checkpoint-*/residuals.lowbit/step*")),
     }
 
 

@@ -22,10 +22,10 @@ from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, lo
 
 
 def _files(folder: Path) -> list[str]:
-    """All files, the checksums in their names left out."""
+    """All files, runs and checksums in their names left out."""
     torch.distributed.barrier()
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return sorted(re.sub(r"-[0-9a-f]{16}\.pt$", ".pt", name) for name in found)
+    return sorted(re.sub(r"-[0-9a-f]{8}\.\d+-[0-9a-f]{16}\.pt$", ".pt", name) for name in found)
 
 
 def _saving(**options: Any) -> dict[str, Any]:
@@ -222,19 +222,21 @@ def _flip_a_bit(file: Path) -> None:
 
 
 def _restamp(checkpoint: Path, change: Callable[[Any], None]) -> None:
-    """Change what rank 1 has saved, and its checksum in the checkpoint: only what is in the file is wrong."""
+    """Change what rank 1 has saved, and its checksum with it: only what is in the file is wrong."""
     file = next((checkpoint.parent / f"{checkpoint.name}.lowbit").glob("*rank-1*"))
     saved = torch.load(file, weights_only=True)
     change(saved)
-    place = residual_files.save(checkpoint, saved)
-    whole = torch.load(checkpoint, weights_only=True)
-    whole["lowbit_strategy"]["checksums"][1] = place.checksum
-    torch.save(whole, checkpoint)
+    residual_files.save(checkpoint, saved)
+    file.unlink()
 
 
 def _spoil(saved: Any) -> None:
     tensors = saved["parameters"]["net.2.weight"]["tensors"]
     next(value for value in tensors.values() if value.is_floating_point()).view(-1)[0] = float("nan")
+
+
+def _age(saved: Any) -> None:
+    saved["format"] = 3
 
 
 def _empty(saved: Any) -> None:
@@ -243,7 +245,6 @@ def _empty(saved: Any) -> None:
 
 
 _DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "missing": (lambda checkpoint, file: file.unlink(), "is missing"),
     "truncated": (lambda checkpoint, file: file.write_bytes(file.read_bytes()[:1000]), "its checksum is"),
     "flipped": (lambda checkpoint, file: _flip_a_bit(file), "its checksum is"),
     "another rank's": (
@@ -251,6 +252,7 @@ _DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         "its checksum is",
     ),
     "not finite": (lambda checkpoint, file: _restamp(checkpoint, _spoil), "is not finite, in parameters.net.2.weight"),
+    "another format": (lambda checkpoint, file: _restamp(checkpoint, _age), "has format 3 and this version reads 4"),
     "another structure": (lambda checkpoint, file: _restamp(checkpoint, _empty), "cannot be restored (KeyError: "),
 }
 
@@ -297,16 +299,19 @@ def stamps(folder: Path, kind: Kind) -> Facts:
     folders = [folder / "complete", folder / "without"]
     for each in folders:
         each.mkdir(exist_ok=True)
-    checkpoint_folder.save(str(folders[0]), [session], writes_stamp=first)
+    with checkpoint_folder.save(str(folders[0]), [session], writes_stamp=first):
+        pass
+    torch.distributed.barrier()
     mine = str(folders[0 if first else 1])
     errors = {
         "one machine has none": raised(lambda: session.load(path, stamp if first else None)),
         "another step": raised(lambda: session.load(path, stamp if first else stamp | {"step_index": 4})),
         "another version": raised(lambda: session.load(path, {"step_index": 3, "world_size": 2, "parameters": []})),
-        "no ranks": raised(lambda: session.load(path, stamp | {"world_size": 0, "checksums": []})),
+        "no ranks": raised(lambda: session.load(path, stamp | {"world_size": 0})),
         "a folder": raised(lambda: checkpoint_folder.load(mine, [session])),
-        "a folder known to be compressed": raised(lambda: checkpoint_folder.load(mine, [session], compressed=True)),
     }
+    with listen() as unfinished:
+        checkpoint_folder.load(mine, [session], compressed=True)
     torch.distributed.barrier()
     if first:
         (folders[0] / "residuals.lowbit" / "stamp.json").write_text('{"step_index": 3, ')
@@ -318,7 +323,7 @@ def stamps(folder: Path, kind: Kind) -> Facts:
     with listen() as lines:
         checkpoint_folder.load(mine, [patient], compressed=True)
     same_path = {case: error.replace(str(folders[1]), str(folders[0])) for case, error in errors.items()}
-    return {"errors": same_path, "steps": steps, "lines": lines}
+    return {"errors": same_path, "steps": steps, "lines": unfinished + lines}
 
 
 @scenarios(stamps, kind=KINDS, slow=all_but(kind="ddp"))
@@ -328,41 +333,54 @@ def test_ranks_agree_on_what_a_checkpoint_says_of_its_residuals(facts: list[Fact
     assert all(error.startswith("ResidualFileError: rank ") for error in errors.values()), errors
     for case in ("one machine has none", "another step", "a folder"):
         assert "rank 1 finds another record of residuals in" in errors[case]
-    assert "some.ckpt records no checksums of its residual files: another version" in errors["another version"]
+    assert "some.ckpt records no run of its residual files: another version" in errors["another version"]
     assert "records residual files of 0 ranks at step 3, which no run has saved" in errors["no ranks"]
-    assert "its residuals are not there" in errors["a folder known to be compressed"]
     assert "stamp.json cannot be read" in errors["damaged"]
     assert 'on_missing_residual="reset"' in errors["damaged"]
     assert facts[0]["steps"] == 3
-    assert "continuing with residuals of zero on all ranks" in facts[0]["lines"][0]
+    assert "its residuals are not there" in facts[0]["lines"][0]
+    assert "stamp.json cannot be read" in facts[0]["lines"][1]
+    assert all("continuing with residuals of zero on all ranks" in line for line in facts[0]["lines"])
     assert facts[1]["lines"] == []
 
 
 def full_disk(folder: Path, kind: Kind) -> Facts:
-    """Of one rank: no checkpoint is written, what was there stays, and all ranks know."""
+    """Of one rank: training goes on, the checkpoint is written without that rank's residuals, and a warning says so."""
     made = fit(kind, ByStep(), max_steps=3)
     path = folder / "some.ckpt"
     made.save_checkpoint(path)
-    before = _files(folder)
     made.fit_loop.epoch_loop.max_steps = 5
     made.fit(made.lightning_module, loader())
     torch.distributed.barrier()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    error = raised(lambda: made.save_checkpoint(path))
+    with listen() as lines:
+        made.save_checkpoint(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return {"error": error, "kept": _files(folder) == before, "step": torch.load(path)["global_step"]}
+    files = _files(folder)
+    strict = trainer(strategy(kind, on_missing_residual="error"), max_steps=6)
+    error = raised(lambda: strict.fit(ByStep(), loader(), ckpt_path=path))
+    with listen() as resumed:
+        made = trainer(strategy(kind), max_steps=6)
+        made.fit(ByStep(), loader(), ckpt_path=path)
+    return {"lines": lines, "files": files, "error": error, "resumed": resumed, "steps": made.strategy.sync.step_index}
 
 
 @scenarios(full_disk, kind=KINDS, slow=all_but(kind="ddp"))
 def test_a_full_disk_on_one_rank(facts: list[Facts]) -> None:
+    assert facts[0]["lines"] == []
+    (warning,) = facts[1]["lines"]
+    assert warning.startswith("the residuals of rank 1 cannot be written to ")
+    assert "some.ckpt.lowbit" in warning
+    assert "File too large" in warning
     for rank in facts:
-        assert rank["error"].startswith("ResidualFileError: rank 1: the residuals of rank 1 cannot be written to ")
-        assert "some.ckpt.lowbit" in rank["error"]
-        assert "File too large" in rank["error"]
-        assert rank["kept"]
-        assert rank["step"] == 3
+        assert rank["files"] == ["some.ckpt", "some.ckpt.lowbit/step-5-rank-0-of-2.pt"]
+        assert rank["error"].startswith("ResidualFileError: rank 1: the checkpoint's residual file ")
+        assert "step-5-rank-1-of-2-" in rank["error"]
+        assert "is missing" in rank["error"]
+        assert rank["steps"] == 6
+    assert any("is missing. It was lost, or" in line for line in facts[0]["resumed"])
 
 
 def second_run(folder: Path, kind: Kind) -> Facts:

@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.residual_files import ResidualFile, ResidualFileError
+from lowbit_strategy.checkpoint.capture import FORMAT
+from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, Moment, ResidualFile, ResidualFileError
 
 
-def saved(step: int, rank: int = 0, world_size: int = 2, value: float = 1.0) -> dict[str, Any]:
+def saved(
+    step: int, rank: int = 0, world_size: int = 2, value: float = 1.0, run: str = "0a", skipped: int = 0
+) -> dict[str, Any]:
+    when = {"run": run, "step_index": step, "num_skipped": skipped}
     tensors = {"w": {"tensors": {"residual": torch.full((3,), value)}}}
-    return {"step_index": step, "rank": rank, "world_size": world_size, "parameters": tensors}
+    return {"format": FORMAT, "rank": rank, "world_size": world_size, "parameters": tensors} | when
 
 
 def names(folder: Path) -> list[str]:
@@ -26,11 +30,16 @@ def names(folder: Path) -> list[str]:
 
 
 def replace_checkpoint(checkpoint: Path, state: dict[str, Any]) -> ResidualFile:
-    """As the adapters do: files first, then the checkpoint, then what it replaces goes."""
-    before = residual_files.files_of(checkpoint, state["rank"], state["world_size"])
+    """As rank 0 does: its file first, then the checkpoint, then what it replaces goes."""
     place = residual_files.save(checkpoint, state)
-    residual_files.delete(name for name in before if name != residual_files.path_of(checkpoint, place))
+    replaced = [each for each in residual_files.files_of(checkpoint) if each.moment.is_before(place.moment)]
+    residual_files.delete(checkpoint, replaced)
     return place
+
+
+def load(checkpoint: Any, place: ResidualFile) -> dict[str, Any]:
+    """As resuming does: the checkpoint knows no checksum."""
+    return residual_files.load(checkpoint, place._replace(end=""))
 
 
 @pytest.fixture
@@ -45,10 +54,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_saved_is_loaded(checkpoint: Path, folder: Path) -> None:
     place = residual_files.save(checkpoint, saved(5, rank=1))
-    loaded = residual_files.load(checkpoint, place)
+    loaded = load(checkpoint, place)
     assert loaded["parameters"]["w"]["tensors"]["residual"].tolist() == [1, 1, 1]
     assert len(names(folder)) == 1
-    assert re.fullmatch(r"step-5-rank-1-of-2-[0-9a-f]{16}\.pt", names(folder)[0])
+    assert re.fullmatch(r"step-5-rank-1-of-2-0a\.0-[0-9a-f]{16}\.pt", names(folder)[0])
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -65,7 +74,7 @@ def test_a_file_is_whole_or_not_there(checkpoint: Path, folder: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             residual_files.save(checkpoint, saved(step))
     assert names(folder) == [place.name]
-    assert residual_files.load(checkpoint, place)["step_index"] == 5
+    assert load(checkpoint, place)["step_index"] == 5
 
 
 def test_a_full_disk_leaves_nothing_behind_and_is_named(checkpoint: Path, folder: Path) -> None:
@@ -82,7 +91,7 @@ def test_a_full_disk_leaves_nothing_behind_and_is_named(checkpoint: Path, folder
     assert str(folder) in str(caught.value)
     assert "rank 0" in str(caught.value)
     assert os.strerror(27) in str(caught.value)  # EFBIG
-    assert "make room" in str(caught.value)
+    assert "Make room" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -93,22 +102,32 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_run_leaves_the_files_of_another_until_it_has_replaced_their_checkpoint(checkpoint: Path) -> None:
     """Same path, same step: two runs, or one whose step was skipped and that saves again."""
-    old = residual_files.save(checkpoint, saved(5, value=1.0))
-    new = residual_files.save(checkpoint, saved(5, value=2.0))
-    for place, value in ((old, 1), (new, 2)):
-        loaded = residual_files.load(checkpoint, place)
-        assert loaded["parameters"]["w"]["tensors"]["residual"].tolist() == [value] * 3
+    states = (saved(5, value=1.0), saved(5, value=2.0, run="0b"), saved(5, value=3.0, skipped=1))
+    places = [residual_files.save(checkpoint, state) for state in states]
+    for place, value in zip(places, (1, 2, 3), strict=True):
+        assert load(checkpoint, place)["parameters"]["w"]["tensors"]["residual"].tolist() == [value] * 3
 
 
 # -- removing ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_checkpoint_replaces_goes_and_only_ones_own(checkpoint: Path, folder: Path) -> None:
-    places = [residual_files.save(checkpoint, saved(5, rank)) for rank in (0, 1)]
-    (folder / "rank-0.0abc.part").touch()  # of a process that was killed
+def test_what_a_checkpoint_replaces_goes(checkpoint: Path, folder: Path) -> None:
+    """With what killed processes left; not what a rank that is ahead has saved since, or is about to."""
+    for state in (saved(5), saved(5, rank=1), saved(9, run="0b")):
+        residual_files.save(checkpoint, state)
+    (folder / "step-7-rank-1-of-2-0b.0-0abc.part").touch()
+    (folder / "step-9-rank-1-of-2-0a.0-0abc.part").touch()
     (folder / "notes.txt").touch()
+    others = [residual_files.save(checkpoint, saved(step, rank=1)) for step in (8, 9)]
     new = replace_checkpoint(checkpoint, saved(8))
-    assert names(folder) == sorted(["notes.txt", places[1].name, new.name])
+    kept = ["notes.txt", "step-9-rank-1-of-2-0a.0-0abc.part", new.name, *(each.name for each in others)]
+    assert names(folder) == sorted(kept)
+
+
+def test_moments_are_in_order_within_a_run() -> None:
+    moment = Moment("0a", 5, 1)
+    assert all(Moment(*earlier).is_before(moment) for earlier in (("0a", 4, 9), ("0a", 5, 0), ("0b", 9, 0)))
+    assert not any(Moment(*later).is_before(moment) for later in (("0a", 5, 1), ("0a", 5, 2), ("0a", 6, 0)))
 
 
 def test_saving_the_same_again_keeps_it(checkpoint: Path, folder: Path) -> None:
@@ -126,16 +145,16 @@ def test_rank_10_is_not_rank_1(checkpoint: Path, folder: Path) -> None:
 def test_files_of_ranks_that_are_no_more_go_too(checkpoint: Path, folder: Path) -> None:
     for rank in range(3):
         residual_files.save(checkpoint, saved(5, rank, 3))
-    new = [replace_checkpoint(checkpoint, saved(8, rank, 2)) for rank in range(2)]
+    new = [replace_checkpoint(checkpoint, saved(8, rank, 2)) for rank in (1, 0)]
     assert names(folder) == sorted(place.name for place in new)
 
 
 def test_the_folder_goes_with_its_last_file(checkpoint: Path, folder: Path) -> None:
     for rank in (0, 1):
         residual_files.save(checkpoint, saved(5, rank))
-    residual_files.remove(checkpoint, 0, 2)
-    assert folder.exists()
     residual_files.remove(checkpoint, 1, 2)
+    assert folder.exists()
+    residual_files.remove(checkpoint, 0, 2)
     assert not folder.exists()
     residual_files.remove(checkpoint, 1, 2)  # nothing left to do
 
@@ -148,10 +167,10 @@ def test_a_path_is_not_a_pattern(tmp_path: Path, name: str) -> None:
     replace_checkpoint(mine, saved(6))
     place = replace_checkpoint(mine, saved(7))
     assert names(tmp_path / name / "last.ckpt.lowbit") == [place.name]
-    assert residual_files.load(mine, place)["step_index"] == 7
+    assert load(mine, place)["step_index"] == 7
     residual_files.remove(mine, 0, 2)
     assert not (tmp_path / name / "last.ckpt.lowbit").exists()
-    assert residual_files.load(other, kept)["step_index"] == 5
+    assert load(other, kept)["step_index"] == 5
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------
@@ -162,7 +181,7 @@ def test_a_damaged_file_is_an_error_that_says_what_to_do(checkpoint: Path, folde
     place = residual_files.save(checkpoint, saved(5))
     (folder / place.name).write_bytes(content)
     with pytest.raises(ResidualFileError, match=r'cannot be read .* pass on_missing_residual="reset"') as caught:
-        residual_files.load(checkpoint, place)
+        load(checkpoint, place)
     assert str(folder / place.name) in str(caught.value)
 
 
@@ -175,7 +194,7 @@ def test_every_flipped_bit_is_noticed(checkpoint: Path, folder: Path) -> None:
         content[bit // 8] ^= 1 << bit % 8
         (folder / place.name).write_bytes(content)
         with pytest.raises(ResidualFileError, match="its checksum is"):
-            residual_files.load(checkpoint, place)
+            load(checkpoint, place)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +203,27 @@ def test_every_flipped_bit_is_noticed(checkpoint: Path, folder: Path) -> None:
         (saved(5, rank=1), "holds the residuals of rank 1 of 2 at step 5"),
         (saved(5, world_size=3), "holds the residuals of rank 0 of 3 at step 5"),
         (saved(6), "holds the residuals of rank 0 of 2 at step 6"),
+        (saved(5, run="0b"), "holds the residuals of rank 0 of 2 at step 5"),
+        (
+            saved(5) | {"format": 3},
+            f"has format 3 and this version reads {FORMAT}: load it with the version that wrote",
+        ),
         ({"weights": torch.ones(2)}, "is not a residual file"),
     ],
 )
 def test_another_file_in_its_place(checkpoint: Path, folder: Path, other: dict[str, Any], message: str) -> None:
-    """By its checksum; and even a checkpoint that names the other one's checksum does not get it."""
+    """By its checksum; and even one whose name has the right checksum is not taken."""
     place = residual_files.save(checkpoint, saved(5))
     torch.save(other, folder / place.name)
     with pytest.raises(ResidualFileError, match="its checksum is"):
-        residual_files.load(checkpoint, place)
+        load(checkpoint, place)
     with (folder / place.name).open("rb") as file:
-        forged = place._replace(checksum=residual_files._checksum(file))
+        forged = place._replace(end=f"{residual_files._checksum(file)}.pt")
     (folder / place.name).rename(folder / forged.name)
-    with pytest.raises(ResidualFileError, match=message):
-        residual_files.load(checkpoint, forged)
+    with pytest.raises(ResidualFileError, match=message) as caught:
+        load(checkpoint, place)
+    assert str(folder) in str(caught.value)
+    assert "on_missing_residual" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -207,7 +233,7 @@ def test_residuals_that_are_not_finite(checkpoint: Path, value: float, dtype: to
     bad["parameters"]["w"]["tensors"]["residual"] = torch.tensor([0.0, value, 0.0], dtype=dtype)
     place = residual_files.save(checkpoint, bad)
     with pytest.raises(ResidualFileError, match=r"not finite, in parameters\.w\.tensors\.residual: .*reset"):
-        residual_files.load(checkpoint, place)
+        load(checkpoint, place)
 
 
 class _Attack:
@@ -221,7 +247,7 @@ class _Attack:
 def test_nothing_in_a_file_is_run(checkpoint: Path, tmp_path: Path) -> None:
     place = residual_files.save(checkpoint, saved(5) | {"attack": _Attack(tmp_path / "executed")})
     with pytest.raises(ResidualFileError, match="cannot be read"):
-        residual_files.load(checkpoint, place)
+        load(checkpoint, place)
     assert not (tmp_path / "executed").exists()
 
 
@@ -230,7 +256,7 @@ def test_a_file_that_may_not_be_read(checkpoint: Path, folder: Path) -> None:
     (folder / place.name).unlink()
     (folder / place.name).mkdir()  # the tests may run as root, whom no permission stops
     with pytest.raises(ResidualFileError, match=r"cannot be read .*directory"):
-        residual_files.load(checkpoint, place)
+        load(checkpoint, place)
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
@@ -240,7 +266,7 @@ def test_a_link_to_the_checkpoint_finds_its_residuals(checkpoint: Path, tmp_path
     checkpoint.touch()
     place = residual_files.save(checkpoint, saved(5))
     os.symlink(checkpoint, tmp_path / "last.ckpt")
-    assert residual_files.load(tmp_path / "last.ckpt", place)["step_index"] == 5
+    assert load(tmp_path / "last.ckpt", place)["step_index"] == 5
 
 
 def test_a_link_in_the_file_of_a_checkpoint_that_has_left_residuals(checkpoint: Path, tmp_path: Path) -> None:
@@ -248,7 +274,7 @@ def test_a_link_in_the_file_of_a_checkpoint_that_has_left_residuals(checkpoint: 
     checkpoint.mkdir()  # a folder of shards
     place = residual_files.save(checkpoint, saved(5))
     os.symlink(checkpoint, tmp_path / "last.ckpt")
-    assert residual_files.load(f"{tmp_path}/last.ckpt/", place)["step_index"] == 5
+    assert load(f"{tmp_path}/last.ckpt/", place)["step_index"] == 5
 
 
 def test_linked_folders(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
@@ -257,7 +283,7 @@ def test_linked_folders(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     place = residual_files.save(checkpoint, saved(5))
     folder.rename(tmp_path / "large-disk")
     folder.symlink_to(tmp_path / "large-disk", target_is_directory=True)
-    assert residual_files.load(tmp_path / "latest" / "one.ckpt", place)["step_index"] == 5
+    assert load(tmp_path / "latest" / "one.ckpt", place)["step_index"] == 5
     residual_files.remove(tmp_path / "latest" / "one.ckpt", 0, 2)
     assert names(tmp_path / "large-disk") == []
 
@@ -272,8 +298,8 @@ def test_any_file_system_that_fsspec_knows(run: str) -> None:
     checkpoint = f"memory://{run}/one.ckpt"
     replace_checkpoint(checkpoint, saved(4))
     place = replace_checkpoint(checkpoint, saved(5))
-    assert residual_files.load(checkpoint, place)["step_index"] == 5
-    assert residual_files.files_of(checkpoint, 0, 2) == [residual_files.path_of(checkpoint, place)]
+    assert load(checkpoint, place)["step_index"] == 5
+    assert residual_files.files_of(checkpoint) == [place]
     residual_files.remove(checkpoint, 0, 2)
-    with pytest.raises(ResidualFileError, match="is missing"):
-        residual_files.load(checkpoint, place)
+    with pytest.raises(MissingResidualFile, match="is missing"):
+        load(checkpoint, place)

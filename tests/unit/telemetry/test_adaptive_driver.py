@@ -138,7 +138,7 @@ def test_nothing_is_measured_unless_asked() -> None:
     driver.attach(sync)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert driver.state_dict()["sums"] == {}
+    assert sync.part_state["window"].state_dict()["sums"] == {}
     assert all(
         replace(telemetry, progress=Progress(step=0)) == Telemetry(progress=Progress(step=0))
         for telemetry in recorder.telemetry
@@ -172,7 +172,7 @@ def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
 
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
     recorder = Recorder(Probe(accumulate="local", levels=(0,)), read_every=2)
-    sync = engine(Dense(), skips_overflow=True)
+    sync = engine(Dense(), rollback=True)
     AdaptiveDriver(recorder).attach(sync)
     reduce_step(sync, gradients(0))
     bad = gradients(1)

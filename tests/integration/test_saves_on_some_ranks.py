@@ -1,0 +1,176 @@
+"""Saving waits for nobody: each rank saves its own residuals, and what the others did shows when they are loaded."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.custom_loop import CHECKPOINT_KEY, compress
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import make, prepared, train
+from testing.training.comparing import fingerprint
+
+PLUGIN = LowBitPlugin(LoCo(bits=4))
+
+
+def on_the_main_process(folder: Path) -> Facts:
+    """As scripts do that know DDP: twice under ``is_main_process``, then a resume, after which all ranks save."""
+    job = prepared(make("ddp", PLUGIN))
+    train(job, 2)
+    with listen() as lines:
+        for name, steps in (("first", 3), ("second", 4)):
+            if job.accelerator.is_main_process:
+                job.accelerator.save_state(str(folder / name))
+            train(job, steps, skip=steps - 1)
+    job.accelerator.wait_for_everyone()
+    again = prepared(make("ddp", PLUGIN))
+    with listen() as resumed:
+        again.accelerator.load_state(str(folder / "first"))
+    train(again, 3, skip=2)
+    again.accelerator.save_state(str(folder / "first"))  # into the same folder, and now on all ranks
+    train(again, 4, skip=3)
+    whole = prepared(make("ddp", PLUGIN))
+    whole.accelerator.load_state(str(folder / "first"))
+    train(whole, 4, skip=3)
+    strict = prepared(make("ddp", LowBitPlugin(LoCo(bits=4), on_missing_residual="error")))
+    return {
+        "lines": lines,
+        "resumed": resumed,
+        "steps": whole.sync.step_index,
+        "same": fingerprint(whole.model) == fingerprint(again.model),
+        "files": sorted(path.name[:15] for path in (folder / "first" / "residuals.lowbit").iterdir()),
+        "strict": raised(lambda: strict.accelerator.load_state(str(folder / "second"))),
+    }
+
+
+@scenarios(on_the_main_process)
+def test_accelerate_saves_on_the_main_process_alone(facts: list[Facts]) -> None:
+    (noticed,) = facts[0]["lines"]
+    assert "has no residuals of rank 1, which did not save" in noticed
+    assert facts[1]["lines"] == facts[1]["resumed"] == []
+    (warning,) = facts[0]["resumed"]
+    assert "is missing. It was lost, or the checkpoint was saved without this rank" in warning
+    assert warning.endswith("continuing with residuals of zero on all ranks")
+    for rank in facts:
+        assert rank["strict"].startswith("ResidualFileError: rank 1: the checkpoint's residual file ")
+        assert rank["steps"] == 4
+        assert rank["same"]  # to the bit, once all have saved
+        assert rank["files"] == ["stamp.json", "step-3-rank-0-o", "step-3-rank-1-o"]
+
+
+class _Plain:
+    """A loop without a framework, from a checkpoint if one is given."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.model = DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.session = compress(self.model, self.optimizer, LoCo())
+        if path is not None:
+            saved = torch.load(path, weights_only=True)
+            self.net.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.session.load(path, saved[CHECKPOINT_KEY])
+            self.session.resume()
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            self.optimizer.zero_grad()
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+
+    def save(self, path: Path, write: Callable[..., Any] = torch.save) -> None:
+        with self.session.save(path) as stamp:
+            if dist.get_rank() == 0:
+                state = {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+                write({**state, CHECKPOINT_KEY: stamp}, path)
+
+
+def late(folder: Path) -> Facts:
+    """Rank 1 saves after rank 0 has gone on; then rank 0 alone, later all again: what all have saved is to the bit."""
+    loop = _Plain()
+    loop.train(0, 3)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    loop.save(folder / "all.pt")
+    loop.train(3, 4)
+    if dist.get_rank() == 0:
+        loop.save(folder / "all.pt")  # replaces it
+        loop.save(folder / "alone.pt")
+    loop.train(4, 5)
+    for _ in range(2):
+        loop.save(folder / "all.pt")
+    loop.train(5, 7)
+    dist.barrier()
+    found = sorted(path.name[:15] for path in (folder / "all.pt.lowbit").iterdir())
+    again = _Plain(folder / "all.pt")
+    again.train(5, 7)
+    alone = _Plain(folder / "alone.pt")
+    alone.train(4, 7)
+    return {
+        "files": found,
+        "same": fingerprint(again.net) == fingerprint(loop.net),
+        "alone": fingerprint(alone.net) != fingerprint(loop.net),
+    }
+
+
+@scenarios(late)
+def test_a_plain_loop_in_which_ranks_save_at_different_times(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["files"] == ["step-5-rank-0-o", "step-5-rank-1-o"]
+        assert rank["same"]
+        assert rank["alone"]  # its residuals started from zero
+
+
+def failed(folder: Path) -> Facts:
+    """Rank 0 cannot write the checkpoint, for several saves on end: the one before keeps all its files, none are left
+    of the others.
+    """
+
+    def fails(*_: Any) -> None:
+        raise OSError("no space left")
+
+    loop = _Plain()
+    loop.train(0, 2)
+    loop.save(folder / "one.pt")
+    errors = []
+    for step in range(2, 5):
+        loop.train(step, step + 1)
+        for path in (folder / "one.pt", folder / "other.pt"):
+            errors.append(raised(functools.partial(loop.save, path, fails)))
+    dist.barrier()
+    found = {path.name: sorted(each.name[:15] for each in path.iterdir()) for path in folder.glob("*.lowbit")}
+    again = _Plain(folder / "one.pt")
+    again.train(2, 5)
+    loop.save(folder / "one.pt")
+    dist.barrier()
+    after = sorted(path.name[:15] for path in (folder / "one.pt.lowbit").iterdir())
+    return {
+        "errors": errors,
+        "found": found,
+        "same": fingerprint(again.net) == fingerprint(loop.net),
+        "after": after,
+    }
+
+
+@scenarios(failed)
+def test_a_checkpoint_that_cannot_be_written(facts: list[Facts]) -> None:
+    assert facts[0]["errors"] == ["OSError: no space left"] * 6
+    for rank in facts:
+        assert {"step-2-rank-0-o", "step-2-rank-1-o"} <= set(rank["found"]["one.pt.lowbit"])
+        assert not any("rank-0" in name for names in rank["found"].values() for name in names if "step-2" not in name)
+        assert rank["same"]
+        assert rank["after"] == ["step-5-rank-0-o", "step-5-rank-1-o"]
