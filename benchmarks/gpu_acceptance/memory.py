@@ -115,7 +115,8 @@ def memory(device: torch.device) -> Figures:
 def announced_nbytes(sync: GradientSync) -> int:
     """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
     report = build_report(sync)
-    return report.plan.memory.residuals + report.buffer_nbytes + report.plan.memory.weights
+    memory = report.plan.memory
+    return memory.residuals + memory.copies + report.buffer_nbytes + memory.weights
 
 
 def no_more_than_announced(kind: str, ours: Figures, plain: Figures, figures: Figures) -> None:

@@ -35,7 +35,6 @@ class PluginOptions(SyncOptions):
     """
 
     compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN, kw_only=False)
-    rollback: bool | None = field(default=None, init=False)  # follows from the precision
     controller: Controller | None = None
     monitor: MonitorOptions | None = None
     record: bool | str | Path = True

@@ -351,7 +351,8 @@ def make_engine(
         device,
         scatter=prepared.scatter and prepared.shard_size is None,
         seed=options.seed,
-        rollback=has_scaler if options.rollback is None else options.rollback,
+        skips_overflow=has_scaler,
+        keeps_copies=options.rollback,
     )
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -109,11 +109,12 @@ class Frozen:
         self._expected = trainable_parameters(self._module)
 
 
-_log = logging.getLogger("lowbit_strategy")
-
-
 class GradientUse:
     """Commits and rolls back the reductions of one model's parameters, by their ``.grad``.
+
+    A gradient that is gone when the next backward pass begins was cleared: its reduction is set aside until an
+    optimizer steps the parameter. If it does on what the last pass delivered, scaled or clipped, those before were
+    thrown away. If it does on something else, that was made of all of them (`DeliveredSigns`).
 
     Args:
         module: The model.
@@ -130,7 +131,7 @@ class GradientUse:
         self._sync = sync
         self._name({canonical_name(name): param for name, param in module.named_parameters()})
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
-        self._announced: set[str] = set()
+        self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
         """Look parameters up anew if the model has others; raises, and takes, what `Frozen.follow` does."""
@@ -177,17 +178,30 @@ class GradientUse:
         if (model := self.ddp_of()) is not None and self._sync.outer is None and not self._sync.ranks.alone:
             check_synchronizes(model)
         self._optimizers.add(optimizer)
+        sync = self._sync
         stepped = {name for name, param in owned.items() if param.grad is not None} - self.stepped
+        self.stepped |= stepped
+        if sync.outer is None:
+            open_ones = sync.transactions.prepared | set(sync.transactions.undecided)
+            sync.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
         if not stepped:
             return
-        sync = self._sync
-        self.stepped |= stepped
         reduced = sync.outer is not None or not stepped.isdisjoint(sync.transactions.prepared)
         if sync.second_moment is not None and reduced and has_stepped(optimizer):
             sync.second_moment.correct_(optimizer)
         if sync.outer is None:
+            self._settle({name: owned[name] for name in stepped})
             sync.commit(stepped)
-            sync.roll_back([name for name in owned if name in sync.transactions.prepared and name not in self.stepped])
+
+    def _settle(self, stepped: Mapping[str, nn.Parameter]) -> None:
+        """Decide about reductions of these parameters that were set aside."""
+        transactions = self._sync.transactions
+        if undecided := {name: param for name, param in stepped.items() if name in transactions.undecided}:
+            transactions.settle(undecided, used=self._delivered.differ_from(undecided))
+
+    def settle_all(self) -> None:
+        """An optimizer that is not torch's has stepped."""
+        self._settle({name: param for name, param in self._params.items() if param.grad is not None})
 
     def take_stepped(self, optimizer: Optimizer | None) -> set[str] | None:
         """A step ends: the parameters that have been stepped in it, or that `optimizer` would have stepped, had a loss
@@ -204,7 +218,12 @@ class GradientUse:
         cleared = [name for name in prepared if self._params[name].grad is None]
         cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
         if cleared:
-            self._announce(cleared, self._sync.roll_back(cleared))
+            self._sync.set_aside(cleared)
+
+    def note_delivered(self) -> None:
+        """A backward pass is about to reduce: if gradients have been cleared without a step, note what it delivers."""
+        if undecided := self._sync.transactions.undecided:
+            self._delivered.note_after_backward({name: self._params[name] for name in undecided})
 
     def _zeroed(self, names: Iterable[str]) -> list[str]:
         """What ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero.
@@ -222,24 +241,52 @@ class GradientUse:
                 found += members
         return found
 
-    def _announce(self, cleared: list[str], restored: list[str]) -> None:
-        """Once per parameter. Silent where a loss scaler skips steps: then this is how a skipped step ends."""
-        new = sorted(set(cleared) - set(restored) - self._announced)
-        self._announced |= set(new)
-        if not new or self._sync.rollback or not self._sync.ranks.logs:
-            return
-        _log.warning(
-            "%d parameters (%s%s) took part in a reduction that no optimizer step followed: their gradients were"
-            " cleared, or no loss reached them. From now on such a reduction is rolled back, for which a second copy of"
-            " their residuals is kept.%s",
-            len(new),
-            ", ".join(new[:3]),
-            ", ..." if len(new) > 3 else "",
-            "" if self.ddp_of() is not None else _FREEZE,  # DDP reduces frozen parameters as well
-        )
+
+_SAMPLE = 512  # elements of a parameter
+_MOST_DIFFERENT = 0.05  # of the signs, as rounding may change them
 
 
-_FREEZE = " Freeze them meanwhile, in Lightning by toggle_optimizer, and they send nothing"
+class DeliveredSigns:
+    """The signs of some elements of what a backward pass has delivered: scaling and clipping keep them, and what is
+    made of several passes has others.
+
+    Args:
+        sync: The engine.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+        self._signs: dict[str, Tensor] = {}
+
+    def note_after_backward(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Note these parameters' once the backward pass that reduces next has ended."""
+        self._signs = {}
+
+        def note() -> None:
+            self._signs = {n: _signs(param.grad) for n, param in params.items() if param.grad is not None}
+
+        self._sync.call_after_backward(note)
+
+    def differ_from(self, params: Mapping[str, nn.Parameter]) -> bool:
+        """Whether these parameters have other gradients than what was delivered; the same on all ranks."""
+        pairs = [(_signs(p.grad), self._signs.get(name)) for name, p in params.items() if p.grad is not None]
+        counts = torch.zeros(2, device=self._sync.device)
+        for now, before in pairs:
+            before = torch.zeros_like(now) if before is None or before.shape != now.shape else before
+            counts += torch.stack([(now != before).sum(), ((now != 0) | (before != 0)).sum()])
+        if self._sync.scatter:
+            peers = self._sync.ranks.peers
+            sent_before = peers.sent_nbytes
+            self._sync.ranks.world.all_reduce(counts).wait()
+            self._sync.transactions.byte_check.add_untracked(peers.sent_nbytes - sent_before)
+        different, all_of_them = counts.tolist()
+        return bool(different > _MOST_DIFFERENT * all_of_them)
+
+
+def _signs(grad: Tensor) -> Tensor:
+    """int8, of elements all over this rank's part of a gradient."""
+    flat = local_part(grad).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].sign().to(torch.int8)
 
 
 class LossScale:

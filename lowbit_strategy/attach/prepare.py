@@ -79,6 +79,12 @@ class PreparedModel:
         return self.options.weights or unchosen
 
     @property
+    def copies_residuals(self) -> bool:
+        """Whether they are copied before each reduction; local steps throw nothing away unless replicas leave."""
+        options = self.options
+        return options.rollback and (options.outer is None or options.elastic is not None)
+
+    @property
     def exchanges_squares(self) -> bool:
         """Whether ranks exchange squares for Adam's second moment: as chosen, else where few bits need it."""
         options = self.options
@@ -219,6 +225,7 @@ def fit_to_memory(
         layout=prepared.layout,
         modules={} if sharded is None else module_layouts(sharded),
         squares=prepared.exchanges_squares,
+        copies=prepared.copies_residuals,
     )
     options, weights = prepared.options, prepared.weights
     may = {"may_recode": options.weights is None, "may_uncorrect": options.second_moment is None}
@@ -230,6 +237,8 @@ def fit_to_memory(
         options = replace(options, weights=chosen.weights)
     if setup.squares and not chosen.squares:
         options = replace(options, second_moment=False)
+    if setup.copies and not chosen.copies:
+        options = replace(options, rollback=False)
     return replace(prepared, compressor=chosen.compressor, options=options)
 
 

@@ -148,7 +148,7 @@ class Session:
         """Before every backward pass, on the thread and stream of training; on all ranks.
 
         1. the step that an optimizer took ends, if nothing ended it
-        2. reductions whose gradients were cleared without a step are rolled back
+        2. reductions whose gradients were cleared without a step are set aside
         3. parameters that have been unfrozen are served from now on
         4. the first of a step: controllers decide, methods may change, and residuals follow the loss scale
 
@@ -176,6 +176,7 @@ class Session:
             if loss is not None and self.local is not None and self.local.outer is not None:
                 self.local.outer.observe_loss(loss)
             return
+        self._use.note_delivered()
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
@@ -213,6 +214,8 @@ class Session:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
             _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
+        if stepped is None:
+            self._use.settle_all()
         synchronized = self.sync.in_step
         counted = self.sync.end_step(stepped)
         if self._digest is not None and synchronized and counted:

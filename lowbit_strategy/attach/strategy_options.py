@@ -49,8 +49,8 @@ class SyncOptions:
             every rank the mean of the saved ones (reads all ranks' files).
         on_missing_residual: A rank's residual file is missing or damaged on resuming: ``error``, or ``reset`` to start
             residuals from zero. None: they start from zero if it is missing, with a warning; damage is an error.
-        rollback: Restore residuals when a step overflows. None: only with a loss scaler (fp16); costs a second copy of
-            the residuals.
+        rollback: Copy residuals before each step, to restore them where reduced gradients are thrown away: a step that
+            is skipped, `zero_grad` without a step. False: there they start from zero.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
@@ -69,10 +69,10 @@ class SyncOptions:
         elastic: Replicas join and leave, each with its own world: `Elastic`, with the address of a lighthouse. Needs
             `outer`, and the extra ``elastic``. None: the ranks are the same from the beginning to the end.
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
-            module. To fit, in this order: weights are gathered again in backward instead of being kept as codes,
-            unless `weights` is given; LoCo's residuals are dropped, at 4 bits or more and with at least four ranks or
-            nodes, where the loss was measured. None: half of what the smallest GPU has free after parameters,
-            gradients and Adam's state, from an eighth to a quarter of its memory; unlimited on CPUs.
+            module. To fit, in this order: residuals are not copied; weights are gathered again in backward instead of
+            being kept as codes, unless `weights` is given; LoCo's residuals are dropped, at 4 bits or more and with at
+            least four ranks or nodes, where the loss was measured. None: half of what the smallest GPU has free after
+            parameters, gradients and Adam's state, from an eighth to a quarter of its memory; unlimited on CPUs.
         far_links: On CPU: all messages travel at once, point to point, into buffers allocated in the step before.
             Results are the same; a rank needs as much more memory as it sends per step. None: enabled if a measured
             round trip takes 5 ms or more.
@@ -88,7 +88,7 @@ class SyncOptions:
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual | None = None
-    rollback: bool | None = None
+    rollback: bool = True
     check_digest: bool = True
     two_level: bool | None = None
     intra: int | None = None

@@ -32,7 +32,16 @@ _log = logging.getLogger(__name__)
 def capture(sync: GradientSync) -> Saved:
     """A copy of all state of this rank, on the CPU. Between steps only."""
     sync.follow_phase()  # a restored engine starts with the phase of the next step
-    captured = {
+    with sync.taken_back():
+        captured = _capture(sync)
+    check_last_step(sync)
+    if sync.device.type == "cuda":
+        torch.cuda.synchronize(sync.device)
+    return captured
+
+
+def _capture(sync: GradientSync) -> Saved:
+    return {
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
@@ -46,10 +55,6 @@ def capture(sync: GradientSync) -> Saved:
         "parts": {name: _on_cpu(part.state_dict()) for name, part in sync.part_state.items()},
         "reduces": _reduced(sync),
     }
-    check_last_step(sync)
-    if sync.device.type == "cuda":
-        torch.cuda.synchronize(sync.device)
-    return captured
 
 
 def check_last_step(sync: GradientSync) -> None:

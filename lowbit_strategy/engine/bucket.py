@@ -156,7 +156,7 @@ class Bucket:
         self.layout = layout
         self.last_step = 0  # in which it came, of those so far
         names = [name for name, _ in layout.entries]
-        self.names = frozenset(names)
+        self.ordered_names, self.names = tuple(names), frozenset(names)
         self.params = [self._param(*entry) for entry in layout.entries]
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class GradientSync:
         device: Device of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Seed of all randomness; the same on all ranks.
-        rollback: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
+        skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
+        keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
@@ -80,10 +82,11 @@ class GradientSync:
         *,
         scatter: bool,
         seed: int = 0,
-        rollback: bool = False,
+        skips_overflow: bool = False,
+        keeps_copies: bool = True,
     ) -> None:
         self.device, self.scatter, self.seed = device, scatter, seed
-        self.rollback = self._rolls_back = rollback
+        self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
         self.step_index = self.num_skipped = 0
         self.weights: WeightSync | None = None
         self.loss_scale: float | None = None
@@ -105,7 +108,8 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self.transactions = Transactions(self.state, StepFlags(device), keeps_all=rollback)
+        self._after_backward: Callable[[], None] | None = None
+        self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self.use(compressor)
 
     @property
@@ -177,7 +181,7 @@ class GradientSync:
             flags=self.transactions.flags,
             carryover=state.carryover,
             collector=Collector(list(state.specs)) if any(method.whole_model for method in state.stores) else None,
-            notes_overflow=self.rollback,
+            notes_overflow=self.skips_overflow,
         )
 
     @property
@@ -208,7 +212,7 @@ class GradientSync:
         """
         if self.has_begun:
             return
-        self.num_skipped += self.in_step and self.rollback  # all of a step was rolled back
+        self.num_skipped += self.in_step and self.skips_overflow  # all of a step was rolled back
         self._clear_step()
         self._begun, self.steps_per_reduction, self._step = True, steps_per_reduction, self.step_context()
         probes = self.listeners.begin_step(StepPhase.DECIDE)
@@ -216,6 +220,7 @@ class GradientSync:
         if loss_scale is not None:
             if self.loss_scale is not None and loss_scale != self.loss_scale:
                 self.state.rescale_(loss_scale / self.loss_scale)
+                self.transactions.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
@@ -226,25 +231,37 @@ class GradientSync:
         """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
         not committed before `end_step`.
         """
-        if not self.rollback:
+        if not self.skips_overflow:
             self.transactions.commit(names)
 
-    def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
-        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun. Returns
-        the parameters whose state was restored. There was no copy of the others' state; from now on one is kept.
-        """
-        restored = self.transactions.roll_back(names)
+    def roll_back(self, names: Iterable[str] | None = None) -> None:
+        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun."""
+        closed = self.transactions.roll_back(names)
         if self.second_moment is not None:
-            self.second_moment.roll_back(restored)
+            self.second_moment.roll_back(closed)
         if names is None:
             self._clear_step()
-        return restored
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters were cleared, on all ranks: `Transactions.settle` tells what for."""
+        closed = self.transactions.set_aside(names)
+        if self.second_moment is not None:
+            self.second_moment.roll_back(closed)
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Inside, methods have kept what they had before all that is open."""
+        if self.outer is not None:  # an exchange that is under way is saved with its movements
+            yield
+            return
+        with self.transactions.taken_back():
+            yield
 
     def _clear_step(self) -> None:
         self._entered.clear()
         self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
-        if self.rollback:
+        if self.skips_overflow:
             self.transactions.flags.clear()
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
@@ -274,12 +291,19 @@ class GradientSync:
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers)
-        if self.transactions.keeps_all or self.transactions.thrown_away:
-            stages = self._keeping(self.transactions.to_keep(bucket.names), stages)
+        if kept := self.transactions.to_keep(bucket.ordered_names):
+            stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
+        if self._after_backward is not None:
+            queue_after_backward(self._after_backward)
+            self._after_backward = None
         return stages
 
-    def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
+    def call_after_backward(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when the next backward pass that reduces has ended."""
+        self._after_backward = callback
+
+    def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
         self.transactions.keep(names)
         if self.second_moment is not None:
@@ -311,7 +335,7 @@ class GradientSync:
             if part is not None:
                 part.end_step()
         self.transactions.byte_check.end_step()
-        if entered and self.rollback:
+        if entered and self.skips_overflow:
             counted = not self.transactions.flags.overflowed(self.ranks.world)
         self.transactions.flags.raise_if_broken(self.ranks.rank)
         if counted:
@@ -333,13 +357,13 @@ class GradientSync:
         """Switch to local steps: weights' changes are reduced, no gradients. `revocable`: a step may be rolled back."""
         if self.outer is None and self.step_index > 0:
             self.forget()
-        self.outer, self.rollback, self.loss_scale = outer, False, None
-        self.transactions.keeps_all = revocable
+        self.outer, self.skips_overflow, self.loss_scale = outer, False, None
+        self.transactions.keeps_copies = revocable and self._keeps_copies
 
     def train_together(self) -> None:
         """Gradients are reduced again, in every step: a state from before `train_locally` has been loaded."""
-        self.outer, self.rollback = None, self._rolls_back
-        self.transactions.keeps_all = self.rollback
+        self.outer, self.skips_overflow = None, self._may_overflow
+        self.transactions.keeps_copies = self._keeps_copies
         self.forget()
 
     def count_local_step(self) -> None:
@@ -394,4 +418,13 @@ class GradientSync:
             every=None if outer is None else outer.round_length,
             device_type=self.device.type,
             squares=self.second_moment is not None and self.second_moment.exchanges,
+            copies=self.transactions.keeps_copies,
         )
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """In a backward pass: call `callback` when it has ended, after everything that waits for its end by now, or is
+    going to while gradients are computed.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))

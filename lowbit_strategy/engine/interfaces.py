@@ -65,7 +65,7 @@ class SecondMomentCorrection(Protocol):
     def keep(self, names: Sequence[str]) -> None:
         """These parameters are about to be reduced, and the reduction may be rolled back."""
 
-    def roll_back(self, names: Sequence[str]) -> None:
+    def roll_back(self, names: Iterable[str]) -> None:
         """It was."""
 
     def name_parameters(self) -> None:

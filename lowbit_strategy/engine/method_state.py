@@ -5,7 +5,8 @@ What a replaced method had not sent yet is left over for the next one, or is add
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,14 @@ class CarryOver:
     def roll_back(self, names: Iterable[str]) -> None:
         """The gradients of these parameters were thrown away: what was added to them waits for the next ones."""
         self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
+
+    @contextmanager
+    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, what was added to the gradients of these parameters waits again."""
+        added, waiting = self._added, self.waiting
+        self.waiting = waiting | {name: added[name] for name in names if name in added}
+        yield
+        self.waiting = waiting
 
     def rescale_(self, factor: float) -> None:
         for each in self.waiting.values():
@@ -282,6 +291,11 @@ class MethodState:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """All state of one parameter, as views."""
         return self.store(name).tensors(name)
+
+    def fresh(self, name: str) -> dict[str, Tensor]:
+        """The state of one parameter as at the start, a copy."""
+        method = self.assignments[name].method
+        return method.make_store({name: self.specs[name]}, self._comm, self._device).tensors(name)
 
     def residual(self, name: str) -> Tensor | None:
         """float32 ``[numel]``: what is added to the next gradient of one parameter; None if nothing ever is."""

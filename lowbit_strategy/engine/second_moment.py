@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -314,7 +314,7 @@ class SecondMoment:
             if (known := self._known.get(name)) is not None
         } | {name: kept for name, kept in self._kept.items() if name not in names}
 
-    def roll_back(self, names: Sequence[str]) -> None:
+    def roll_back(self, names: Iterable[str]) -> None:
         """It was."""
         for name in names:
             self._known.pop(name, None)

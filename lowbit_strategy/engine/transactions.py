@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
+from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags
 from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
 
 
@@ -18,81 +18,120 @@ class Transactions:
 
     1. A reduction is *prepared* in backward. The passes of an accumulated gradient are one reduction.
     2. It is *committed* when an optimizer steps its parameter.
-    3. It is *rolled back* when its gradient is thrown away: a loss scaler skips the step, the gradient is cleared
-       without a step, or an exchange fails. The method's state is then what it was before 1.
+    3. It is *rolled back* when its gradient is thrown away: a loss scaler skips the step, or an exchange fails. The
+       state is then what it was before 1.
+    4. It is *set aside* when its gradient is cleared. The next pass finds the state as it was before 1, and the next
+       step of the parameter shows what became of the gradient (`settle`): it was thrown away, or used. In the latter
+       case the state becomes the mean of what each of the step's passes left, since each sent its gradient and what
+       was unsent before.
 
-    Rolling back needs a copy of the state. It is kept for every parameter if `keeps_all`, otherwise for parameters
-    whose gradients have been thrown away before: the first such reduction of a parameter is not taken back.
+    Where no copies are kept, 3 and 4 forget: the state is as at the start.
 
     Args:
         state: What methods keep between steps.
         flags: What buckets have found; made in the stream of training, as this is.
-        keeps_all: Any reduction may be thrown away.
+        keeps_copies: The state before a reduction is copied.
 
     Attributes:
         byte_check: Byte check of the step.
         prepared: Parameters with an open reduction.
-        thrown_away: Parameters whose gradients have been thrown away before.
     """
 
-    def __init__(self, state: MethodState, flags: StepFlags, *, keeps_all: bool) -> None:
-        self.flags, self.keeps_all = flags, keeps_all
+    def __init__(self, state: MethodState, flags: StepFlags, *, keeps_copies: bool) -> None:
+        self.flags, self.keeps_copies = flags, keeps_copies
         self.byte_check = ByteCheck()
         self._state = state
         self.prepared: set[str] = set()
-        self.thrown_away: set[str] = set()
-        self._kept: set[str] = set()  # of those prepared: the state before is in `_copies`
-        self._copies: dict[str, list[Tensor]] = {}
+        self._begun: set[str] = set()  # of those prepared: the state before is in `_copies`
+        self._copies = Copies(state)
+        self._aside: dict[str, tuple[int, StateTensors]] = {}  # how many passes, and the mean of what they left
 
-    def to_keep(self, names: Iterable[str]) -> list[str]:
+    @property
+    def undecided(self) -> Collection[str]:
+        """Parameters with reductions that were set aside."""
+        return self._aside.keys()
+
+    def to_keep(self, names: Iterable[str]) -> tuple[str, ...]:
         """Of parameters that are going to be prepared, those whose state has to be kept (`keep`) before that."""
-        return [name for name in names if (self.keeps_all or name in self.thrown_away) and name not in self.prepared]
+        return tuple(name for name in names if name not in self.prepared) if self.keeps_copies else ()
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep(self, names: tuple[str, ...]) -> None:
         """The state of these parameters is about to change: copy it. In the stream and thread that change it."""
-        for name in names:
-            if name not in self._copies:
-                self._copies[name] = [torch.empty_like(tensor) for tensor in self._live(name)]
-        self._copy_(self._copies, {name: self._live(name) for name in names})
-        self._kept |= self.prepared.intersection(names)
+        self._copies.take(names)
+        self._begun |= self.prepared.intersection(names)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
         self._state.carryover.commit(self._close(names))
 
-    def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
-        """The gradients of these parameters were thrown away; None: of all. Returns those whose state was restored."""
-        kept = self._kept.copy()
-        closed = self._close(names)
-        restored = [name for name in self._state.specs if name in closed and name in kept]
-        self._copy_({name: self._live(name) for name in restored}, self._copies)
-        self._state.carryover.roll_back(closed)
-        self.thrown_away |= closed
-        return restored
+    def roll_back(self, names: Iterable[str] | None = None) -> set[str]:
+        """The gradients of these parameters were thrown away; None: of all. Returns those that were open."""
+        for name in list(self._aside) if names is None else names:
+            self._aside.pop(name, None)
+        return self._take_back(names)
+
+    def set_aside(self, names: Iterable[str]) -> set[str]:
+        """The gradients of these parameters were cleared. Returns those that were open."""
+        for name in self.prepared.intersection(names) if self.keeps_copies else ():
+            live = self._state.tensors(name)
+            count, mean = self._aside.get(name, (0, {}))
+            if count:
+                average_(mean, live, 1 / (count + 1))
+            else:
+                mean = {key: tensor.clone() for key, tensor in live.items()}
+            self._aside[name] = count + 1, mean
+        return self._take_back(names)
+
+    def settle(self, names: Iterable[str], *, used: bool) -> None:
+        """An optimizer steps these parameters. `used`: on what was made of the gradients of reductions set aside."""
+        for name in self._aside.keys() & set(names):
+            count, mean = self._aside.pop(name)
+            if used:
+                average_(self._state.tensors(name), mean, count / (count + (name in self.prepared)))
+                self.prepared.add(name)
+
+    def rescale_(self, factor: float) -> None:
+        """The loss scale has changed by `factor`."""
+        for name, (_, mean) in self._aside.items():
+            self._state.store(name).method.rescale_({name: mean}, factor)
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Inside, the state is as before all open reductions, whose gradients no checkpoint has."""
+        after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.prepared}
+        self._restore(after)
+        with self._state.carryover.taken_back(after):
+            yield
+        for name, tensors in after.items():
+            copy_(self._state.tensors(name), tensors)
 
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
         if self.prepared:
             self.commit()
-        self._copies = {}
+        self._aside = {}
+        self._copies = Copies(self._state)
+
+    def _take_back(self, names: Iterable[str] | None) -> set[str]:
+        self._restore(self.prepared if names is None else self.prepared.intersection(names))
+        closed = self._close(names)
+        self._state.carryover.roll_back(closed)
+        return closed
 
     def _close(self, names: Iterable[str] | None) -> set[str]:
         """Close the reductions of `names` that are open, and return them."""
         closed = self.prepared.copy() if names is None else self.prepared.intersection(names)
         self.prepared -= closed
-        self._kept -= closed
+        self._begun -= closed
         return closed
 
-    def _live(self, name: str) -> list[Tensor]:
-        return list(self._state.tensors(name).values())
-
-    @staticmethod
-    def _copy_(targets: dict[str, list[Tensor]], sources: dict[str, list[Tensor]]) -> None:
-        """Of the parameters that both have."""
-        names = targets.keys() & sources.keys()
-        into = [tensor for name in names for tensor in targets[name]]
-        if into:  # dense and stateless methods have no state
-            torch._foreach_copy_(into, [tensor for name in names for tensor in sources[name]])
+    def _restore(self, names: Iterable[str]) -> None:
+        """The state of these parameters, which are prepared, becomes what it was before."""
+        for name in names:
+            if name in self._begun:
+                copy_(self._state.tensors(name), self._copies.of(name))
+            elif not self.keeps_copies:
+                copy_(self._state.tensors(name), self._state.fresh(name))
 
 
 class ByteCheck:

@@ -100,6 +100,7 @@ def plan(
         coding=prepared.weights,
         modules=modules,
         outer=prepared.options.outer,
+        copies=prepared.copies_residuals,
     )
     return Report(planned_run, chosen, device)
 

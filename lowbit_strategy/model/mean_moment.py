@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -42,7 +42,7 @@ class MeanMoment:
     def keep(self, names: Sequence[str]) -> None:
         """There is no state."""
 
-    def roll_back(self, names: Sequence[str]) -> None:
+    def roll_back(self, names: Iterable[str]) -> None:
         """There is no state."""
 
     def name_parameters(self) -> None:

@@ -33,6 +33,7 @@ class Setup:
         layout: What wraps the model.
         modules: What FSDP2 gathers as one; empty under DDP.
         squares: Whether ranks exchange squares of gradients.
+        copies: Whether what methods keep is copied before it changes.
     """
 
     specs: Sequence[TensorSpec]
@@ -40,6 +41,7 @@ class Setup:
     layout: Layout
     modules: Mapping[str, ModuleLayout]
     squares: bool = False
+    copies: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class MemoryOption:
     Args:
         compressor, weights: The way.
         memory: By purpose.
-        squares: Whether ranks exchange squares of gradients.
+        squares, copies: As in `Setup`.
         differs: How from what was asked for, in words; empty: not at all.
         costs: What that costs, in words.
     """
@@ -58,6 +60,7 @@ class MemoryOption:
     weights: WeightCoding | None
     memory: Memory
     squares: bool = False
+    copies: bool = True
     differs: str = ""
     costs: str = ""
 
@@ -65,6 +68,7 @@ class MemoryOption:
         memory = self.memory
         purposes = (
             ("residuals", memory.residuals),
+            ("copies of them", memory.copies),
             ("weights between gathers", memory.weights),
             ("Adam's second moment", memory.squares),
             ("messages", memory.messages),
@@ -87,7 +91,14 @@ def memory_options(
         may_uncorrect: Nobody has chosen to correct Adam's second moment: it may stay as it is.
     """
     yield memory_option(compressor, weights, setup)
-    differs, costs = [], []
+    differs: list[str] = []
+    costs: list[str] = []
+    copies = setup.copies
+    if copies:
+        setup = replace(setup, copies=False)
+        without = "residuals are not copied", "they are lost where gradients are thrown away"
+        yield memory_option(compressor, weights, setup, *without)
+        differs, costs = [[each] for each in without]
     if may_uncorrect and setup.squares:
         setup = replace(setup, squares=False)
         differs.append("Adam's second moment is not corrected")
@@ -102,6 +113,8 @@ def memory_options(
         differs.append("no residual is kept")
         costs.append("within 0.3 % in loss where it was measured")
         compressor = replace(compressor, residual="none")
+        if copies:  # of nothing
+            setup, differs, costs = replace(setup, copies=True), differs[1:], costs[1:]
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
 
 
@@ -132,9 +145,16 @@ def memory_option(
         coding=weights if setup.modules else None,
         modules=setup.modules or None,
         squares=setup.squares,
+        copies=setup.copies,
     )
     return MemoryOption(
-        compressor=compressor, weights=weights, memory=plan.memory, squares=setup.squares, differs=differs, costs=costs
+        compressor=compressor,
+        weights=weights,
+        memory=plan.memory,
+        squares=setup.squares,
+        copies=setup.copies,
+        differs=differs,
+        costs=costs,
     )
 
 

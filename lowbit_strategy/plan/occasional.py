@@ -129,9 +129,14 @@ def square_transfers(
     return tuple(transfers)
 
 
-def squares_nbytes(assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], topology: Topology) -> int:
-    """Memory for sums of squares, of whole gradients, and for what is known of the own elements; of blocks a little."""
+def squares_nbytes(
+    assignments: Mapping[str, Assignment], specs: Mapping[str, TensorSpec], topology: Topology, *, copies: bool
+) -> int:
+    """Memory for sums of squares, of whole gradients, and for what is known of the own elements; of blocks a little.
+
+    `copies`: sums are copied before a step changes them.
+    """
     members = [specs[name] for name in served(assignments)]
     numel = sum(spec.numel for spec in members)
     own = numel // topology.num_peers if members and members[0].sharded else numel
-    return 2 * numel + 2 * own + own // 8
+    return (4 if copies else 2) * numel + 2 * own + own // 8

@@ -48,6 +48,7 @@ class Memory:
 
     Args:
         residuals: What methods keep from step to step.
+        copies: Of residuals as they were before the step.
         weights: What stays of FSDP2's weights between gathers.
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
@@ -58,6 +59,7 @@ class Memory:
     """
 
     residuals: int = 0
+    copies: int = 0
     weights: int = 0
     messages: int = 0
     working: int = 0
@@ -68,7 +70,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Sum of all but `accumulating`, which depends on how the loop accumulates."""
-        return self.residuals + self.weights + self.messages + self.working + self.anchors + self.squares
+        kept = self.residuals + self.copies + self.weights + self.anchors + self.squares
+        return kept + self.messages + self.working
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,7 @@ def make_plan(
     every: int | None = None,
     device_type: str = "cuda",
     squares: bool = False,
+    copies: bool | None = None,
 ) -> StepPlan:
     """Args:
     specs: Parameters, or this rank's parts of them.
@@ -163,6 +167,7 @@ def make_plan(
     every: Optimizer steps of a round; None: of the first one.
     device_type: Where gradients are coded.
     squares: Whether ranks exchange squares of gradients.
+    copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
     distinct: dict[Method, Method] = {}  # what is alike is planned once
@@ -185,6 +190,8 @@ def make_plan(
         means = [each.itemsize * part_numel(by_name, each.names, topology, layout) for each in reduced]
     modules = modules or {}
     weights = () if coding is None else alike(weight_transfers(coding, modules, topology, layout))
+    residuals = _residual_nbytes(reduction)
+    copies = outer is None if copies is None else copies
     return StepPlan(
         topology=topology,
         layout=layout,
@@ -197,14 +204,15 @@ def make_plan(
         every=1 if outer is None else every or outer.round_length(0, None),
         outer=outer,
         memory=Memory(
-            residuals=_residual_nbytes(reduction),
+            residuals=residuals,
+            copies=residuals if copies else 0,
             weights=0 if coding is None else kept_nbytes(coding, modules, topology, layout),
             messages=_messages_nbytes(gradients, weights, rounds, state, topology, layout, unsharded, max_in_flight)
             + (_mean_beside_nbytes(gradients, means) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
-            squares=squares_nbytes(assignments, by_name, topology) if squares else 0,
+            squares=squares_nbytes(assignments, by_name, topology, copies=copies) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,

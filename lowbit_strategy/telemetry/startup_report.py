@@ -117,10 +117,14 @@ class Report:
             lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
         lines += self._second_moment()
         lines.append(
-            f"  memory per rank: {size(memory.residuals)} for residuals,"
+            f"  memory per rank: {size(memory.residuals)} for residuals,{self._copies()}"
             f" at most {size(self.buffer_nbytes)} for messages"
         )
         return "\n".join(lines)
+
+    def _copies(self) -> str:
+        copies = self.plan.memory.copies
+        return f" {size(copies)} for copies of them," if copies else ""
 
     def _second_moment(self) -> list[str]:
         """Whether Adam's is corrected, where it matters, and what that costs."""

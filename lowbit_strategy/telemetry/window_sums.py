@@ -48,7 +48,7 @@ class WindowSums:
                 values, factor = values[: view.row_length(peers.rank)], factor / peers.world_size
         if view.name not in self._sums:
             self._sums[view.name] = torch.zeros_like(values, dtype=torch.float32)
-        if self._sync.rollback:  # a step that overflows is not taken: it must not spoil the sum
+        if self._sync.skips_overflow:  # a step that overflows is not taken: it must not spoil the sum
             values = values.nan_to_num(0.0, 0.0, 0.0)
         self._sums[view.name].add_(values, alpha=factor)
         if square:

@@ -48,7 +48,7 @@ def check_nonfinite(evidence: Sequence[Evidence], harness: InvariantHarness) -> 
 
 def collect_rollback(harness: InvariantHarness) -> Evidence:
     """A loss scaler's overflow on one rank: everything is as before the step, on all ranks."""
-    sync = harness.sync(rollback=True)
+    sync = harness.sync(skips_overflow=True)
     harness.run(sync, harness.grads(0))
     sync.follow_phase()
     before, step_index = fingerprint(sync.state.all_tensors()), sync.step_index

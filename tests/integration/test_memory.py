@@ -116,7 +116,8 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
         if session is not None:
             report = build_report(session.sync)
             kept = report.plan.memory.weights
-            announced = report.plan.memory.residuals + report.buffer_nbytes + kept
+            memory = report.plan.memory
+            announced = memory.residuals + memory.copies + report.buffer_nbytes + kept
             session.close()
         del net, module, prepared, session
     return {"measured": held[weights] - held["stock"], "announced": announced, "kept": kept}

@@ -86,7 +86,7 @@ def test_exempt_parameters_and_what_is_sent_uncompressed_stay_exact(kind: Kind) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_engine_goes_on_as_if_never_stopped_and_overflows_are_rolled_back(kind: Kind) -> None:
-    options: dict[str, Any] = {"intra": 8, "rollback": True}
+    options: dict[str, Any] = {"intra": 8, "skips_overflow": True}
     with (
         NodesWorld(kind, LoCo(block_size=32), SPECS, 2, 2, **options) as world,
         NodesWorld(kind, LoCo(block_size=32), SPECS, 2, 2, **options) as again,

@@ -8,124 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD, TopK
+from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
-from testing.log import listen
-from testing.processes.scenarios import Facts, all_but, none, raised, scenarios
+from testing.processes.scenarios import Facts, none, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
 from testing.training.optimizers import Lookahead
-from testing.training.regression import BATCH, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
-
-COMPRESSORS = {
-    "loco": LoCo(block_size=32, exempt=("@vector",)),
-    "loco2": LoCo(bits=2, block_size=32, exempt=("@vector",)),
-    "topk": TopK(density=0.1),
-}
-
-
-def wrap(kind: str, net: nn.Module) -> Any:
-    if kind == "ddp":
-        return DistributedDataParallel(net, bucket_cap_mb=0.01)
-    for child in net:
-        if any(True for _ in child.parameters()):
-            fully_shard(child)
-    return fully_shard(net)
+from testing.training.plain import COMPRESSORS, batch, local_values, wrap
+from testing.training.regression import Regression, loader, mlp, strategy, trainer
 
 
 def attached(kind: str, net: nn.Module, compressor: Any, **options: Any) -> tuple[Any, Session]:
     prepared = prepare(net, compressor, SyncOptions(**options), scatter=kind == "fsdp")
     model = wrap(kind, net)
     return model, (attach_ddp if kind == "ddp" else attach_fsdp)(model, prepared)
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-
-
-def local_values(params: Any) -> list[Tensor]:
-    return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in params]
-
-
-# -- gradients that are thrown away ------------------------------------------------------------------------------------
-
-
-def thrown_away(folder: Path, kind: str, compressor: str, to_none: bool) -> Facts:
-    """Each step is preceded by a pass whose gradients are cleared, in one run always, in the other once."""
-
-    def run(always: bool) -> tuple[list[Tensor], list[Tensor], int]:
-        torch.manual_seed(0)
-        net = mlp()
-        model, session = attached(kind, net, COMPRESSORS[compressor])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(6):
-            if always or step == 0:
-                session.begin_step()
-                (100 * model(batch(50 + step)).square().mean()).backward()
-                optimizer.zero_grad(set_to_none=to_none)
-            session.begin_step()
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-            session.end_step(optimizer)
-            optimizer.zero_grad(set_to_none=to_none)
-        state = [tensor.clone() for tensor in session.sync.state.all_tensors()]
-        return local_values(net.parameters()), state, session.sync.step_index
-
-    with listen() as lines:
-        (always, always_state, num_steps), (once, once_state, _) = run(True), run(False)
-    return {
-        "weights": all(map(torch.equal, always, once)),
-        "state": all(map(torch.equal, always_state, once_state)),
-        "steps": num_steps,
-        "lines": [line for line in lines if "no optimizer step followed" in line],
-    }
-
-
-@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False))
-def test_a_reduction_whose_gradients_are_cleared_leaves_nothing_behind(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["weights"]
-        assert rank["state"]
-        assert rank["steps"] == 6
-    assert len(facts[0]["lines"]) == 2, "once per run"
-
-
-def two_networks(folder: Path, kind: str) -> Facts:
-    """A generator's loss reaches the critic, whose gradients are cleared before its own pass. Nothing moves, so that
-    the sum of what the critic is given has to be the number of steps times its exact gradient.
-    """
-    torch.manual_seed(0)
-    generator, critic = mlp(), nn.Sequential(nn.Linear(OUTPUTS, 64), nn.Tanh(), nn.Linear(64, 1))
-    net = nn.Sequential(generator, critic)
-    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-    exact = torch.autograd.grad(critic(generator(x).detach()).mean(), critic[0].weight)[0]
-    model, session = attached(kind, net, COMPRESSORS["topk"])
-    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-12) for part in (generator, critic)]
-    total: Any = 0
-    for _ in range(60):
-        for optimizer, sign in zip(optimizers, (-1, 1), strict=True):
-            optimizer.zero_grad()
-            session.begin_step()
-            (sign * model(x).mean()).backward()
-            if optimizer is optimizers[1]:
-                grad = critic[0].weight.grad
-                total = total + (grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
-            optimizer.step()
-            session.end_step(optimizer)
-            if optimizer is optimizers[1]:
-                optimizers[0].zero_grad()
-            else:
-                optimizers[1].zero_grad()
-    return {"error": ((total / 60 - exact).norm() / exact.norm()).item()}
-
-
-@scenarios(two_networks, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
-def test_a_critic_does_not_get_what_its_generators_passes_left(facts: list[Facts]) -> None:
-    assert facts[0]["error"] < 0.05
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
 ReducerState = dict[str, StateTensors]  # by parameter name
 ResidualDtype = Literal["int8", "float32"]
+HOPS = ("", "uplink.", "downlink.")  # what names of residuals begin with
 
 
 def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
@@ -100,7 +101,7 @@ class MethodStore:
         arenas: Iterable[Tensor] = (),
     ) -> None:
         self.method, self.state = method, state
-        self._numbers, self._device, self._arenas = numbers, device, list(arenas)
+        self._numbers, self._device, self.arenas = numbers, device, list(arenas)
         self._parked = False
 
     def tensors(self, name: str) -> StateTensors:
@@ -110,12 +111,12 @@ class MethodStore:
 
     def park(self) -> None:
         """Move all state to the host's memory; it is only read from now on, one parameter at a time."""
-        self._parked, self._arenas = True, []
+        self._parked, self.arenas = True, []
         self.state = {name: {key: x.cpu() for key, x in tensors.items()} for name, tensors in self.state.items()}
 
     def state_tensors(self) -> list[Tensor]:
         """Everything the store holds, in as few tensors as possible."""
-        return self._arenas or [x for tensors in self.state.values() for x in tensors.values()]
+        return self.arenas or [x for tensors in self.state.values() for x in tensors.values()]
 
     def numbers(self, name: str) -> dict[str, Any]:
         return self._numbers[name]

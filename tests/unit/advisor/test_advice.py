@@ -41,7 +41,7 @@ def certain(params: float, nodes: int, ranks_per_node: int, link: Link, compute_
 def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
     """Each rank of a node has an eighth of everything under HSDP. Under FSDP2 all have less."""
     slow = Link(1e-4, 10e9 / 8)
-    names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (150e9, 80e9, 14e9, 1e9)]
+    names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (150e9, 80e9, 16e9, 1e9)]
     assert not dist.is_initialized()
     assert names == ["loco_ddp", "loco_hsdp", "loco_fsdp", None]
 

@@ -23,9 +23,8 @@ FSDP = [namespace.LowBitFSDPStrategy for namespace in NAMESPACES]
 def test_every_option_of_synchronization_is_an_argument_with_the_same_default(cls: Any) -> None:
     arguments = inspect.signature(cls).parameters
     for field in dataclasses.fields(SyncOptions):
-        if field.name != "rollback" or cls is not LowBitPlugin:  # there it follows from the precision
-            assert arguments[field.name].default == field.default
-            assert arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert arguments[field.name].default == field.default
+        assert arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.parametrize("cls", [*DDP, *FSDP])

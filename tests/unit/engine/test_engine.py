@@ -128,7 +128,7 @@ def test_results_depend_on_seed_step_and_rank_alone() -> None:
 
 def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
     log: list[str] = []
-    sync = engine(EXACT, rollback=True)
+    sync = engine(EXACT, skips_overflow=True)
     reduce_step(sync, gradients(0))
     sync.listeners.add(Log("monitor", log), StepPhase.OBSERVE)
     before = [tensor.clone() for tensor in sync.state.all_tensors()]

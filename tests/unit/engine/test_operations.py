@@ -32,7 +32,9 @@ def operations_of_a_reduce(
 ) -> list[str]:
     """Of the second step: the first makes tables and buffers."""
     comm = EchoComm(world_size)
-    sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, rollback=rollback)
+    sync = GradientSync(
+        compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, skips_overflow=rollback
+    )
     entries, at = [], 0
     for spec in specs:
         entries.append((spec.name, at))

@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
     "seed": 7,
     "on_world_size_change": "fold",
     "on_missing_residual": "reset",
+    "rollback": False,
     "check_digest": False,
     "two_level": True,
     "intra": 8,

@@ -172,7 +172,7 @@ def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
 
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
     recorder = Recorder(Probe(accumulate="local", levels=(0,)), read_every=2)
-    sync = engine(Dense(), rollback=True)
+    sync = engine(Dense(), skips_overflow=True)
     AdaptiveDriver(recorder).attach(sync)
     reduce_step(sync, gradients(0))
     bad = gradients(1)

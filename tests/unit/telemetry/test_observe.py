@@ -77,7 +77,7 @@ def test_nothing_at_all_between_observed_steps() -> None:
 
 
 def test_an_overflowed_step_is_observed_when_it_comes_again() -> None:
-    sync = engine(COMPRESSOR, rollback=True)
+    sync = engine(COMPRESSOR, skips_overflow=True)
     seen = []
     Observer(sync, wants=lambda step: step == 1, on_observation=seen.append)
     reduce_step(sync, gradients(0))

@@ -1,0 +1,107 @@
+"""Copies of what methods keep, taken before a reduction changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import StateTensors
+from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.methods._base.method import HOPS, MethodStore, read_residual, write_residual_
+
+
+class Copies:
+    """The state of parameters before their reductions. Memory is allocated once for all parameters of a store.
+
+    Args:
+        state: What is copied, as long as its stores stay the same.
+    """
+
+    def __init__(self, state: MethodState) -> None:
+        self._state = state
+        self._by_name: dict[str, StateTensors] = {}
+        self._mirrors: dict[MethodStore, list[Tensor]] = {}  # of the store's own tensors, in order
+        self._runs: dict[tuple[str, ...], tuple[list[Tensor], list[Tensor]]] = {}  # copies, and what they are of
+
+    def of(self, name: str) -> StateTensors:
+        """The copy of one parameter's state, which was taken."""
+        return self._by_name.get(name, {})
+
+    def take(self, names: tuple[str, ...]) -> None:
+        """Copy the state of these parameters, with as few operations as there are gaps between them."""
+        if names not in self._runs:
+            stores = list(dict.fromkeys(map(self._state.store, names)))
+            pairs = [pair for store in stores for pair in self._pairs(store, names)]
+            self._runs[names] = [copy for copy, _ in pairs], [source for _, source in pairs]
+        copies, sources = self._runs[names]
+        if copies:  # dense and stateless methods have no state
+            torch._foreach_copy_(copies, sources)
+
+    def _pairs(self, store: MethodStore, names: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Copies of `names` in one store, and what they are of."""
+        if store not in self._mirrors:
+            self._allocate(store)
+        mine = {name: store.state[name] for name in names if store.state.get(name)}
+        if not store.arenas:
+            for name, tensors in mine.items():
+                yield from ((self._by_name[name][key], tensor) for key, tensor in tensors.items())
+            return
+        for arena, mirror in zip(store.arenas, self._mirrors[store], strict=True):
+            for start, stop in _runs(arena, mine):
+                yield mirror[start:stop], arena[start:stop]
+
+    def _allocate(self, store: MethodStore) -> None:
+        self._mirrors[store] = mirrors = [torch.empty_like(arena) for arena in store.arenas]
+        for name, tensors in store.state.items():
+            if not mirrors:
+                self._by_name[name] = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+                continue
+            self._by_name[name] = {}
+            for key, tensor in tensors.items():
+                mirror = next(m for m, arena in zip(mirrors, store.arenas, strict=True) if _lies_in(tensor, arena))
+                start = tensor.storage_offset()
+                self._by_name[name][key] = mirror[start : start + tensor.numel()].view_as(tensor)
+
+
+def _lies_in(tensor: Tensor, arena: Tensor) -> bool:
+    return tensor._base is arena
+
+
+def _runs(arena: Tensor, mine: Mapping[str, StateTensors]) -> list[tuple[int, int]]:
+    """Where in an arena the tensors of these parameters lie; neighbors are one run."""
+    parts = [tensor for tensors in mine.values() for tensor in tensors.values() if _lies_in(tensor, arena)]
+    places = [(int(part.storage_offset()), part.numel()) for part in parts]
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted((start, start + numel) for start, numel in places):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """One parameter's state."""
+    for key, tensor in targets.items():
+        tensor.copy_(sources[key])
+
+
+def average_(targets: StateTensors, sources: StateTensors, share: float) -> None:
+    """Move one parameter's state toward that of `sources`, by `share`. What is no number in between stays, or is that
+    of `sources` if `share` is 1.
+    """
+    if share == 1.0:
+        copy_(targets, sources)
+        return
+    coded = [hop for hop in HOPS if f"{hop}residual_scale" in targets]
+    for hop in coded:
+        values, other = read_residual(targets, hop), read_residual(sources, hop)
+        assert values is not None
+        assert other is not None
+        write_residual_(targets, values.lerp(other, share), hop)
+    done = {f"{hop}{key}" for hop in coded for key in ("residual", "residual_scale")}
+    for key, tensor in targets.items():
+        if key not in done and tensor.is_floating_point():
+            tensor.lerp_(sources[key], share)
