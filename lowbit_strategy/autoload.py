@@ -23,7 +23,7 @@ VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that ho
 GROUP, NAME = "torch.backends", "lowbit_strategy"  # of the entry point
 
 _STRATEGIES = "lowbit_strategy.register:register_names"
-_ACCELERATE = "lowbit_strategy.launch.accelerate_hooks"
+_ACCELERATE = "lowbit_strategy.config_file.accelerate_hooks"
 _SERVED = {  # a framework's module: the function of ours that is called with it
     "lightning.pytorch.strategies": _STRATEGIES,
     "pytorch_lightning.strategies": _STRATEGIES,

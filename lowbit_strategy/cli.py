@@ -1,24 +1,60 @@
-"""The `lowbit` command. Each sub-command lives with what it is about; this module only gathers them."""
+"""The `lowbit` command. Each sub-command lives with what it is about, and is imported when it is called."""
 
 from __future__ import annotations
 
 import gc
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from lowbit_strategy.advisor.advise import advise, estimate
-from lowbit_strategy.advisor.bench import bench
-from lowbit_strategy.launch.commands import PASS_ON, config, launch, lighthouse, report
-from lowbit_strategy.launch.doctor import doctor
+from lowbit_strategy.leaves import MissingPart, load
 from lowbit_strategy.version import __version__
 
-app = typer.Typer(
-    name="lowbit",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
+COMMANDS = {
+    "doctor": "lowbit_strategy.doctor.doctor:doctor",
+    "config": "lowbit_strategy.config_file.command:config",
+    "report": "lowbit_strategy.report.command:report",
+    "bench": "lowbit_strategy.advisor.bench:bench",
+    "advise": "lowbit_strategy.advisor.advise:advise",
+    "estimate": "lowbit_strategy.advisor.advise:estimate",
+    "lighthouse": "lowbit_strategy.lighthouse:lighthouse",
+}
+_LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_show_locals": False}
+
+
+class _Commands(TyperGroup):
+    """Those of the table."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        settings: dict[str, Any] = {
+            "allow_interspersed_args": cmd_name != "doctor"
+        }  # after a script: its own arguments
+        try:
+            function, text = load(COMMANDS[cmd_name], f"lowbit {cmd_name}"), None
+        except MissingPart as error:
+            function, text = _missing(str(error)), str(error)
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        alone = typer.Typer(**_LOOKS)
+        alone.command(cmd_name, context_settings=settings, help=text)(function)
+        return typer.main.get_command(alone)
+
+
+def _missing(text: str) -> Callable[[], None]:
+    def fail() -> None:
+        typer.echo(text, err=True)
+        raise typer.Exit(2)
+
+    return fail
+
+
+app = typer.Typer(name="lowbit", cls=_Commands, no_args_is_help=True, **_LOOKS)
 
 
 def _version(wanted: bool) -> None:
@@ -34,16 +70,6 @@ def lowbit(
     ] = False,
 ) -> None:
     """Compressed gradient synchronization for PyTorch training: Lightning, Fabric, Accelerate and the HF Trainer."""
-
-
-app.command()(doctor)
-app.command(context_settings=PASS_ON, add_help_option=False)(launch)
-app.command()(config)
-app.command()(report)
-app.command()(bench)
-app.command()(advise)
-app.command()(estimate)
-app.command()(lighthouse)
 
 
 def main() -> None:

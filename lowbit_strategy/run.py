@@ -12,15 +12,13 @@ Where autoloading is in force (``lowbit doctor`` says so), the environment varia
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 
 from lowbit_strategy.autoload import VARIABLE, serve
-from lowbit_strategy.launch.dry_run import Planned, install
-from lowbit_strategy.launch.section import export, plugin_from_section, read_section, section_from_environment
+from lowbit_strategy.config_file.section import export, plugin_from_section, read_section, section_from_environment
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,14 +27,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = _parser().parse_args(argv)
     try:
-        is_dry = _prepare(arguments)
+        _prepare(arguments)
     except ValueError as error:
         print(f"lowbit: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    _run(arguments.target, arguments.arguments, module=arguments.module)
-    if is_dry:
-        print("lowbit: the script ended without preparing a model: there is nothing to report", file=sys.stderr)
-        raise SystemExit(1)
+    run_script(arguments.target, arguments.arguments, module=arguments.module)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,31 +41,23 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--lowbit_config", metavar="FILE", help="file with a lowbit_config section, or the section")
-    parser.add_argument("--lowbit_dry_run", metavar="RUN", help="report for this run, as lowbit launch describes it")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("target", help="the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _prepare(arguments: argparse.Namespace) -> bool:
-    """The section goes into the environment, where every `Accelerator` finds it. Whether it is a dry run, which reports
-    instead.
-    """
+def _prepare(arguments: argparse.Namespace) -> None:
+    """The section goes into the environment, where every `Accelerator` finds it."""
     section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
     if section is None:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")
-    plugin = plugin_from_section(section)
-    if not arguments.lowbit_dry_run:
-        os.environ.update(export(section))
-        serve()
-        return False
-    install(plugin, Planned(**json.loads(arguments.lowbit_dry_run)))
-    os.environ.pop(VARIABLE, None)
-    return True
+    plugin_from_section(section)
+    os.environ.update(export(section))
+    serve()
 
 
-def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
+def run_script(target: str, arguments: Sequence[str], *, module: bool) -> None:
     """Run the script or module as ``python target arguments`` or ``python -m target arguments`` would."""
     sys.argv = [target, *arguments]
     if module:

@@ -1,7 +1,8 @@
 """A small GPT on real text with Accelerate. Nothing in this script knows of compression: the configuration file does.
 
-    accelerate launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200     # on GPUs
-    lowbit launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200         # on CPU too
+    accelerate launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200
+
+Without a GPU put ACCELERATE_USE_CPU=true in front.
 
 To turn compression on in the script instead, add one line after the Accelerator is made:
 

@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100 --resume        # from the last checkpoint
-lowbit launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # without the line, on CPU
-accelerate launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # likewise, on GPUs
+accelerate launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # without the line
+
+Without a GPU put ACCELERATE_USE_CPU=true in front of accelerate.
 """
 
 from __future__ import annotations

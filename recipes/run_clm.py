@@ -2,9 +2,10 @@
 
 A GPT-2 from a configuration, no hub: tokens are bytes. The script knows nothing of compression; the launcher adds it.
 
-lowbit launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100
-accelerate launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py ...      # the same, on GPUs
+accelerate launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100
 torchrun --nproc-per-node 2 recipes/run_clm.py --output_dir runs/clm --max_steps 100     # uncompressed
+
+Without a GPU put ACCELERATE_USE_CPU=true in front of accelerate.
 """
 
 from __future__ import annotations

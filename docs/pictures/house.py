@@ -48,7 +48,7 @@ ROOMS = {
     "collectives": (1, 11.25, "exchanges of bytes"),
     "codecs": (1, 12.15, "floats to bytes"),
     "kernels": (1, 13.05, "PyTorch, C, Triton"),
-    "private_names": (2, 12.15, "of the frameworks"),
+    "leaves": (2, 12.15, "parts by name"),
     "inform": (0, 12.15, "what everyone sees"),
     "options": (0, 13.05, "types, suggestions"),
     "version": (2, 13.05, "a number"),
@@ -120,7 +120,7 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
             1.5, TOP - (first + last) / 2 - 0.17, title, ha="center", va="center", rotation=90, fontsize=8, color=floor
         )
     for name, tos in edges.items():
-        for to in sorted(tos - {"inform", "options", "private_names", "version"}):
+        for to in sorted(tos - {"inform", "options", "leaves", "version"}):
             (x0, y0), (x1, y1) = center(name), center(to)
             if y0 == y1:  # neighbors
                 side = WIDTH / 2 if x1 > x0 else -WIDTH / 2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowbit_strategy import Auto
-from lowbit_strategy.launch.section import plugin_from_section
+from lowbit_strategy.config_file.section import plugin_from_section
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.accelerated import Kind, make, prepared, record_of
 from testing.training.accelerated import train as accelerated

@@ -83,7 +83,7 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert lightning == sorted([*LIGHT, "lowbit_strategy.register"])
     assert accelerate == []
     assert asked == "lowbit_strategy.lightning"
-    launch = ["lowbit_strategy.launch", "lowbit_strategy.launch.accelerate_hooks"]
+    launch = ["lowbit_strategy.config_file", "lowbit_strategy.config_file.accelerate_hooks"]
     light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.conversion"]
     assert without_a_section == sorted([*LIGHT, *launch, *light])
 

@@ -139,9 +139,10 @@ def test_fabric_s_replicas_meet_before_the_first_forward_pass(tmp_path: Path) ->
 
 
 SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "replica.py"
-LAUNCH = ["-c", "from lowbit_strategy.cli import main; main()", "launch"]
+LAUNCH = ["-m", "accelerate.commands.launch"]
 
 
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 SHARDED = {
     "distributed_type": "FSDP",
     "num_processes": 2,
@@ -152,7 +153,7 @@ SHARDED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("is_node", [False, True])
 def test_launched_with_a_section(tmp_path: Path, is_node: bool) -> None:
-    """`lowbit launch` as on two machines, of a script that knows nothing of replicas."""
+    """`accelerate launch` as on two machines, of a script that knows nothing of replicas."""
     with Replicas(tmp_path) as run:
 
         def launch(name: str) -> list[dict[str, Any]]:
@@ -163,8 +164,8 @@ def test_launched_with_a_section(tmp_path: Path, is_node: bool) -> None:
                 section["shard_size"] = "node"
                 kind = SHARDED | {"main_process_port": free_port()}
             job, out = tmp_path / f"{name}.yaml", tmp_path / f"{name}.json"
-            job.write_text(yaml.safe_dump({**kind, "use_cpu": True, "lowbit_config": section}))
-            done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", out], timeout=200)
+            job.write_text(yaml.safe_dump({**kind, "use_cpu": not is_node, "lowbit_config": section}))
+            done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", out], env=ON_CPU, timeout=200)
             assert "2 replicas (a, b)" in done.stderr
             return [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{name}*.json"))]
 

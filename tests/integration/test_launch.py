@@ -1,23 +1,18 @@
-"""The command line, as users run it: `lowbit launch`, the run module under other launchers, what comes back from them.
+"""A section and an unmodified script under stock launchers, and the run module.
 
-Most start interpreters; what can be tested without doing so is in tests/unit/launch and tests/unit/config.
+Most start interpreters; what can be tested without doing so is in tests/unit/config_file.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import psutil
 import pytest
 import yaml
 
@@ -26,7 +21,7 @@ from testing.processes.scripts import REPOSITORY, as_main, run_script
 from testing.record import read_record
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
-LAUNCH = [*LOWBIT, "launch"]
+STOCK = ["-m", "accelerate.commands.launch"]
 STOCK_ON_CPU = {"ACCELERATE_USE_CPU": "true"}  # which Accelerate's own launcher alone takes for one process
 SECTION: dict[str, Any] = {"compressor": "loco", "bits": 4}
 ON_CPU_WITH_SECTION = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
@@ -34,7 +29,7 @@ SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm.py"
 RESTARTABLE = REPOSITORY / "tests" / "integration" / "scripts" / "restartable.py"
 TRAINER_SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm_trainer.py"
 CONFIGS: dict[str, dict[str, Any]] = {
-    "ddp": {"distributed_type": "MULTI_CPU"},
+    "ddp": {"distributed_type": "MULTI_GPU"},
     "fsdp": {
         "distributed_type": "FSDP",
         "fsdp_config": {
@@ -45,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-_COMMON = {"num_processes": 2, "use_cpu": True, "main_process_port": 0, "mixed_precision": "no"}
+_COMMON = {"num_processes": 2, "main_process_port": 0, "mixed_precision": "no"}
 
 
 def config(folder: Path, kind: str, **more: Any) -> Path:
@@ -68,14 +63,16 @@ def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
-    """The folder of the script's results under ``lowbit launch``, and what it wrote to standard error."""
+def launched_with_a_section(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """The folder of the script's results under ``accelerate launch``, and what it wrote to standard error."""
 
     @functools.cache
     def launched(kind: str) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp(kind)
         job = config(folder, kind, lowbit_config=SECTION)
-        return folder, run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", folder], timeout=280).stderr
+        return folder, run_script(
+            [*STOCK, "--config_file", job, SCRIPT, "--out", folder], env=STOCK_ON_CPU, timeout=280
+        ).stderr
 
     return launched
 
@@ -108,44 +105,16 @@ def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_config_file_and_an_unmodified_script(
-    kind: str, uncompressed: list[dict[str, Any]], by_lowbit_launch: Callable[[str], tuple[Path, str]]
+    kind: str, uncompressed: list[dict[str, Any]], launched_with_a_section: Callable[[str], tuple[Path, str]]
 ) -> None:
-    folder, errors = by_lowbit_launch(kind)
+    folder, errors = launched_with_a_section(kind)
     assert "compressed gradient" in errors  # the start-up report
     check(facts(folder), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], folder)
-
-
-STOCK = ["-m", "accelerate.commands.launch"]
-
-
-def stock_config(folder: Path, kind: str, **more: Any) -> Path:
-    return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
 
 
 def test_the_section_in_the_environment_of_ranks(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
     run_ranks(as_main, 2, SCRIPT, ["--out", tmp_path], ON_CPU_WITH_SECTION, tmp_path, timeout=280, process_group=None)
     check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
-
-
-@pytest.mark.slow  # what it hands on: tests/unit/launch/test_accelerate_commands.py
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_stock_launcher_trains_the_same_bits(
-    kind: str,
-    tmp_path: Path,
-    uncompressed: list[dict[str, Any]],
-    by_lowbit_launch: Callable[[str], tuple[Path, str]],
-) -> None:
-    job = stock_config(tmp_path, kind, lowbit_config=SECTION)
-    done = run_script(
-        [*STOCK, "--config_file", job, "-m", "tests.integration.scripts.lm", "--out", tmp_path],
-        env=STOCK_ON_CPU,
-        cwd=REPOSITORY,
-        timeout=280,
-    )
-    assert "compressed gradient" in done.stderr  # the start-up report
-    ranks = facts(tmp_path)
-    check(ranks, uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
-    assert ranks[0]["bits"] == facts(by_lowbit_launch(kind)[0])[0]["bits"]
 
 
 @pytest.mark.slow
@@ -174,7 +143,9 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, t
     def run(folder: Path, *kill_at: str) -> subprocess.CompletedProcess[str]:
         folder.mkdir(exist_ok=True)
         job = config(folder, kind, lowbit_config={**ADAPTIVE, "record": str(folder)})
-        return run_script([*LAUNCH, "--config_file", job, RESTARTABLE, folder, *kill_at], timeout=280, check=False)
+        return run_script(
+            [*STOCK, "--config_file", job, RESTARTABLE, folder, *kill_at], env=STOCK_ON_CPU, timeout=280, check=False
+        )
 
     def losses(folder: Path, rank: int) -> dict[str, str]:
         return dict(line.split() for line in (folder / f"losses-{rank}.txt").read_text().splitlines())
@@ -182,7 +153,7 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, t
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = run(whole)
     assert expected.returncode == 0
-    assert run(broken, "8").returncode == 128 + signal.SIGKILL
+    assert run(broken, "8").returncode != 0
     resumed = run(broken)
     assert resumed.returncode == 0
     assert "from 6" in resumed.stdout
@@ -229,17 +200,12 @@ def test_a_trainer_script_under_each_launcher(
 ) -> None:
     more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
-    job = stock_config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
+    job = config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
     run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", tmp_path], env=STOCK_ON_CPU, timeout=280)
     ranks = checked_trainer(kind, tmp_path)
     for rank, plain in zip(ranks, uncompressed_trainer, strict=True):
         assert rank["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.005)
         assert rank["losses"] != plain["losses"]
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    job = config(ours, kind, lowbit_config=SECTION, **fsdp)
-    run_script([*LAUNCH, "--config_file", job, TRAINER_SCRIPT, "--out", ours], timeout=280)
-    assert [rank["bits"] for rank in facts(ours)] == [rank["bits"] for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -247,21 +213,21 @@ def test_a_trainer_script_under_each_launcher(
 )
 def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     path = Path(accelerate.__file__).parent / "test_utils" / "scripts" / script
-    job = stock_config(tmp_path, "ddp", lowbit_config=SECTION)
+    job = config(tmp_path, "ddp", lowbit_config=SECTION)
     run_script([*STOCK, "--config_file", job, path], env=STOCK_ON_CPU, timeout=280)
 
 
 @pytest.mark.slow
 def test_the_command_accelerate_test_on_a_file_with_a_section(tmp_path: Path) -> None:
-    job = stock_config(tmp_path, "ddp", lowbit_config=SECTION)
+    job = config(tmp_path, "ddp", lowbit_config=SECTION)
     command = [*STOCK[:-1], "accelerate.commands.accelerate_cli", "test", "--config_file", job]
     assert "Test is a success!" in run_script(command, env=STOCK_ON_CPU, timeout=280).stdout
 
 
-@pytest.mark.slow  # in parts: tests/unit/launch
+@pytest.mark.slow  # in parts: tests/unit/doctor
 def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
     job = config(tmp_path, "fsdp", lowbit_config=SECTION)
-    command = [*LAUNCH, "--dry-run", "--config_file", job, "--num_processes", "8", SCRIPT, "--out", tmp_path]
+    command = [*LOWBIT, "doctor", "--config", job, "--num-processes", "8", SCRIPT, "--out", tmp_path]
     done = run_script(command, timeout=200)
     assert "dry run, nothing is trained: Model" in done.stdout
     assert "compressed gradient reduce-scatter over 8 ranks" in done.stdout
@@ -269,70 +235,19 @@ def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rank-*"))
 
 
-@pytest.mark.slow
-def test_the_script_s_exit_status_comes_back(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os, sys; sys.exit(7 if os.environ.get('RANK') == '1' else 0)")
-    job = config(tmp_path, "ddp", lowbit_config=SECTION)
-    done = run_script([*LAUNCH, "--config_file", job, tmp_path / "train.py"], timeout=200, check=False)
-    assert done.returncode == 7
-
-
-_ENDS_ON_SIGNALS = """\
-import os, pathlib, signal, sys, time
-rank = os.environ.get("RANK", "0")
-def end(*_):
-    pathlib.Path(f"signalled-{rank}").touch()
-    sys.exit(9)
-signal.signal(signal.SIGTERM, end)
-signal.signal(signal.SIGUSR1, end)
-pathlib.Path(f"up-{rank}").touch()
-time.sleep(200)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "number", "status"),
-    [
-        (1, signal.SIGTERM, 9),
-        (2, signal.SIGTERM, 128 + signal.SIGTERM),  # torchrun's own answer
-        (2, signal.SIGUSR1, 9),  # SLURM's warning, which torchrun does not know
-    ],
-)
-def test_signals_reach_the_script_and_come_back(processes: int, number: int, status: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_ENDS_ON_SIGNALS)
-    job = config(tmp_path, "ddp", lowbit_config=SECTION, num_processes=processes)
-    command = [sys.executable, *LAUNCH, "--config_file", str(job), "train.py"]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(command, cwd=tmp_path, env=env)
-    try:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("up-*"))) < processes and launcher.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        launcher.send_signal(number)
-        assert launcher.wait(60) == status
-        assert len(list(tmp_path.glob("signalled-*"))) == processes
-    finally:
-        if launcher.poll() is None:
-            for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
-                process.kill()
-            launcher.wait()
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"lowbit_config": {"compressor": "loco", "bit": 4}}, "did you mean 'bits'?"),
-        ({}, "has no lowbit_config section"),
-        ({"distributed_type": "DEEPSPEED", "lowbit_config": SECTION}, "DEEPSPEED cannot be compressed"),
+        ({"distributed_type": "FSDP", "lowbit_config": SECTION}, "set fsdp_version: 2"),
     ],
 )
 @pytest.mark.slow
 def test_bad_input_starts_nothing(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
     job = config(tmp_path, "ddp", **more)
-    done = run_script([*LAUNCH, "--config_file", job, "train.py"], cwd=tmp_path, check=False)
-    assert done.returncode == 2
+    done = run_script([*STOCK, "--config_file", job, "train.py"], cwd=tmp_path, check=False)
+    assert done.returncode != 0
     assert message in done.stderr
     assert not (tmp_path / "started").exists()
 

@@ -14,7 +14,7 @@ from testing.processes.scripts import REPOSITORY, run_script
 ON_CPU = {"ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
 CLM = "recipes/run_clm.py --output_dir runs/clm --max_steps 6 --max_eval_samples 16 --n_layer 2"
 RECIPES = {
-    f"lowbit launch --config_file recipes/configs/ddp.yaml {CLM}": r"perplexity +=",
+    f"accelerate launch --config_file recipes/configs/ddp.yaml {CLM}": r"perplexity +=",
     "torchrun --nproc-per-node 2 recipes/lora.py --steps 4": r"trained 57,344 of 3,090,688 parameters, loss \d",
     "torchrun --nproc-per-node 2 recipes/dlrm.py --steps 40": r"rows within 0\.01: accuracy 0\.\d+, \d",
     "python recipes/resnet.py --epochs 1": r"test accuracy 0\.\d",

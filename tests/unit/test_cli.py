@@ -15,10 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit_strategy import PRESETS
-from lowbit_strategy.cli import app
-from lowbit_strategy.launch import doctor
-from lowbit_strategy.launch.launcher import launch_parser
+from lowbit_strategy.cli import COMMANDS, app
+from lowbit_strategy.doctor import doctor
 from lowbit_strategy.version import __version__
+from testing.private_names import PRIVATE_NAMES
+from testing.processes.ranks import run_ranks
 from testing.processes.scripts import REPOSITORY
 
 _autoloading = functools.cache(doctor._autoloading)  # in a new interpreter, once
@@ -50,7 +51,7 @@ def test_the_command_begins_without_what_only_some_of_its_commands_need() -> Non
 def test_help_names_every_command() -> None:
     status, text = run("--help")
     assert status == 0
-    for command in ("doctor", "launch", "config", "report"):
+    for command in COMMANDS:
         assert command in text
 
 
@@ -133,35 +134,75 @@ def test_the_doctor_does_not_advise_a_triton_that_may_not_fit_torch(monkeypatch:
         assert "pip install" not in advice[what]
 
 
-def test_launch_help_has_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["lowbit", "launch", "--help"])
-    text = launch_parser().format_help()
-    assert text.startswith("usage: lowbit launch [flags] train.py [its own arguments]")
-    for flag in (
-        "--config_file",
-        "--num_processes",
-        "--machine_rank",
-        "--fsdp_version",
-        "--lowbit_config",
-        "--dry_run",
-    ):
-        assert f"{flag} " in text
-    assert "--num-processes" not in text  # the other spelling works too
-    assert "megatron" not in text.replace("--use_megatron_lm", "").replace("Megatron-LM", "")
-    assert launch_parser().parse_args(["--zero_stage", "2", "--num-processes", "2", "train.py"]).zero_stage == 2
+def test_the_doctor_knows_the_releases_that_the_private_names_were_seen_in() -> None:
+    assert {name: listed[0].seen.split()[-1] for name, listed in PRIVATE_NAMES.items()} == doctor.TESTED
 
 
-def test_the_doctor_names_what_another_package_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowbit_strategy.private_names import PRIVATE_NAMES, PrivateName
+def test_the_doctor_imports_no_framework() -> None:
+    """It takes the time of two imports of torch, its own and that of the autoloading it tries."""
+    code = (
+        "import sys; from lowbit_strategy.doctor.doctor import examine; list(examine());"
+        "print({'lightning', 'accelerate', 'transformers', 'torchmetrics', 'torch._dynamo'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
 
-    gone = PrivateName(target="torch.nn:Module._gone", use="called", seen="torch 2.13", reason="of this test")
-    monkeypatch.setitem(PRIVATE_NAMES, "torch", (*PRIVATE_NAMES["torch"], gone))
-    problems = [finding for finding in doctor.examine() if finding.level == "problem"]
-    assert any("torch.nn:Module._gone is gone" in finding.found for finding in problems)
+
+@pytest.mark.parametrize(
+    ("job", "code", "text"),
+    [
+        ("num_processes: 8\nlowbit_config: {compressor: loco2}", 0, "loco(bits=2, codebook='unit_gain'"),
+        ("lowbit_config: {compressor: loco}", 0, "one process sends no gradients"),
+        ("num_processes: 8", 2, "has no lowbit_config section"),
+        ("lowbit_config: {compressor: lco}", 2, "did you mean 'loco'"),
+        ("distributed_type: DEEPSPEED\nlowbit_config: {compressor: loco}", 2, "DEEPSPEED cannot be compressed"),
+        ("distributed_type: FSDP\nlowbit_config: {compressor: loco}", 2, "set fsdp_version: 2"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 2}\nlowbit_config: {compressor: loco}",
+            2,
+            "tp_size = 2 cannot be compressed",
+        ),
+    ],
+)
+def test_the_doctor_checks_a_configuration_file(job: str, code: int, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job)
+    found, output = run("doctor", "--config", str(path))
+    assert found == code
+    assert text in output
+
+
+def test_the_doctor_needs_the_file_of_a_script() -> None:
+    code, output = run("doctor", "train.py", "--lr", "1")
+    assert code == 2
+    assert "a script needs --config" in output
+
+
+def _dry_run(rank: int, world_size: int, arguments: list[str]) -> object:
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    return ended.value.code
+
+
+def test_the_doctor_runs_a_script_until_it_prepares_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, script = tmp_path / "job.yaml", tmp_path / "train.py"
+    job.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nlowbit_config: {compressor: loco, bits: 4}")
+    script.write_text(
+        "import sys, torch\nfrom accelerate import Accelerator\nprint(sys.argv[1:])\n"
+        "Accelerator(cpu=True).prepare(torch.nn.Linear(64, 64))\nprint('trained')\n"
+    )
+    arguments = ["doctor", "--config", str(job), "--num-processes", "8", str(script), "--lr", "1"]
+    assert run_ranks(_dry_run, 1, arguments, process_group=None) == [0]
+    printed = capsys.readouterr().out
+    assert "['--lr', '1']" in printed
+    assert "compressed gradient all-reduce over 8 ranks" in printed
+    assert "trained\n" not in printed.replace("nothing is trained", "")
 
 
 def test_the_doctor_notes_versions_that_are_newer_than_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: "99.1.0" if name == "torch" else None)
-    notes = [each for each in doctor._private_names() if each.level == "note"]
+    notes = [each for each in doctor._newer() if each.level == "note"]
     assert [each.what for each in notes] == ["torch"]
     assert notes[0].found.startswith("99.1.0, tested up to 2.")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lowbit_strategy.hooks import fsdp
-from lowbit_strategy.private_names import PRIVATE_NAMES, PrivateName, problems
+from testing.private_names import PRIVATE_NAMES, PrivateName, problems
 
 EVERY = [pytest.param(name, id=f"{name.target}") for names in PRIVATE_NAMES.values() for name in names]
 

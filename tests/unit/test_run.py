@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowbit_strategy import run
-from lowbit_strategy.launch import accelerate_hooks
+from lowbit_strategy.config_file import accelerate_hooks
 from testing.processes.ranks import run_ranks
 from testing.processes.scripts import environment
 

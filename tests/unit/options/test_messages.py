@@ -11,7 +11,7 @@ import pytest
 import lowbit_strategy
 from lowbit_strategy import DiLoCo, LoCo, PowerSGD, TopK, accelerate, as_weights, fabric
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.launch.section import plugin_from_section
+from lowbit_strategy.config_file.section import plugin_from_section
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.options.conversion import did_you_mean
 

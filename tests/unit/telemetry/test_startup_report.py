@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.launch.dry_run import Planned, plan
+from lowbit_strategy.doctor.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.loco import LoCo

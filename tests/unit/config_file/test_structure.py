@@ -9,6 +9,7 @@ import yaml
 
 from lowbit_strategy import PRESETS, LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
+from lowbit_strategy.config_file.section import plugin_from_section, read_section
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -21,7 +22,6 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
-from lowbit_strategy.launch.section import plugin_from_section, read_section
 from lowbit_strategy.options.conversion import convert
 
 LOCO2 = PRESETS["loco2"]

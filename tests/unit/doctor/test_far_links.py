@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowbit_strategy.launch.doctor import examine_far_links
+from lowbit_strategy.doctor.doctor import examine_far_links
 
 TUNED = {
     "tcp_rmem": "4096 131072 67108864",

@@ -1,4 +1,4 @@
-"""`lowbit doctor`: reports what this machine will use, and what would not work here."""
+"""`lowbit doctor`: reports what this machine will use and what would not work here; or what a script would compress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,9 +20,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_strategy import autoload
-from lowbit_strategy.private_names import PRIVATE_NAMES, problems
+from lowbit_strategy.inform import errors_of
+from lowbit_strategy.register import COMPRESSORS, RULES
 from lowbit_strategy.version import __version__
 
+TESTED = {"torch": "2.13", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases
 _OPTIONAL = {  # what they are for
     "triton": "needed on GPUs: comes with PyTorch's builds for CUDA",
     "pytorch-lightning": "only for scripts that import pytorch_lightning",
@@ -52,8 +53,29 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def doctor(strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False) -> None:
-    """Report what this machine will use, and what would not work."""
+def doctor(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT [ITS ARGUMENTS]...]",
+            help="Needs --config. It runs until it prepares its model; what would be compressed is reported, and"
+            " nothing is trained.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A configuration file of Accelerate with a lowbit_config section: is it right?")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option("--num-processes", "--num_processes", min=1, help="Instead of the file's.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="The script is a module, as for python -m.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False,
+) -> None:
+    """Report what this machine will use, and what would not work. With a script: what of it would be compressed."""
+    if script or config is not None:
+        with errors_of("doctor"):
+            _of_job(config, num_processes, script, module=module)
+        return
     findings = list(examine())
     console = Console()
     table = Table(title="lowbit doctor", title_justify="left")
@@ -69,17 +91,34 @@ def doctor(strict: Annotated[bool, typer.Option(help="Exit with status 1 if ther
         raise typer.Exit(1)
 
 
+def _of_job(config: Path | None, num_processes: int | None, script: list[str] | None, *, module: bool) -> None:
+    """Raises:
+    ValueError: There is no configuration file, or it is wrong.
+    """
+    if config is None:
+        raise ValueError("a script needs --config, the configuration file that it will be launched with")
+    from lowbit_strategy.control.base import describe
+    from lowbit_strategy.doctor.dry_run import dry_run, read_job
+
+    plugin, planned = job = read_job(config, num_processes)
+    if script:
+        dry_run(job, script, module=module)
+    ranks = f"{planned.world_size} process{'' if planned.world_size == 1 else 'es'}"
+    print(f"{config}: {describe(plugin.compressor)}, {'FSDP2' if planned.scatter else 'DDP'}, {ranks}")
+    if planned.world_size == 1:
+        print("one process sends no gradients, so nothing would be compressed (num_processes)")
+
+
 def examine() -> Iterator[Finding]:
     """Look at packages, kernels, backends and strategy names, in that order."""
     yield Finding("ok", "lowbit-strategy", __version__)
     yield Finding("ok", "Python", platform.python_version())
     yield from _packages()
-    yield from _private_names()
+    yield from _newer()
     yield from _cpu_kernels()
     yield from _gpu_kernels()
     yield from _backends()
     yield from examine_far_links()
-    yield from _compiler()
     yield from _strategies()
     yield _autoloading()
 
@@ -102,14 +141,10 @@ def _packages() -> Iterator[Finding]:
             yield Finding("problem", name, "missing", f"pip install '{name}{bound}'")
 
 
-def _private_names() -> Iterator[Finding]:
-    """What this package relies on in others beyond their documented interface."""
-    for name, listed in PRIVATE_NAMES.items():
-        if find_spec(name) is None:
-            continue  # an optional framework that is not installed
-        for text in problems(listed):
-            yield Finding("problem", f"{name}: private name", text, "install a version that constraints.txt names")
-        found, newest = _version(name), listed[0].seen.split()[-1]
+def _newer() -> Iterator[Finding]:
+    """Packages of whose inner names this one uses some: newer releases may have moved them."""
+    for name, newest in TESTED.items():
+        found = _version(name)
         if found is not None and Version(found).release[:2] > Version(newest).release[:2]:
             yield Finding("note", name, f"{found}, tested up to {newest}", "compare some steps with uncompressed ones")
 
@@ -200,26 +235,10 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _compiler() -> Iterator[Finding]:
-    import torch._dynamo
-
-    if torch._dynamo.config.optimize_ddp == "python_reducer":
-        yield Finding(
-            "problem",
-            "torch.compile",
-            'optimize_ddp="python_reducer"',
-            "compiled autograd bypasses communication hooks: set it to True",
-        )
-
-
 def _strategies() -> Iterator[Finding]:
-    from lowbit_strategy.methods.outer.published import OUTER_RULES
-    from lowbit_strategy.methods.registry import PRESETS
-
-    names = ", ".join(sorted(PRESETS))
-    yield Finding("ok", "compressors", names, "strategy names: loco_ddp, loco_fsdp, loco_hsdp and so on")
-    rules = ", ".join(sorted(OUTER_RULES))
-    yield Finding("ok", "local steps", rules, "strategy names: diloco_ddp, diloco_hsdp and so on")
+    compressors = ", ".join(sorted(COMPRESSORS))
+    yield Finding("ok", "compressors", compressors, "strategies: loco_ddp, loco_fsdp, loco_hsdp, ...")
+    yield Finding("ok", "local steps", ", ".join(sorted(RULES)), "strategies: diloco_ddp, diloco_hsdp, ...")
 
 
 def _autoloading() -> Finding:

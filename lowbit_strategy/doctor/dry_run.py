@@ -1,12 +1,15 @@
 """What would be compressed: the script runs in one process until it prepares its model, and ends with the report.
 
-No processes, no memory for residuals.
+No other processes, no memory for residuals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +18,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.accelerate.options import check_served
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.autoload import VARIABLE
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.config_file.section import plugin_from_section, read_config, section_of
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
@@ -26,7 +32,10 @@ from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
+from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report
+
+_AXES = ("tp_size", "cp_size", "sp_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +58,47 @@ class Planned:
                 f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
                 " together, and every machine has to have the same number"
             )
+
+
+def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin, Planned]:
+    """What a configuration file of Accelerate asks for.
+
+    Args:
+        path: Of the file.
+        num_processes: Instead of the file's.
+
+    Raises:
+        ValueError: The file has no section or a wrong one, or gradients of this kind of run cannot be compressed.
+    """
+    job = read_config(path)
+    plugin = plugin_from_section(section_of(job, repr(str(path))))
+    kind, fsdp, axes = str(job.get("distributed_type", "NO")), job.get("fsdp_config"), job.get("parallelism_config")
+    sizes = {axis: int(_mapping(axes).get(f"parallelism_config_{axis}") or 1) for axis in _AXES}
+    check_served(kind, fsdp_version=int(_mapping(fsdp).get("fsdp_version", 1)), axes=sizes)
+    world_size = num_processes or int(job.get("num_processes") or 1)
+    return plugin, Planned(scatter=kind == "FSDP", world_size=world_size, num_nodes=int(job.get("num_machines") or 1))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def dry_run(job: tuple[LowBitPlugin, Planned], script: Sequence[str], *, module: bool = False) -> NoReturn:
+    """Run a script until it prepares its model, and report.
+
+    Args:
+        job: What is planned.
+        script: Its path and arguments.
+        module: It is the name of a module, as for ``python -m``.
+
+    Raises:
+        SystemExit: With status 0 after the report, with another one if the script ends before.
+    """
+    install(*job)
+    os.environ.pop(VARIABLE, None)
+    run_script(script[0], script[1:], module=module)
+    print("lowbit doctor: the script ended without preparing a model: there is nothing to report", file=sys.stderr)
+    raise SystemExit(1)
 
 
 def plan(

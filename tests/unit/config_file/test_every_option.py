@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor, WeightCoding
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.cli import app
-from lowbit_strategy.launch.section import OTHER_KEYS, plugin_from_section, read_section
-from lowbit_strategy.launch.wizard import with_section
+from lowbit_strategy.config_file.section import OTHER_KEYS, add_section, plugin_from_section, read_section
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.weight_codings import CHOICES
 
@@ -47,7 +46,8 @@ VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
 def through_a_file(section: dict[str, Any], folder: Path) -> LowBitPlugin:
     """Written by ``lowbit config``, read by ``accelerate launch``."""
     path = folder / "job.yaml"
-    path.write_text(with_section(BASE, section))
+    path.write_text(BASE)
+    add_section(path, section)
     config: Any = load_config_from_file(str(path))
     assert (config.num_processes, json.loads(config.lowbit_config)) == (2, {"lowbit_config": section})
     return plugin_from_section(read_section(config.lowbit_config))

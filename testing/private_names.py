@@ -286,8 +286,6 @@ PRIVATE_NAMES["accelerate"] = _listed(
       wrapped accelerate.utils.launch:prepare_multi_gpu_env(args)
       wrapped accelerate.utils.launch:prepare_deepspeed_cmd_env(args)
       wrapped accelerate.utils.launch:prepare_tpu(args, current_env)
-    lowbit launch goes on from what Accelerate makes of flags and configuration file
-      wrapped accelerate.commands.launch:_validate_launch_command(args)
     """,
 )
 

@@ -2,7 +2,7 @@
 
 1. `ClusterConfig` gets one more field, so that every command reads a file with a section (``launch``, ``test``,
    ``env``) and ``config update`` writes it again
-2. ``launch`` takes the fields of a file for flags that were not given; ``--lowbit_config`` is one of ``lowbit launch``
+2. ``launch`` takes the fields of a file for flags that were not given
 3. before processes are started, section and kind of run are checked, and the section goes into their environment
 4. there it is attached to every `Accelerator` that is made
 
@@ -87,7 +87,8 @@ def _check_and_prepare(prepare: Callable[..., Any], _: Any, args: tuple[Any, ...
     num_processes = args[0].num_processes or 1
     if os.environ.get(VARIABLE) and num_processes > 1 and kind_of(args[0]) == "NO" and not args[0].mpirun_hostfile:
         inform(
-            "accelerate launch starts one process on CPU, not %d, and one sends no gradients: lowbit launch starts all",
+            "accelerate launch starts one process on CPU, not %d, and one sends no gradients: distributed_type"
+            " MULTI_GPU and ACCELERATE_USE_CPU=true in front of the command start all",
             num_processes,
         )
     return prepare(*args, **kwargs)
@@ -106,7 +107,7 @@ def hand_on(args: argparse.Namespace) -> None:
     if not source:
         return
     from lowbit_strategy.accelerate.options import check_served
-    from lowbit_strategy.launch.section import export, plugin_from_section, read_section
+    from lowbit_strategy.config_file.section import export, plugin_from_section, read_section
 
     section = read_section(source)
     plugin_from_section(section)
@@ -159,7 +160,7 @@ def _accelerator_made(wrapped: Callable[..., None], instance: Any, args: Any, kw
 
 @functools.cache
 def _plugin(source: str) -> Any:
-    from lowbit_strategy.launch.section import plugin_from_section, read_section
+    from lowbit_strategy.config_file.section import plugin_from_section, read_section
 
     return plugin_from_section(read_section(source))
 

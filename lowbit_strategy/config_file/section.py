@@ -112,6 +112,27 @@ def read_section(source: str | os.PathLike[str]) -> Section:
     return section_of(content, repr(os.fspath(source)))
 
 
+def add_section(path: Path, section: Section) -> None:
+    """Write `section` at the end of the configuration file at `path`.
+
+    Raises:
+        ValueError: The section is wrong, there is no such file, or it has a section; nothing is written then.
+    """
+    plugin_from_section(section)
+    if not path.is_file():
+        raise ValueError(
+            f"there is no configuration file {str(path)!r}: accelerate config --config_file {path} writes it"
+        )
+    content = read_config(path)
+    if SECTION in content:
+        raise ValueError(f"{path} has a {SECTION} section: change it there")
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("{"):
+        path.write_text(json.dumps({**content, SECTION: section}, indent=2) + "\n", encoding="utf-8")
+    else:
+        path.write_text(f"{text.rstrip()}\n{yaml.safe_dump({SECTION: section}, sort_keys=False)}", encoding="utf-8")
+
+
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Accelerate's configuration file.
 

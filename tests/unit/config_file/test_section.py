@@ -13,7 +13,7 @@ import yaml
 
 from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, TopK, WarmUp
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.launch.section import (
+from lowbit_strategy.config_file.section import (
     OTHER_KEYS,
     VARIABLE,
     export,

@@ -1,0 +1,47 @@
+"""``lowbit lighthouse``, which elastic runs need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Annotated
+
+import typer
+
+
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Address and port to listen on.")] = "[::]:29510",
+    min_replicas: Annotated[int, typer.Option(min=1, help="With fewer nobody goes on.")] = 1,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(min=0.3, help="Seconds without a heartbeat after which a replica is lost.")
+    ] = 2.0,
+    join_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that replicas wait in a round for one that lives and is slower.")
+    ] = 600.0,
+) -> None:
+    """Run torchft's lighthouse, until it is interrupted. Its page shows who is there.
+
+    It keeps nothing that matters: if it is lost, replicas wait, and go on once it has been started again. Give each run
+    one of its own. Nobody who reaches the port is asked who they are: keep it in a private network.
+    """
+    from lowbit_strategy.ranks.elastic import start_lighthouse
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        server = start_lighthouse(
+            bind, min_replicas=min_replicas, join_timeout=join_timeout, heartbeat_timeout=heartbeat_timeout
+        )
+    except (ImportError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    port = server.address().rpartition(":")[2]
+    typer.echo(f"lighthouse at http://{socket.gethostname()}:{port}, which has a page for browsers")
+    while not ended.wait(0.5):
+        pass
+    server.shutdown()
