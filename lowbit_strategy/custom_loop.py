@@ -15,15 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
@@ -33,12 +29,12 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.backward import before_backward
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import is_hybrid, shard_group
-from lowbit_strategy.model.parameters import trainable_parameters
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.telemetry.observe import Observer
@@ -219,32 +215,13 @@ def compress(
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:
-    """Begin a step where a backward pass reaches what a forward pass of a synchronized module returned or, if DDP
-    returned no tensors, a parameter, before its gradient is added. Gradients may be cleared up to that moment.
-    """
-    reference = weakref.ref(session)
-    last_pass: list[int] = []
-    watched: list[Any] = []
+    """A backward pass begins a step; gradients may be cleared until then. The session lives as long as the model."""
+    weak = weakref.ref(session)
+    held = None if isinstance(model, DistributedDataParallel) else session  # DDP holds it until it is gone itself
 
     def begin() -> None:
-        current = torch._C._current_graph_task_id()  # several forward passes may be of one backward pass
-        session = reference()
-        if session is not None and not session.is_closed and last_pass != [current]:
-            last_pass[:] = [current]
-            session.begin_step(scaler)
+        current = weak() if held is None else held
+        if current is not None and not current.is_closed:
+            current.begin_step(scaler)
 
-    @torch.compiler.disable
-    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if tensors:
-            register_multi_grad_hook(tensors, lambda _: begin(), mode="any")
-        elif isinstance(module, DistributedDataParallel) and torch.is_grad_enabled() and not watched:
-            # not for every model: each hook would wait until the thread that reduces buckets lets Python go
-            for param in trainable_parameters(module.module).values():
-                node: Any = param.expand_as(param).grad_fn
-                watched.append(node.next_functions[0][0].register_prehook(lambda _: begin()))
-
-    model.register_forward_hook(after_forward)
-    if not isinstance(model, DistributedDataParallel):
-        for sharded in (each for each in model.modules() if isinstance(each, FSDPModule) and each is not model):
-            sharded.register_forward_hook(after_forward)
+    before_backward(model, begin)

@@ -127,7 +127,8 @@ PRIVATE_NAMES["torch"] = _listed(
       read {_FSDP_GROUP}.is_unsharded
     a backward pass gathers as its forward pass did
       read {_FSDP_GROUP}._training_state
-    several forward passes may belong to one backward pass
+    a backward pass is known before it adds gradients, once, and whether an optimizer steps in it
+      wrapped {_FSDP_GROUP}.pre_backward(self, default_prefetch, unused)
       read torch._C:_current_graph_task_id
     when a module's gradients have been reduced
       read {_FSDP_GROUP}._reduce_scatter_comm

@@ -359,7 +359,8 @@ class Session:
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0
-        if optimizer in self.ended_by:
+        in_backward = torch._C._current_graph_task_id() >= 0  # others may step in it: the next pass ends the step
+        if optimizer in self.ended_by and not in_backward:
             self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributions import Normal
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.custom_loop import compress
-from testing.processes.scenarios import Facts, all_but, scenarios
+from testing.processes.scenarios import Facts, all_but, none, scenarios
 from testing.training.comparing import fingerprint
 
 
@@ -92,3 +94,68 @@ def test_trains_as_with_a_tensor_in_training_mode(facts: list[Facts]) -> None:
         assert found["loco"] == found["usual"]
         assert found["loco"][0] != found["stock"][0]
         assert found["loco"] == facts[0]["loco"]
+
+
+class TwoMethods(nn.Module):
+    """Trained through `encode`; `forward` keeps what the loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.encode(x)
+        return self.kept * 2
+
+
+def _by_other_ways(how: str, compressor: str | None) -> int:
+    torch.manual_seed(1)
+    net = TwoMethods()
+    model: Any = net
+    if how == "attribute":
+        model = DistributedDataParallel(net)
+    else:
+        fully_shard(net.first)
+        fully_shard(net)
+        register_fsdp_forward_method(net, "encode")
+    params = list(net.parameters())
+    in_backward = how == "optimizer in backward"
+    optimizers = [
+        torch.optim.SGD(part, lr=0.05) for part in ([[param] for param in params] if in_backward else [params])
+    ]
+    if compressor is not None:
+        compress(model, optimizers, compressor)  # and the session is not kept
+        gc.collect()
+    if in_backward:
+
+        def step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.register_post_accumulate_grad_hook(functools.partial(step, optimizer))
+    for number in range(5):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * number + torch.distributed.get_rank()))
+        if how == "attribute":
+            model(x)
+        out = net.kept if how == "attribute" else model(x) if in_backward else net.encode(x)
+        (out - 1).square().mean().backward()
+        if not in_backward:
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    return fingerprint(net)
+
+
+def other_ways(folder: Path, how: str) -> Facts:
+    return {str(compressor): _by_other_ways(how, compressor) for compressor in (None, "dense", "loco", "topk")}
+
+
+@scenarios(other_ways, how=("attribute", "forward method", "optimizer in backward"), slow=none)
+def test_a_step_begins_whatever_way_the_loss_was_reached(facts: list[Facts]) -> None:
+    for found in facts:
+        assert found["dense"] == found["None"]
+        assert found["loco"] != found["None"]
+        assert found == facts[0]

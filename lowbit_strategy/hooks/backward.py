@@ -1,0 +1,52 @@
+"""What every backward pass of a synchronized model comes through, whatever way its loss was reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.parameters import trainable_parameters
+
+
+def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` once in every backward pass, before the first gradient of a parameter is added to ``.grad``.
+
+    Under DDP that is where autograd adds gradients of parameters; under FSDP2 where it gathers a module for backward.
+    An earlier `call` for the same FSDP2 model is replaced.
+
+    Args:
+        model: In ``DistributedDataParallel``, which keeps the places where gradients are added, or sharded.
+        call: In the thread that computes gradients.
+    """
+    passes: list[int] = [-1]
+
+    def once(*_: Any) -> None:
+        current = torch._C._current_graph_task_id()  # a pass inside a pass has a higher number
+        if current > passes[0]:
+            passes[0] = current
+            call()
+
+    if isinstance(model, DistributedDataParallel):
+        for param in trainable_parameters(model.module).values():
+            node: Any = param.expand_as(param).grad_fn
+            node.next_functions[0][0].register_prehook(once)
+        return
+    for each in sharded_groups(model):
+        group = each.param_group
+        earlier = vars(group).get("pre_backward")
+        stock = group.pre_backward if earlier is None else getattr(earlier, "stock", earlier)
+        group.pre_backward = _after(once, stock)
+
+
+def _after(first: Callable[[], None], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def pre_backward(*arguments: Any) -> Any:
+        first()
+        return stock(*arguments)
+
+    pre_backward.stock = stock  # type: ignore[attr-defined]
+    return pre_backward
