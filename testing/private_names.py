@@ -110,7 +110,7 @@ _FSDP_PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
 _WRAPPER = "torch.nn.parallel:DistributedDataParallel"
 
 PRIVATE_NAMES["torch"] = _listed(
-    "torch 2.11 to 2.13",
+    "torch 2.11 to 2.14",
     f"""
     set_custom_reduce_scatter and set_custom_all_gather take subclasses, which the public module does not export
       overridden {_FSDP_API}:ReduceScatter.allocate(self, size, dtype, device)
@@ -179,9 +179,10 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_FSDP_GROUP}.gradient_divide_factor
       set {_FSDP_GROUP}.force_sum_reduction_for_comms
       set {_FSDP_GROUP}.reduce_scatter_unused_params
-    members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/ranks.py)
+    members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/groups.py)
       wrapped torch.distributed.distributed_c10d:_hash_ranks_to_str(ranks)
       set torch.distributed.distributed_c10d:_world.pg_names
+      set torch.distributed.distributed_c10d:_world.group_count
       set torch.distributed:ProcessGroup.bound_device_id
     the hook's own group has to be as patient as DDP's, whose timeout is not public
       called torch.distributed:ProcessGroup._get_backend

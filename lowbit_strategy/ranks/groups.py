@@ -41,7 +41,7 @@ def new_group(
     differ as well. So here:
 
     1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
-    2. torch makes the group under this name, and counts nothing
+    2. torch makes the group under this name, and its counts are put back
     3. NCCL does not split the world's communicator, for which all ranks would have to call
 
     Args:
@@ -63,12 +63,18 @@ def new_group(
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups."""
+    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups.
+
+    torch names groups by a counter, by how many groups a rank has (before 2.14), or by both.
+    """
     stock: Any = c10d._hash_ranks_to_str
+    world: Any = c10d._world
+    count = world.group_count
     c10d._hash_ranks_to_str = lambda ranks: name
     try:
         yield
     finally:
+        world.group_count = count
         c10d._hash_ranks_to_str = stock if _is_ours(stock) else functools.partial(_name_of_other, stock)
 
 

@@ -119,9 +119,9 @@ def _hsdp_on_a_part(rank: int, world_size: int, compressor: Any) -> dict[str, An
     """Ranks 1 to 4 of five have a model of two shards twice; rank 0 has nothing to do with it."""
     part = [1, 2, 3, 4]
     mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("replicate", "shard"))
+    group = _alone(part if rank in part else [0])  # all make one: torch 2.14 counts these in the names of all groups
     found: dict[str, Any] = {}
     if rank in part:
-        group = _alone(part)
         net = _net(0)
         prepared = prepare(net, compressor, SyncOptions(shard_size=2), scatter=True, group=group)
         fully_shard(net, mesh=mesh)
