@@ -208,7 +208,7 @@ def compress(
     attach: Any = attach_ddp if is_ddp else attach_fsdp
     session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
-    session.ended_by.update(optimizers)
+    session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)
     session.resume()
     return session

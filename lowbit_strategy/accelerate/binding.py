@@ -21,7 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -90,8 +90,9 @@ class Binding:
         self.replica = None if plugin.elastic is None else ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
-        self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
-        before = set(vars(accelerator))
+        # All that anything has been attached to, in use or not.
+        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        before = dict(vars(accelerator))
         wrap_method(accelerator, "prepare_model", self._prepare_model)
         wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
         wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
@@ -115,7 +116,7 @@ class Binding:
             accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder)),
         )
         setattr(accelerator, _ATTRIBUTE, self)
-        self._added = vars(accelerator).keys() - before
+        self._added = [name for name in vars(accelerator) if name not in before]
 
     def _make_room(self) -> None:
         """Nothing has been prepared, and the script attaches a plugin of its own: leave no trace."""
@@ -251,7 +252,7 @@ class Binding:
         accelerator = self.accelerator
         session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
-        self._modules.add(module)
+        self._modules[module] = None
         self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
         self.adaptive.attach(session, alone=not self.sessions)

@@ -54,7 +54,8 @@ class ReplicaBinding:
         self._batch_size = loader.batch_size or 1
         for session in self._sessions():
             self.attach(session)
-        kept = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
+        replaced = ("sampler", "batch_sampler", "shuffle")
+        kept = [name for name in inspect.signature(DataLoader).parameters if name not in replaced]
         return DataLoader(**{name: getattr(loader, name) for name in kept}, sampler=self._sampler)
 
     def attach(self, session: Session) -> None:

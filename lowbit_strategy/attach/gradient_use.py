@@ -130,7 +130,7 @@ class GradientUse:
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name({canonical_name(name): param for name, param in module.named_parameters()})
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # have stepped
         self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
@@ -177,16 +177,16 @@ class GradientUse:
             check_keeps_weights(optimizer)
         if (model := self.ddp_of()) is not None and self._sync.outer is None and not self._sync.ranks.alone:
             check_synchronizes(model)
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = None
         sync = self._sync
-        stepped = {name for name, param in owned.items() if param.grad is not None} - self.stepped
-        self.stepped |= stepped
+        stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]
+        self.stepped.update(stepped)
         if sync.outer is None:
             open_ones = sync.transactions.prepared | set(sync.transactions.undecided)
             sync.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
         if not stepped:
             return
-        reduced = sync.outer is not None or not stepped.isdisjoint(sync.transactions.prepared)
+        reduced = sync.outer is not None or not sync.transactions.prepared.isdisjoint(stepped)
         if sync.second_moment is not None and reduced and has_stepped(optimizer):
             sync.second_moment.correct_(optimizer)
         if sync.outer is None:

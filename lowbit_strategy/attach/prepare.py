@@ -128,7 +128,7 @@ def prepare(
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
     _take_over(set(map(id, module.parameters())))
-    _unattached.add(module)
+    _unattached[module] = None
     return PreparedModel(compressor, options, specs, scatter)
 
 
@@ -271,15 +271,17 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
     return room, limit
 
 
-watching: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that are told of every step
-_unattached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared; a step before anything is attached is an error
+# Sessions that are told of every step, in the order in which they were made: all ranks end their steps in this order.
+watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+# Prepared models: a step before anything is attached is an error.
+_unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _handles: list[Any] = []  # torch's hook, once per process
 
 
 def watch_optimizers(session: Any) -> None:
     """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
     _take_over(session.param_ids)
-    watching.add(session)
+    watching[session] = None
 
 
 def _take_over(param_ids: set[int]) -> None:
@@ -288,10 +290,10 @@ def _take_over(param_ids: set[int]) -> None:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     for session in list(watching):
         if not session.param_ids.isdisjoint(param_ids):
-            watching.discard(session)
+            watching.pop(session, None)
     for module in list(_unattached):
         if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
-            _unattached.discard(module)
+            _unattached.pop(module, None)
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:

@@ -86,7 +86,7 @@ class Session:
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
-        self.ended_by: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
         if local is not None:
@@ -378,7 +378,7 @@ class Session:
         A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
         """
         self.is_closed = True
-        watching.discard(self)
+        watching.pop(self, None)
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:

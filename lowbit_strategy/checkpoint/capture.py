@@ -194,7 +194,7 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
     own = {name: list(spec.shape) for name, spec in sync.state.full_specs.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
-    changed = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])
+    changed = sorted(name for name in own if name in shapes and own[name] != shapes[name])
     parts = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (("not in the model", unknown), ("of another shape", changed))

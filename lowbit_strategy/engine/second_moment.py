@@ -178,7 +178,7 @@ class SecondMoment:
                 context.comm,
                 context.device,
             )
-            for method in set(methods.values())
+            for method in dict.fromkeys(methods.values())
         }
         no_leftover = CarryOver(context.device)  # the engine's is for gradients
         self._inner = replace(

@@ -84,7 +84,7 @@ class Transactions:
 
     def settle(self, names: Iterable[str], *, used: bool) -> None:
         """An optimizer steps these parameters. `used`: on what was made of the gradients of reductions set aside."""
-        for name in self._aside.keys() & set(names):
+        for name in [name for name in names if name in self._aside]:
             count, mean = self._aside.pop(name)
             if used:
                 average_(self._state.tensors(name), mean, count / (count + (name in self.prepared)))

@@ -69,8 +69,7 @@ class FSDPWiring:
             if (earlier := _holders.get(group)) is not None:
                 earlier._release()
             values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
-            wrapped = vars(group).keys() & _WRAPPED
-            self._stock[group] = values, {name: vars(group)[name] for name in wrapped} if wrapped else {}
+            self._stock[group] = values, {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
             _holders[group] = self
 
     def take(self, weights: WeightCoding | None) -> None:

@@ -114,7 +114,7 @@ def square_transfers(
     topology: Topology,
 ) -> tuple[TransferGroup, ...]:
     """Per step on average, after the first ones: roots of a bucket's squares, and sketches."""
-    names = set(served(assignments))
+    names = list(served(assignments))
     methods = methods_of_squares([specs[name] for name in names])
     transfers = []
     for each in reduced if topology.num_peers > 1 else ():

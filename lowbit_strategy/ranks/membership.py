@@ -274,7 +274,7 @@ class Membership:
             theirs = json.loads(self._store_of(reference).get(_FACTS))
         except (RuntimeError, ValueError) as error:
             theirs, difference = {}, f"what it trains cannot be read ({str(error).splitlines()[0]})"
-        for name in theirs.keys() | self._facts.keys():
+        for name in {**theirs, **self._facts}:
             if theirs and theirs.get(name) != self._facts.get(name):
                 difference = f"{name}: {_short(self._facts.get(name))} instead of {_short(theirs.get(name))}"
                 break

@@ -172,7 +172,7 @@ class AveragedBuffers:
     def private(self) -> dict[str, Tensor]:
         """The rest, live, without frozen parameters that have not changed since all ranks agreed."""
         now, beside = self._digests(), self._beside()
-        as_agreed = {name for name, digest in now.items() if digest == self._agreed.get(name)}
+        as_agreed = [name for name, digest in now.items() if digest == self._agreed.get(name)]
         same = {name for name in as_agreed if isinstance(beside[name], nn.Parameter)}
         return self._live(name for name in beside if name not in self.shared and name not in same)
 

@@ -91,7 +91,7 @@ def try_level(
 
 def _starts_warm(sync: GradientSync) -> bool:
     """Whether a `Reducer` keeps more than residuals."""
-    keys = {key for name in sync.specs for key in sync.state.tensors(name)}
+    keys = [key for name in sync.specs for key in sync.state.tensors(name)]
     return any("residual" not in key and "." not in key for key in keys)
 
 

@@ -130,6 +130,84 @@ def test_shared_random_numbers_are_found() -> None:
         assert shared_random_numbers(line), line
 
 
+# What runs before training starts, or beside it, reaches no collective.
+WITHOUT_COLLECTIVES = ("advisor", "config_file", "doctor", "kernels", "launch", "report")
+
+
+def walks_over_sets(source: str) -> list[str]:
+    """Loops over sets, whose order differs between processes: a collective in one of them hangs."""
+    found = []
+    tree = ast.parse(source)
+    for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))):
+        inner = list(_nodes_of(scope))
+        sets = {
+            node.target.id
+            for node in inner
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and _names_a_set(node.annotation)
+        } | {
+            target.id
+            for node in inner
+            if isinstance(node, ast.Assign) and _makes_a_set(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in inner:
+            iterated = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("list", "tuple", "next")
+            ):
+                iterated = node.args[:1]
+            for each in iterated:
+                if _makes_a_set(each) or (isinstance(each, ast.Name) and each.id in sets):
+                    found.append(f"{each.lineno}: {ast.unparse(each)}")
+    return sorted(set(found)) + [f"{name} has no order" for name in ("WeakSet",) if name in source]
+
+
+def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a module or function, without those of functions inside."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from _nodes_of(node)
+
+
+def _names_a_set(annotation: ast.expr) -> bool:
+    return ast.unparse(annotation).startswith(("set[", "frozenset["))
+
+
+def _makes_a_set(node: ast.expr) -> bool:
+    if isinstance(node, (ast.Set, ast.SetComp)):
+        return True
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Sub, ast.BitAnd, ast.BitOr, ast.BitXor)):
+        return any(_makes_a_set(side) or _calls(side, ("keys",)) for side in (node.left, node.right))
+    is_set = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset")
+    return is_set or _calls(node, ("union", "intersection", "difference", "symmetric_difference"))
+
+
+def _calls(node: ast.expr, methods: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+
+
+def test_nothing_that_reaches_a_collective_walks_over_a_set() -> None:
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in modules().values()}
+    walks = {path: walks_over_sets(text) for path, text in files.items() if not path.startswith(WITHOUT_COLLECTIVES)}
+    assert {path: found for path, found in walks.items() if found} == {}
+
+
+def test_walks_over_sets_are_found() -> None:
+    assert walks_over_sets("for x in sorted({1, 2}):\n    pass\nys = [x for x in {1: 2}]") == []
+    for line in (
+        "for x in {1, 2}: pass",
+        "xs = [x for x in set(names)]",
+        "xs = list(a.keys() - b)",
+        "names: set[str] = set()\nfor name in names: pass",
+        "import weakref\nx = weakref.WeakSet()",
+    ):
+        assert walks_over_sets(line), line
+
+
 def test_unit_tests_lie_where_their_sources_lie() -> None:
     unit, repository = ROOT.parent / "tests" / "unit", ROOT.parent
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}

@@ -75,15 +75,15 @@ def assign_parts(
 def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[int]:
     """Split in proportion to norms; what exceeds a part's length goes to the others."""
     kept = [0] * len(lengths)
-    open_parts = set(range(len(lengths)))
+    open_parts = list(range(len(lengths)))
     while open_parts and wanted > 0:
         total = sum(norms[index] for index in open_parts)
         shares = {index: wanted * norms[index] / total if total else wanted / len(open_parts) for index in open_parts}
-        full = {index for index in open_parts if shares[index] >= lengths[index]}
+        full = [index for index in open_parts if shares[index] >= lengths[index]]
         for index in full or open_parts:
             kept[index] = lengths[index] if index in full else round(shares[index])
             wanted -= kept[index]
-        open_parts = open_parts - full if full else set()
+        open_parts = [index for index in open_parts if index not in full] if full else []
     return [max(1, each) for each in kept]
 
 
