@@ -4,109 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.checks import check_keeps_weights, check_synchronizes
-from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.attach.delivered_signs import DeliveredSigns
+from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import (
     canonical_name,
-    describe_parameters,
     local_part,
-    localized_parameters,
-    trainable_parameters,
 )
 from lowbit_strategy.rounds.outer import STATE_KEY
-
-
-class Frozen:
-    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized.
-
-    Args:
-        module: The model.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
-        self._expected = trainable_parameters(module)  # whose gradients DDP waits for
-        self._localized = localized_parameters(module)
-        self._look_up()
-
-    def _look_up(self) -> None:
-        self._by_name = self._localized | sharded_parameters(self._module)
-        self._ids = self._identities()
-
-    def _identities(self) -> list[tuple[int, ...]]:
-        """Identities of modules and parameters, found in a fraction of a millisecond."""
-        modules = list(self._module.modules())
-        shards = [param for each in sharded_groups(self._module) for param in each.param_group.fsdp_params]
-        found = [tuple(map(id, child._modules.values())) for child in modules]
-        if not shards:
-            return found + [tuple(map(id, child._parameters.values())) for child in modules]
-        return [*found, tuple(id(param.sharded_param) for param in shards)]
-
-    def follow(self, *, is_served: bool) -> dict[str, nn.Parameter] | None:
-        """All parameters by name (of sharded ones the shards) if they are others than before; otherwise None.
-
-        Args:
-            is_served: Anything that FSDP2 shards is synchronized.
-
-        Raises:
-            RuntimeError: One is trained and nothing synchronizes it.
-            ValueError: FSDP2 shards one that the model no longer has.
-        """
-        if self._identities() == self._ids:
-            return None
-        check_held(self._module, sharded_groups(self._module))
-        known = {id(param) for param in self._by_name.values()}
-        self._look_up()
-        params = self._by_name
-        if is_served:
-            known |= {id(p.sharded_param) for g in sharded_groups(self._module) for p in g.param_group.fsdp_params}
-        for name, param in params.items():
-            if param.requires_grad and id(param) not in known:
-                raise RuntimeError(
-                    f"{name} is another parameter than when the model was set up, and nothing synchronizes its"
-                    " gradients: it was loaded with assign=True, or its layer was replaced or added. Load without"
-                    " assign=True, and change the model before it is set up, or set it up anew"
-                )
-        new = params.keys() - self._frozen.keys() - self._expected.keys()
-        self._frozen = {name: param for name, param in params.items() if name in self._frozen or name in new}
-        self._expected = {name: param for name, param in params.items() if name in self._expected}
-        return params
-
-    def describe(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen: their residuals are kept until they are trained again."""
-        also = {name for name in names if name in self._frozen}
-        return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
-
-    def newly_trainable(self) -> list[str]:
-        """Parameters that were frozen at set-up and no longer are."""
-        return [name for name, param in self._frozen.items() if param.requires_grad]
-
-    def newly_frozen(self) -> list[str]:
-        """Parameters that DDP waits for and that are frozen now."""
-        return [name for name, param in self._expected.items() if not param.requires_grad]
-
-    def take_newly_trainable(self) -> tuple[list[TensorSpec], dict[str, nn.Parameter]]:
-        """Those parameters, which count as trained from now on."""
-        names = set(self.newly_trainable())
-        self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
-        specs = [spec for spec in describe_parameters(self._module) if spec.name in names]
-        return specs, {n: p for n, p in trainable_parameters(self._module).items() if n in names}
-
-    def wrapped_anew(self) -> None:
-        """DDP waits for what is trainable now."""
-        self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
-        self._expected = trainable_parameters(self._module)
 
 
 class GradientUse:
@@ -240,79 +152,3 @@ class GradientUse:
             if any(grad.numel() for grad in grads) and not any(bool(grad.any()) for grad in grads):
                 found += members
         return found
-
-
-_SAMPLE = 512  # elements of a parameter
-_MOST_DIFFERENT = 0.05  # of the signs, as rounding may change them
-
-
-class DeliveredSigns:
-    """The signs of some elements of what a backward pass has delivered: scaling and clipping keep them, and what is
-    made of several passes has others.
-
-    Args:
-        sync: The engine.
-    """
-
-    def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
-        self._signs: dict[str, Tensor] = {}
-
-    def note_after_backward(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Note these parameters' once the backward pass that reduces next has ended."""
-        self._signs = {}
-
-        def note() -> None:
-            self._signs = {n: _signs(param.grad) for n, param in params.items() if param.grad is not None}
-
-        self._sync.call_after_backward(note)
-
-    def differ_from(self, params: Mapping[str, nn.Parameter]) -> bool:
-        """Whether these parameters have other gradients than what was delivered; the same on all ranks."""
-        pairs = [(_signs(p.grad), self._signs.get(name)) for name, p in params.items() if p.grad is not None]
-        counts = torch.zeros(2, device=self._sync.device)
-        for now, before in pairs:
-            before = torch.zeros_like(now) if before is None or before.shape != now.shape else before
-            counts += torch.stack([(now != before).sum(), ((now != 0) | (before != 0)).sum()])
-        if self._sync.scatter:
-            peers = self._sync.ranks.peers
-            sent_before = peers.sent_nbytes
-            self._sync.ranks.world.all_reduce(counts).wait()
-            self._sync.transactions.byte_check.add_untracked(peers.sent_nbytes - sent_before)
-        different, all_of_them = counts.tolist()
-        return bool(different > _MOST_DIFFERENT * all_of_them)
-
-
-def _signs(grad: Tensor) -> Tensor:
-    """int8, of elements all over this rank's part of a gradient."""
-    flat = local_part(grad).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].sign().to(torch.int8)
-
-
-class LossScale:
-    """The scale of the next gradients. Reading it waits for the device, so it is read once per step.
-
-    Attributes:
-        value: None without a scaler.
-    """
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self._is_new = False  # it was read for the next step
-
-    def read(self, scaler: Any) -> None:
-        """A step has ended: read the scale of the next one, if there is a scaler."""
-        self._is_new = scaler is not None and scaler.is_enabled()
-        if self._is_new:
-            self.value = float(scaler.get_scale())
-
-    def of_step(self, scaler: Any, *, begins: bool) -> float | None:
-        """Before a backward pass; read now if this `begins` a step and it was not read at the end of the last one."""
-        if begins and not self._is_new:
-            self.read(scaler)
-        self._is_new = False
-        return self.value
-
-    def forget(self) -> None:
-        """The scaler has another scale now."""
-        self._is_new = False

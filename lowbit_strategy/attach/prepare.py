@@ -1,13 +1,9 @@
-"""Before a model is wrapped: its configuration is checked, ranks compare it, and it is fitted to the memory.
-
-Every optimizer of ``torch.optim`` tells here that it has stepped, however it was called: a session, once there is one.
-"""
+"""Before a model is wrapped: its configuration is checked, ranks compare it, and it is fitted to the memory."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.checks import NEVER_ATTACHED
+from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.all_gather import module_layouts
@@ -128,7 +122,7 @@ def prepare(
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
     _take_over(set(map(id, module.parameters())))
-    _unattached[module] = None
+    unattached[module] = None
     return PreparedModel(compressor, options, specs, scatter)
 
 
@@ -271,13 +265,6 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
     return room, limit
 
 
-# Sessions that are told of every step, in the order in which they were made: all ranks end their steps in this order.
-watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-# Prepared models: a step before anything is attached is an error.
-_unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-_handles: list[Any] = []  # torch's hook, once per process
-
-
 def watch_optimizers(session: Any) -> None:
     """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
     _take_over(session.param_ids)
@@ -286,20 +273,10 @@ def watch_optimizers(session: Any) -> None:
 
 def _take_over(param_ids: set[int]) -> None:
     """Take a model with these parameters from whoever had it: another trainer has it now, or it is attached."""
-    if not _handles:
-        _handles.append(register_optimizer_step_post_hook(_on_step))
+    install()
     for session in list(watching):
         if not session.param_ids.isdisjoint(param_ids):
             watching.pop(session, None)
-    for module in list(_unattached):
+    for module in list(unattached):
         if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
-            _unattached.pop(module, None)
-
-
-def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for session in list(watching):
-        session.on_optimizer_step(optimizer)
-    if _unattached:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
-            raise RuntimeError(NEVER_ATTACHED)
+            unattached.pop(module, None)

@@ -21,9 +21,12 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.gradient_use import Frozen, GradientUse, LossScale
+from lowbit_strategy.attach.frozen import Frozen
+from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.prepare import watch_optimizers, watching
+from lowbit_strategy.attach.loss_scale import LossScale
+from lowbit_strategy.attach.optimizer_hook import watching
+from lowbit_strategy.attach.prepare import watch_optimizers
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume

@@ -21,7 +21,8 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
-from lowbit_strategy.control.schedule import Phase, Schedule, Static
+from lowbit_strategy.control.schedule import Phase, Schedule
+from lowbit_strategy.control.static import Static
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
 __all__ = [

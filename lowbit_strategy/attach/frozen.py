@@ -1,0 +1,99 @@
+"""Which parameters are trained, and whether they are still those of set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
+from lowbit_strategy.model.parameters import (
+    canonical_name,
+    describe_parameters,
+    localized_parameters,
+    trainable_parameters,
+)
+
+
+class Frozen:
+    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
+        self._expected = trainable_parameters(module)  # whose gradients DDP waits for
+        self._localized = localized_parameters(module)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._by_name = self._localized | sharded_parameters(self._module)
+        self._ids = self._identities()
+
+    def _identities(self) -> list[tuple[int, ...]]:
+        """Identities of modules and parameters, found in a fraction of a millisecond."""
+        modules = list(self._module.modules())
+        shards = [param for each in sharded_groups(self._module) for param in each.param_group.fsdp_params]
+        found = [tuple(map(id, child._modules.values())) for child in modules]
+        if not shards:
+            return found + [tuple(map(id, child._parameters.values())) for child in modules]
+        return [*found, tuple(id(param.sharded_param) for param in shards)]
+
+    def follow(self, *, is_served: bool) -> dict[str, nn.Parameter] | None:
+        """All parameters by name (of sharded ones the shards) if they are others than before; otherwise None.
+
+        Args:
+            is_served: Anything that FSDP2 shards is synchronized.
+
+        Raises:
+            RuntimeError: One is trained and nothing synchronizes it.
+            ValueError: FSDP2 shards one that the model no longer has.
+        """
+        if self._identities() == self._ids:
+            return None
+        check_held(self._module, sharded_groups(self._module))
+        known = {id(param) for param in self._by_name.values()}
+        self._look_up()
+        params = self._by_name
+        if is_served:
+            known |= {id(p.sharded_param) for g in sharded_groups(self._module) for p in g.param_group.fsdp_params}
+        for name, param in params.items():
+            if param.requires_grad and id(param) not in known:
+                raise RuntimeError(
+                    f"{name} is another parameter than when the model was set up, and nothing synchronizes its"
+                    " gradients: it was loaded with assign=True, or its layer was replaced or added. Load without"
+                    " assign=True, and change the model before it is set up, or set it up anew"
+                )
+        new = params.keys() - self._frozen.keys() - self._expected.keys()
+        self._frozen = {name: param for name, param in params.items() if name in self._frozen or name in new}
+        self._expected = {name: param for name, param in params.items() if name in self._expected}
+        return params
+
+    def describe(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Those of `names` that are frozen: their residuals are kept until they are trained again."""
+        also = {name for name in names if name in self._frozen}
+        return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
+
+    def newly_trainable(self) -> list[str]:
+        """Parameters that were frozen at set-up and no longer are."""
+        return [name for name, param in self._frozen.items() if param.requires_grad]
+
+    def newly_frozen(self) -> list[str]:
+        """Parameters that DDP waits for and that are frozen now."""
+        return [name for name, param in self._expected.items() if not param.requires_grad]
+
+    def take_newly_trainable(self) -> tuple[list[TensorSpec], dict[str, nn.Parameter]]:
+        """Those parameters, which count as trained from now on."""
+        names = set(self.newly_trainable())
+        self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
+        specs = [spec for spec in describe_parameters(self._module) if spec.name in names]
+        return specs, {n: p for n, p in trainable_parameters(self._module).items() if n in names}
+
+    def wrapped_anew(self) -> None:
+        """DDP waits for what is trainable now."""
+        self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
+        self._expected = trainable_parameters(self._module)
