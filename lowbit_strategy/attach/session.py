@@ -359,6 +359,9 @@ class Session:
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
+        idle = not self._num_passes and not self.has_open_step
+        if idle and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+            return  # torch steps one, at a rate of zero, to make the state that it saves or loads into
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0

@@ -182,6 +182,7 @@ class DDPHook:
         return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP calls. An error in what it returns must have been raised: DDP takes another's value for a result."""
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp begins anew")
         buffer, last = bucket.buffer(), bucket.is_last()
@@ -197,7 +198,7 @@ class DDPHook:
             last and self._clock.is_timing and (done := self._clock.wait()) is not None
         ):  # backward has nothing left to compute
             future.add_done_callback(lambda _: done())
-        return future
+        return future.then(torch.futures.Future.wait) if isinstance(self._side, BucketWorker) else future
 
     def close(self) -> bool:
         """True once the worker has stopped."""

@@ -103,9 +103,9 @@ class Loop:
 
     # -- what a loop does -------------------------------------------------------------------------------------------
 
-    def backward(self, which: str, *, overflows: bool = False) -> Tensor:
+    def backward(self, which: str, *, overflows: bool = False, factor: float = 1.0) -> Tensor:
         x = torch.randn(4, WIDTH, generator=self.generator)
-        loss = (self.model(x, which) - x.roll(1, 1)).square().mean()
+        loss = factor * (self.model(x, which) - x.roll(1, 1)).square().mean()
         self.losses.append(loss.item())
         if self.session is not None and self.how != "one call":
             self.session.begin_step(self.scaler)
@@ -169,6 +169,27 @@ class Loop:
         self.backward(self.choice.choice(["both", "first", "second"]))
         self.clear(0, 1)
 
+    def spiked(self) -> None:
+        """A step is skipped because its gradients are too large."""
+        self.clear(0, 1)
+        self.backward("both", factor=1e4)
+        self.clear(0, 1)
+
+    def surgery(self) -> None:
+        """One backward pass per task, then a step on the mean of what they gave."""
+        kept: list[list[Tensor]] = []
+        params = [*self.parts[0], *self.parts[1]]
+        for _ in range(self.choice.choice([2, 3])):
+            self.clear(0, 1)
+            self.backward("both")
+            kept.append([param.grad.clone() for param in params if param.grad is not None])
+        self.clear(0, 1)
+        for param, *grads in zip(params, *kept, strict=True):
+            param.grad = sum(grads[1:], grads[0]) / len(grads)
+        self.step(0)
+        self.step(1)
+        self.update()
+
     def taken_away(self) -> None:
         """Some gradients are taken from the optimizer."""
         self.clear(0, 1)
@@ -228,7 +249,7 @@ class Loop:
 
     def run(self, *, glances: bool = False) -> list[float]:
         actions = [self.together, self.first_alone, self.second_alone, self.in_turns]
-        actions += [self.thrown_away, self.taken_away, self.added, self.closure]
+        actions += [self.thrown_away, self.spiked, self.surgery, self.taken_away, self.added, self.closure]
         self.together()  # FSDP2 reduces no module that has never been gathered, and a glance gathers all
         for _ in range(LENGTH):
             self.choice.choice(actions)()

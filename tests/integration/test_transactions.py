@@ -8,11 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
+from lowbit_strategy.engine.interfaces import StepPhase
+from testing.log import listen
 from testing.processes.scenarios import Facts, none, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
@@ -325,3 +328,59 @@ def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Fac
     assert "nothing has been attached to it" in facts[0]["never attached"]
     assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
     assert "that nothing synchronizes" in facts[0]["bare"]
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def early_state(folder: Path, kind: str) -> Facts:
+    """Before the first step the optimizer's state is asked for, which torch makes by stepping it."""
+    net = mlp()
+    model = wrap(kind, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    session = compress(model, optimizer, COMPRESSORS["loco"])
+    with listen() as lines:
+        get_optimizer_state_dict(model, optimizer)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+    return {"lines": [line for line in lines if "has stepped" in line], "steps": session.sync.step_index}
+
+
+@scenarios(early_state, kind=("ddp", "fsdp"))
+def test_a_step_that_torch_takes_to_make_state_is_none(facts: list[Facts]) -> None:
+    assert facts[0] == {"lines": [], "steps": 1}
+
+
+class Failing:
+    """Looks at buckets and fails."""
+
+    traces, accounts = False, True
+
+    def begin_step(self) -> Failing:
+        return self
+
+    def end_step(self, *, counted: bool) -> None:
+        """Nothing."""
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        """Nothing."""
+
+    def observe(self, bucket: Any, x: Tensor, out: Tensor, stages: Any) -> Any:
+        yield from stages
+        raise ValueError("the words of an error")
+
+
+def failing(folder: Path) -> Facts:
+    net = mlp()
+    model = wrap("ddp", net)
+    session = compress(model, torch.optim.SGD(net.parameters(), lr=0.1), COMPRESSORS["loco"])
+    session.sync.listeners.add(Failing(), StepPhase.OBSERVE)
+    error = raised(lambda: model(batch(0)).square().mean().backward())
+    session.close()
+    return {"error": error}
+
+
+@scenarios(failing)
+def test_an_error_in_the_thread_that_reduces_is_told_in_its_own_words(facts: list[Facts]) -> None:
+    assert "the words of an error" in facts[0]["error"]
+    assert "Unable to cast" not in facts[0]["error"]
