@@ -26,7 +26,6 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
     "attach": "lowbit_strategy.transformers",
     "adapt": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
     "monitor": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
-    "compress": "lowbit_strategy.custom_loop",
     "SyncOptions": "lowbit_strategy.custom_loop",
 }
 

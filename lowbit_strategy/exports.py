@@ -2,6 +2,7 @@
 
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError as ResidualFileError
 from lowbit_strategy.collectives.layout import TensorSpec as TensorSpec
+from lowbit_strategy.custom_loop import compress as compress
 from lowbit_strategy.methods._base.compressor import Compressor as Compressor
 from lowbit_strategy.methods.composed import EF21 as EF21
 from lowbit_strategy.methods.composed import ErrorFeedback as ErrorFeedback

@@ -172,6 +172,8 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_WRAPPER}._has_rebuilt_buckets
       set {_WRAPPER}._bucket_config
       set {_WRAPPER}.bucket_bytes_cap
+    local steps: a static graph is reduced at the end of its first backward pass, synchronized or not
+      set {_WRAPPER}._static_graph_delay_allreduce_enqueued
     where compression does not help, all that attaching has set is put back (hooks/ddp.py, hooks/fsdp.py)
       set {_FSDP_GROUP}._all_gather_comm
       set {_FSDP_GROUP}._all_reduce_hook

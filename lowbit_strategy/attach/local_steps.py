@@ -106,6 +106,7 @@ class LocalSteps:
         self.outer = outer = self._make_outer()
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
+            self._has_delayed = ddp._static_graph_delay_allreduce_enqueued
         self._keep_local()
         return outer
 
@@ -115,6 +116,7 @@ class LocalSteps:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = False
             ddp.broadcast_buffers = False
+            ddp._static_graph_delay_allreduce_enqueued = True  # or it would reduce at the end of the next backward pass
 
     def _follow_loaded_step(self) -> None:
         """The loaded state may be of the synchronous part: gradients are synchronized again."""
@@ -128,6 +130,7 @@ class LocalSteps:
             ddp.require_backward_grad_sync = True
             ddp.require_forward_param_sync = True
             ddp.broadcast_buffers = self._broadcasts_buffers
+            ddp._static_graph_delay_allreduce_enqueued = self._has_delayed
 
     def _make_outer(self) -> OuterSync:
         parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lowbit_strategy
-from lowbit_strategy import OUTER_RULES, PRESETS, autoload, exports
+from lowbit_strategy import OUTER_RULES, PRESETS, autoload, custom_loop, exports
 from lowbit_strategy.register import COMPRESSORS, RULES
 from testing.processes.scripts import REPOSITORY, environment, run_script
 
@@ -215,8 +215,11 @@ def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
         from lowbit_strategy import Loco  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(AttributeError, match="did you mean 'LowBitPlugin'"):
         _ = lowbit_strategy.LowbitPlugIn  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match=r"compress is in lowbit_strategy\.custom_loop"):
-        from lowbit_strategy import compress  # noqa: F401
+    with pytest.raises(ImportError, match=r"SyncOptions is in lowbit_strategy\.custom_loop"):
+        from lowbit_strategy import SyncOptions  # type: ignore[attr-defined]  # noqa: F401
+    from lowbit_strategy import compress
+
+    assert compress is custom_loop.compress
     from lowbit_strategy import codecs  # a module, whatever it is like
 
     assert codecs.__name__ == "lowbit_strategy.codecs"

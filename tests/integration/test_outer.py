@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lowbit_strategy import (
@@ -30,12 +32,13 @@ from lowbit_strategy import (
     Quadratic,
 )
 from lowbit_strategy.checkpoint.capture import capture, restore
+from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.record import read_record
 from testing.training.comparing import fingerprint, full_parameters
-from testing.training.regression import ByStep, Regression, dataset, loader, trainer
+from testing.training.regression import WIDTH, ByStep, Regression, dataset, loader, mlp, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {
@@ -258,6 +261,27 @@ def test_several_optimizers_step_together(facts: list[Facts]) -> None:
 class Uneven(Regression):
     def train_dataloader(self) -> Any:
         return DataLoader(dataset(8 * (3 + 4 * self.global_rank)), batch_size=4)
+
+
+def static_graph(folder: Path, first: str) -> Facts:
+    """DDP reduces a static graph at the end of its first backward pass, unless steps are local by then."""
+    model = DistributedDataParallel(mlp(), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rule = PostLocalSGD(synchronous=3, every=2) if first == "synchronous" else DiLoCo(every=3)
+    session = compress(model, optimizer, "loco", outer=rule)
+    for step in range(6):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    session.finish()
+    session.close()
+    return {"weights": torch.cat([param.detach().view(-1) for param in model.parameters()])}
+
+
+@scenarios(static_graph, first=("local", "synchronous"))
+def test_a_static_graph(facts: list[Facts]) -> None:
+    assert torch.equal(facts[0]["weights"], facts[1]["weights"])
 
 
 def uneven(folder: Path) -> Facts:
