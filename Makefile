@@ -5,6 +5,7 @@
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
 #   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
+#   make test-newest the same with the newest torch (constraints-newest.txt), once per release
 #   make check       formatter, linter, type checker, layer contract, documentation, sdist and wheel
 #   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
 #   make gpu-acceptance  does it work on this machine's GPUs? parts of under eight minutes; without one, what a CPU shows
@@ -23,6 +24,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(USABLE)' >/dev/null 2>&
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 ARGS ?=
 # Three at a time, file by file: tests of one file share launches, and on two cores one computes while others wait.
 # Integration tests, the long ones, come first, so that all end together. PARALLEL= for one at a time.
@@ -31,11 +33,11 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-elastic test test-all test-oldest test-gpu check docs clean
+.PHONY: demo demo-elastic test test-all test-oldest test-newest test-gpu check docs clean
 .DEFAULT_GOAL := test
 
 # Tests start many interpreters, none of which should compile the package again.
-test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-oldest test-newest: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.runtime
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -51,6 +53,9 @@ test-all: $(VENV)/.dev
 
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-newest: $(NEWEST)/.test
+	$(NEWEST)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -105,7 +110,15 @@ $(OLDEST)/.test: constraints-oldest.txt $(INSTALLS) | $(VENV)/.python
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints-oldest.txt -e ".[test]"
 	@touch $@
 
+# The tested versions of all but torch and the triton that it brings.
+$(NEWEST)/.test: constraints-newest.txt constraints.txt $(INSTALLS) | $(VENV)/.python
+	$(BIN)/python -m venv --clear $(NEWEST)
+	mkdir -p build && grep -vE '^(torch|triton)==' constraints.txt | cat - constraints-newest.txt > build/constraints-newest.txt
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check "$$(grep -E '^torch==' constraints-newest.txt)"
+	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check -c build/constraints-newest.txt -e ".[test]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find lowbit_strategy -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
