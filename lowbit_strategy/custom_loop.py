@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
@@ -186,6 +187,11 @@ def compress(
         raise ValueError(
             f"compress was given a {type(model).__name__} that nothing synchronizes: give it what"
             " DistributedDataParallel returned, or a module that was sharded with fully_shard"
+        )
+    if is_ddp and isinstance(model.module, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
+        raise ValueError(
+            f"compress was given a DistributedDataParallel around a {type(model.module).__name__}, which synchronizes"
+            " too: wrap the model once, in DistributedDataParallel"
         )
     sync_options = SyncOptions(**options)
     if sync_options.elastic is not None:

@@ -320,6 +320,7 @@ def forgotten(folder: Path) -> Facts:
         "never attached": raised(optimizer.step),
         "made before": raised(lambda: compress(sharded, before)),
         "bare": raised(lambda: compress(mlp(), before)),
+        "twice": raised(lambda: compress(DistributedDataParallel(DistributedDataParallel(mlp())), before)),
     }
 
 
@@ -328,6 +329,7 @@ def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Fac
     assert "nothing has been attached to it" in facts[0]["never attached"]
     assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
     assert "that nothing synchronizes" in facts[0]["bare"]
+    assert "around a DistributedDataParallel, which synchronizes too: wrap the model once" in facts[0]["twice"]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
