@@ -12,6 +12,8 @@ from lowbit_strategy.autoload import serve
 from lowbit_strategy.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lowbit_strategy.elastic import Elastic as Elastic
+    from lowbit_strategy.elastic import ElasticSampler as ElasticSampler
     from lowbit_strategy.exports import *  # noqa: F403
 
 serve()
@@ -44,8 +46,15 @@ def _look_up(name: str) -> object:
     is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None  # an import statement goes on to it
     if is_module or (name.startswith("_") and name != "__all__"):
         raise missing
+    from lowbit_strategy import leaves
     from lowbit_strategy.options.conversion import nearest
 
+    if name in leaves.NAMES:
+        try:
+            globals()[name] = leaves.load(leaves.NAMES[name], name)
+        except leaves.MissingPart as lacking:
+            raise error(str(lacking)) from None
+        return globals()[name]
     offered = _offered()
     if name in offered:
         globals()[name] = offered[name]
@@ -57,10 +66,12 @@ def _look_up(name: str) -> object:
 
 
 def _offered() -> dict[str, object]:
-    from lowbit_strategy import exports
+    from lowbit_strategy import exports, leaves
 
     names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
-    return {each: getattr(exports, each) for each in names} | {"__all__": names}
+    offered = {each: getattr(exports, each) for each in names}
+    offered |= {each: leaves.load(leaves.NAMES[each], each) for each in leaves.present()}
+    return offered | {"__all__": list(offered)}
 
 
 if not TYPE_CHECKING:  # type checkers know every name, and would take any other for one

@@ -19,7 +19,7 @@ COMMANDS = {
     "bench": "lowbit_strategy.advisor.bench:bench",
     "advise": "lowbit_strategy.advisor.advise:advise",
     "estimate": "lowbit_strategy.advisor.advise:estimate",
-    "lighthouse": "lowbit_strategy.lighthouse:lighthouse",
+    "lighthouse": "lowbit_strategy.elastic.command:lighthouse",
 }
 _LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_show_locals": False}
 

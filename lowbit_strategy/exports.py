@@ -1,4 +1,7 @@
-"""What `lowbit_strategy` offers. Imported when a name of it is looked up: it takes a second."""
+"""What `lowbit_strategy` offers, except the names of parts that can be left out (`leaves`).
+
+Imported when a name is looked up: it takes a second.
+"""
 
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError as ResidualFileError
 from lowbit_strategy.collectives.layout import TensorSpec as TensorSpec
@@ -62,6 +65,4 @@ from lowbit_strategy.methods.zoo.signsgd import SignSGD as SignSGD
 from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD as SketchedSGD
 from lowbit_strategy.methods.zoo.threelc import ThreeLC as ThreeLC
 from lowbit_strategy.model.digest import DivergenceError as DivergenceError
-from lowbit_strategy.ranks.elastic import Elastic as Elastic
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler as ElasticSampler
 from lowbit_strategy.version import __version__ as __version__

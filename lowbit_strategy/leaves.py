@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
+
+NAMES = {  # of parts, in `lowbit_strategy` itself
+    "Elastic": "lowbit_strategy.elastic:Elastic",
+    "ElasticSampler": "lowbit_strategy.elastic:ElasticSampler",
+}
 
 
 class MissingPart(ImportError):
@@ -32,3 +38,8 @@ def load(target: str, asked_for: str) -> Any:
         raise MissingPart(
             f"{asked_for} needs {missing}, which this installation lacks: reinstall lowbit-strategy", name=missing
         ) from None
+
+
+def present() -> list[str]:
+    """Those of `NAMES` whose parts are there."""
+    return [name for name, target in NAMES.items() if find_spec(target.partition(":")[0]) is not None]

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
-from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import PreparedModel, prepare, watch_optimizers
@@ -87,7 +86,9 @@ class Binding:
         self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
         self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
         self.sessions: list[Session] = []
-        self.replica = None if plugin.elastic is None else ReplicaBinding(lambda: self.sessions, plugin.seed)
+        self.replica: Any = None  # what is called where replicas join and leave
+        if plugin.elastic is not None:
+            self.replica = plugin.elastic.adapter("accelerate").ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         # All that anything has been attached to, in use or not.
@@ -223,7 +224,7 @@ class Binding:
             self._warned_of_one_rank = True
             return prepare_it(model)
         if alone:
-            make_own_group()
+            self.replica.make_own_group()
         else:
             self._check_ddp_options()
         prepared = self._agree(model, scatter=False)
@@ -267,8 +268,8 @@ class Binding:
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> PreparedModel:
-        if self.replica is not None and self._modules:
-            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
+        if self.replica is not None:
+            self.replica.check(self._modules)
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
         controller = self.plugin.controller
         same = to_plain("controller", controller) | to_plain("monitor", self.plugin.monitor)

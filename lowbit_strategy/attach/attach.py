@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp
+from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, one_replica
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
-from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
@@ -49,8 +48,8 @@ from lowbit_strategy.model.mesh import Rows, data_parallel_rows, group_of, is_hy
 from lowbit_strategy.model.parameters import canonical_name, handshake, localized_parameters, settings_facts
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.occasional import served
-from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
+from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
@@ -147,10 +146,11 @@ def attach_replica(
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     device = _device_of(module, device)
-    membership = membership_of(prepared, module, group)
+    assert prepared.options.elastic is not None
+    make_outer = prepared.options.elastic.register(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    return _session(module, prepared, sync, group, ddp=ddp, membership=membership)
+    return _session(module, prepared, sync, group, ddp=ddp, make_outer=make_outer)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
@@ -212,9 +212,12 @@ def attach_fsdp(
     size, is_hsdp = prepared.shard_size, prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
     ranks = make_ranks(group, topology, size or prepared.node_size, device, everyone=everyone, far=far, intra=intra)
-    membership = None
+    make_outer: Callable[..., OuterSync] = OuterSync
     if is_hsdp:
-        ranks, membership = _as_replica(module, prepared, ranks, device, group)
+        if prepared.options.elastic is not None:  # all ranks share one model, which is one replica
+            make_outer = prepared.options.elastic.register(prepared, module, group)
+            ranks = ranks.coming_and_going()
+        _share_weights(module, ranks, device)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, groups, sync, side, mesh)
@@ -224,7 +227,7 @@ def attach_fsdp(
         wiring.give_back()
         choice = AutoChoice(prepared, sync, wiring, everyone)
     digest = ParameterDigest(lambda: sharded_parameters(module), ranks.peers, device) if is_hsdp else None
-    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, membership=membership)
+    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, make_outer=make_outer)
 
 
 def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology: Topology) -> int | None:
@@ -266,26 +269,11 @@ def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
     return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 
-def _as_replica(
-    module: nn.Module, prepared: PreparedModel, ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None
-) -> tuple[Ranks, Membership | None]:
-    """HSDP: the ranks of a node share one model, and all replicas get the weights of the first.
-
-    With `elastic` all ranks share one model, which is one replica.
-    """
-    membership = None
-    if prepared.options.elastic is not None:
-        if ranks.peers.world_size > 1:
-            raise ValueError(
-                f"elastic serves nodes that share one model, and this one has {ranks.world_size} ranks with"
-                f' shard_size={prepared.shard_size}: give shard_size="node", and start each node as a run of its own'
-            )
-        membership = membership_of(prepared, module, group)
-        ranks = ranks.coming_and_going()
+def _share_weights(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """HSDP: the ranks of a node share one model, and all replicas get the weights of the first."""
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(lambda: same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
-    return ranks, membership
 
 
 def _session(
@@ -298,15 +286,15 @@ def _session(
     digest: ParameterDigest | None = None,
     choice: AutoChoice | None = None,
     ddp: DistributedDataParallel | None = None,
-    membership: Membership | None = None,
+    make_outer: Callable[..., OuterSync] = OuterSync,
 ) -> Session:
     """The session around a model's engine. `digest`: compares parameters."""
     options, ranks = prepared.options, sync.ranks
     follow_second_moment(sync, module, prepared)
-    compares = options.check_digest and not ranks.alone and membership is None
+    compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
     local = None
     if options.outer is not None and not ranks.alone:
-        local = LocalSteps(module, sync, options.outer, check_digest=compares, ddp=ddp, membership=membership)
+        local = LocalSteps(module, sync, options.outer, check_digest=compares, ddp=ddp, make_outer=make_outer)
     session = Session(
         sync,
         module,
@@ -319,8 +307,8 @@ def _session(
         auto=choice,
     )
     _report(sync, options)
-    if membership is not None:
-        join_before_forward(session, module)
+    if session.replica is not None:
+        session.replica.attached(session, module)
     return session
 
 

@@ -18,12 +18,9 @@ from torch.optim import Optimizer
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
-from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
-from lowbit_strategy.ranks.membership import Membership
-from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
 
 _log = logging.getLogger("lowbit_strategy")
@@ -38,7 +35,7 @@ class LocalSteps:
         rule: When ranks synchronize, and how.
         check_digest: Compare the anchors over the ranks now and then.
         ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
-        membership: Finds the other replicas, if they come and go.
+        make_outer: Makes what synchronizes.
 
     Attributes:
         own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. If it
@@ -54,7 +51,7 @@ class LocalSteps:
         *,
         check_digest: bool,
         ddp: DistributedDataParallel | None,
-        membership: Membership | None,
+        make_outer: Callable[..., OuterSync] = OuterSync,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -71,7 +68,7 @@ class LocalSteps:
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
         self._learning_rate: float | None = None  # of the optimizer that has stepped last
-        self._membership = membership
+        self._outer_of = make_outer
         self.on_forward: Callable[[], None] = self.begin_forward
         self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
@@ -133,12 +130,7 @@ class LocalSteps:
             ddp._static_graph_delay_allreduce_enqueued = self._has_delayed
 
     def _make_outer(self) -> OuterSync:
-        parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer}
-        if self._membership is None:
-            outer = OuterSync(self.sync, self._params, self.rule, **parts)
-        else:
-            outer = ElasticOuterSync(self.sync, self._params, self.rule, membership=self._membership, **parts)
-            outer.on_change = lambda text: inform("lowbit_strategy: %s", text)
+        outer = self._outer_of(self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer)
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             shared = ChainMap(outer.anchors, outer.model.buffers.shared)
@@ -158,11 +150,8 @@ class LocalSteps:
         Raises:
             RuntimeError: With replicas that come and go: the others would not know them.
         """
-        if self._membership is not None:
-            raise RuntimeError(
-                "parameters have been unfrozen, and replicas that come and go must train the same ones from the"
-                " beginning to the end: unfreeze them before training begins, and start a run of its own"
-            )
+        if self.outer is not None:
+            self.outer.check_extendable()
         self._params |= dict(params)
         if self.outer is not None:
             self.outer.apply()
@@ -226,8 +215,8 @@ class LocalSteps:
     def close(self) -> bool:
         """Returns whether the worker has stopped."""
         self.is_in_use = False
-        if self._membership is not None:
-            self._membership.leave()
+        if self.outer is not None:
+            self.outer.leave()
         return not isinstance(self._reducer, BucketWorker) or self._reducer.close()
 
     def finish(self) -> None:
@@ -284,8 +273,7 @@ class LocalSteps:
         if self.outer is None:
             return
         self._restore(loaded)
-        if isinstance(self.outer, ElasticOuterSync):
-            self.outer.join()
+        self.outer.join()
 
     def _restore(self, loaded: tuple[Mapping[str, Any], bool] | None) -> None:
         assert self.outer is not None

@@ -27,6 +27,7 @@ from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import watching
 from lowbit_strategy.attach.prepare import watch_optimizers
+from lowbit_strategy.attach.replicas import Replica
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
@@ -37,7 +38,6 @@ from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -111,10 +111,10 @@ class Session:
         return self.trains_locally or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
 
     @property
-    def replica(self) -> ElasticOuterSync | None:
-        """This replica, if membership is elastic; otherwise None."""
-        outer = None if self.local is None else self.local.outer
-        return outer if isinstance(outer, ElasticOuterSync) else None
+    def replica(self) -> Replica | None:
+        """This replica, where replicas join and leave; otherwise None."""
+        replica: Replica | None = None if self.local is None or self.local.outer is None else self.local.outer.replica
+        return replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
         """Local steps: register the state that differs between ranks, to be saved with their weights.

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.replicas import Replicas
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
@@ -35,7 +36,6 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import unknown_option
-from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
 
 
@@ -95,7 +95,7 @@ class SyncOptions:
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
-    elastic: Elastic | None = None
+    elastic: Replicas | None = None
     memory: float | None = None
     far_links: bool | None = None
     second_moment: bool | None = None
@@ -132,20 +132,10 @@ def check_options(options: SyncOptions, *, scatter: bool) -> None:
             "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
             ' shard_size="node" as well, for local steps between nodes'
         )
-    if options.elastic is None:
-        if rule is not None and isinstance(rule.every, Seconds):
-            raise ValueError(
-                f'every="{rule.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
-            )
-        return
-    if rule is None:
-        raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-    for field in ("delay", "synchronous", "eager"):
-        if getattr(rule, field):
-            raise ValueError(
-                f"elastic does not go with {field} of an outer rule: members change at the beginning of an exchange,"
-                " and are known for that one alone. Leave it out"
-            )
+    if options.elastic is not None:
+        options.elastic.check(options)
+    elif rule is not None and isinstance(rule.every, Seconds):
+        raise ValueError(f'every="{rule.every.seconds:g}s" needs elastic: ranks that stay together take as many steps')
 
 
 Accumulate = Literal["local", "reduce"]

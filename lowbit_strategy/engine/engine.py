@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
+_KEPT_NOTES = 1000
 _KEPT_STEPS = 16  # a bucket layout not seen for this many steps (DDP has rebuilt its buckets) is dropped
 
 
@@ -62,6 +64,7 @@ class GradientSync:
     Attributes:
         state: What is reduced, by which method, and what methods keep.
         listeners: Who is called when steps begin and end.
+        notes: What is to be written into the record of the run: the kind of each line, and its fields. The last ones.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
@@ -101,6 +104,7 @@ class GradientSync:
         self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
         self.listeners = Listeners()
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
+        self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
         self._entered: set[BucketLayout] = set()  # in the current backward pass

@@ -17,8 +17,8 @@ from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied, join_in, with_own_samples
-from lowbit_strategy.lightning.signals import DeferredSignals
+from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied
+from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
 from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.telemetry.model_control import ModelControl
 
@@ -160,7 +160,8 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             return
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if session.replica is not None:
-            join_in(trainer, session.replica, signals)
+            terminated = functools.partial(signals.has_received, TERMINATE)
+            self._elastic.join_in(trainer, session.replica, terminated)
         self._resume_local_steps(session)
         add_local_callbacks(trainer, session, signals)
 
@@ -192,9 +193,14 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Replicas that come and go have different samples, though each has a world of its own."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
-        if self.options.elastic is None or trainer is None or trainer.state.stage != "train":
+        if self._elastic is None or trainer is None or trainer.state.stage != "train":
             return dataloader
-        return with_own_samples(dataloader, trainer)
+        return self._elastic.with_own_samples(dataloader, trainer)
+
+    @property
+    def _elastic(self) -> Any:
+        """What is called where replicas come and go; None: they do not."""
+        return None if self.options.elastic is None else self.options.elastic.adapter("lightning")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

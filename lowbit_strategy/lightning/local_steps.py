@@ -1,4 +1,4 @@
-"""Local steps under a Trainer, also as one of the replicas that come and go. Independent of the Lightning namespace."""
+"""Local steps under a Trainer. Independent of the Lightning namespace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler
 
-from lowbit_strategy.attach.replica import advance_schedule
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.lightning.signals import REQUEUE, TERMINATE, DeferredSignals
-from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+from lowbit_strategy.lightning.signals import REQUEUE, DeferredSignals
 from lowbit_strategy.rounds.outer import OuterSync
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
@@ -78,46 +74,6 @@ def _with_anchors(session: Session, moment: Callable[..., Any], may_change: bool
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """Tensors that stay as they are when the model goes on."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def join_in(trainer: Any, replica: ElasticOuterSync, signals: DeferredSignals) -> None:
-    """Before the replica meets the others: it follows their steps, its samples are others than theirs, and SIGTERM ends
-    it while it waits for them.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    replica.membership.asked_to_end = lambda: trainer.received_sigterm or signals.has_received(TERMINATE)
-    replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # of either namespace
-    replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
-    loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
-    samplers = (getattr(loader, "sampler", None) for loader in loaders)
-    replica.data = next((each for each in samplers if isinstance(each, ElasticSampler)), None)
-
-
-def _catch_up(trainer: Any, steps: int) -> None:
-    """The Trainer counts from the others' step, and so do schedules of the learning rate that go by steps."""
-    loop = trainer.fit_loop.epoch_loop
-    missing = steps - trainer.global_step
-    if missing <= 0:
-        return
-    automatic = trainer.lightning_module.automatic_optimization
-    progress = loop.automatic_optimization.optim_progress.optimizer.step if automatic else None
-    total = (loop.manual_optimization.optim_step_progress if progress is None else progress).total
-    total.ready += missing
-    total.completed += missing
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and not config.reduce_on_plateau:
-            advance_schedule(config.scheduler, missing // config.frequency)
-
-
-def with_own_samples(dataloader: Any, trainer: Any) -> Any:
-    """Lightning's sampler for the ranks of one replica would give every replica the same samples."""
-    sampler: Any = getattr(dataloader, "sampler", None)
-    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
-        return dataloader
-    namespace = type(trainer).__module__.partition(".trainer")[0]
-    update = import_module(f"{namespace}.utilities.data")._update_dataloader
-    place = {"rank": sampler.rank, "num_ranks": sampler.num_replicas}
-    return update(dataloader, ElasticSampler(sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed, **place))
 
 
 def batch_size(batch: Any) -> int:

@@ -106,11 +106,13 @@ class Conversion(NamedTuple):
             ValueError for one that is wrong: the name of an unknown preset.
         description: What is accepted, for errors.
         in_files: The same for those who write files.
+        forms: The types of what code may give, for constructors that show them.
     """
 
     make: Callable[[Any, Source], Any]
     description: str
     in_files: str
+    forms: tuple[Any, ...] = (str,)
 
 
 _conversions: dict[type, Conversion] = {}
@@ -246,9 +248,10 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def or_name(kind: Any) -> Any:
-    """The type of what code may give for `kind`: a name too, where a conversion is registered."""
+    """The type of what code may give for `kind`: where a conversion is registered, a name too, or what it says."""
     kinds = typing.get_args(kind) or (kind,)
-    return typing.Union[(*kinds, str)] if any(each in _conversions for each in kinds) else kind
+    forms = [form for each in kinds if each in _conversions for form in _conversions[each].forms]
+    return typing.Union[(*kinds, *forms)] if forms else kind
 
 
 def _converted(value: Any, kind: Any, source: Source) -> Any:

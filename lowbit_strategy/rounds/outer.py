@@ -63,9 +63,11 @@ class OuterSync:
         finished: Whether `finish` has been called since the last step: the model is the user's.
         on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
         weights: Each rank's weight, 1 on average; empty: all 1.
+        replica: This, where replicas join and leave; otherwise None.
     """
 
     revocable: ClassVar[bool] = False
+    replica: Any = None
 
     def __init__(
         self,
@@ -98,6 +100,17 @@ class OuterSync:
         self.finished = False
         self._spread: Tensor | None = None
         sync.train_locally(self, revocable=self.revocable)
+
+    def join(self) -> None:
+        """Before training: everybody is there."""
+
+    def leave(self) -> None:
+        """Training is over on this rank."""
+
+    def check_extendable(self) -> None:
+        """Raises:
+        RuntimeError: No parameters can be added.
+        """
 
     @property
     def anchors(self) -> dict[str, Tensor]:

@@ -35,7 +35,6 @@ from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
-from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import (
@@ -285,7 +284,7 @@ class ModelControl:
             observation, self._fresh = self._fresh, None
             self._report_observation(observation)
         self._report_decisions()
-        self._report_members()
+        self._write_notes()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """The model has been validated: metrics for the record."""
@@ -370,7 +369,7 @@ class ModelControl:
                 self._record.write("warning", step, text=text)
             self._record.write("levels", step, **level_fields(driver))
 
-    def _report_members(self) -> None:
-        outer = self.sync.outer
-        while self._record is not None and isinstance(outer, ElasticOuterSync) and outer.changes:
-            self._record.write("members", **asdict(outer.changes.popleft()))
+    def _write_notes(self) -> None:
+        while self._record is not None and self.sync.notes:
+            kind, fields = self.sync.notes.popleft()
+            self._record.write(kind, **fields)

@@ -26,7 +26,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.accelerate.binding import Binding, binding_of, wrap_method
-from lowbit_strategy.attach.replica import advance_schedule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.telemetry.run_record import is_of_group
@@ -96,9 +95,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
     if binding is not None and binding.plugin.outer is not None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
         wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
-    if binding is not None and binding.replica is not None:
-        trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
-        wrap_method(trainer, "_save_checkpoint", functools.partial(_save_if_lowest, trainer))
+    if binding is not None and binding.plugin.elastic is not None:
+        binding.plugin.elastic.adapter("transformers").adapt(trainer, binding_of)
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
         return  # bound for a lowbit_config section, in whose place the script puts a plugin of its own
     callback = ResidualCallback(trainer)
@@ -110,8 +108,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
-            if current.replica is not None:
-                current.replica.on_healed = functools.partial(_catch_up, trainer)
+            if (elastic := current.plugin.elastic) is not None:
+                current.replica.on_healed = functools.partial(elastic.adapter("transformers").catch_up, trainer)
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)
@@ -203,18 +201,3 @@ def _marks(state: TrainerState) -> dict[str, Any]:
     marks: Any = state.stateful_callbacks
     assert isinstance(marks, dict)
     return marks
-
-
-def _save_if_lowest(trainer: Trainer, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
-        save(*args, **kwargs)
-
-
-def _catch_up(trainer: Trainer, steps: int) -> None:
-    """The Trainer counts from the others' step, and so does its schedule of the learning rate."""
-    missing = steps - trainer.state.global_step
-    if missing <= 0:
-        return
-    trainer.state.global_step = trainer._globalstep_last_logged = steps
-    schedule: Any = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
-    advance_schedule(schedule, missing)

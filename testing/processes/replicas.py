@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit_strategy import Elastic
-from lowbit_strategy.ranks.elastic import import_torchft, start_lighthouse
+from lowbit_strategy.elastic.lighthouse import import_torchft, start_lighthouse
 from testing.hosts.namespaces import Host, Network, enter
 from testing.processes.ranks import (
     START_LIMIT_S,

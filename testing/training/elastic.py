@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from lowbit_strategy import Compressor, DiLoCo, Elastic, LoCo, OuterRule
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm
+from lowbit_strategy.elastic import outer as elastic_outer
+from lowbit_strategy.elastic.membership import Membership
+from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds import elastic_outer
-from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.outer import OuterSync
 
 EVERY = 4

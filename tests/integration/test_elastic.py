@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowbit_strategy import DiLoCo, Elastic
-from lowbit_strategy.ranks.membership import Membership
+from lowbit_strategy.elastic.membership import Membership
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
+from lowbit_strategy.elastic.agreement import MembersChange
 from lowbit_strategy.report.charts import draw_all
 from lowbit_strategy.report.run import read_run
-from lowbit_strategy.rounds.agreement import MembersChange
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 from testing.record import read_record
 

@@ -1,11 +1,10 @@
-"""Options of elastic runs, and asking the lighthouse who is there: torchft's `Manager` raises once that is lost."""
+"""Asking the lighthouse who is there: torchft's `Manager` raises once that is lost."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import threading
@@ -17,9 +16,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
-from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.elastic.options import Elastic
 
-LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 _HEARTBEAT = timedelta(milliseconds=100)
 _ASK = timedelta(seconds=300)  # for one request, which takes as long as a round does
 _RETRY_S = 0.2
@@ -33,67 +31,6 @@ _REFUSAL_S = 1.0  # a refusal is immediate
 T = TypeVar("T")
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-@configuration
-class Elastic:
-    """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
-
-    A replica is one process, or a node of ranks that share one model, whose framework knows no other ranks. Members
-    are determined at the start of each exchange only:
-
-    1. every replica asks the lighthouse, which answers when all live replicas have asked
-    2. if they are others than before, they connect; each keeps what it has not sent yet
-    3. a new replica gets anchors, outer optimizer and step from another one, and residuals of zero
-    4. they exchange, and apply the result only when all have received everything: an exchange that fails, because a
-       replica is lost, changes nothing and is repeated with those left
-
-    Args:
-        lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: from the environment
-            variable TORCHFT_LIGHTHOUSE.
-        min_replicas: With fewer, all wait.
-        name: Of this replica, in messages and reports; replicas are ordered by name. None: host and process id of its
-            first rank.
-        address: Of this machine, as other replicas reach it. None: the one from which it reaches the lighthouse.
-        timeout: Seconds that a message may take; then a replica that has stopped counts as lost.
-        connect_timeout: Seconds that replicas have to connect to each other.
-        patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
-
-    Raises:
-        ValueError: A value is out of range, or there is no lighthouse.
-    """
-
-    lighthouse: str | None = None
-    min_replicas: int = 1
-    name: str | None = None
-    address: str | None = None
-    timeout: float = 60.0
-    connect_timeout: float = 10.0
-    patience: float = 3600.0
-
-    def __post_init__(self) -> None:
-        if self.min_replicas < 1:
-            raise ValueError(f"min_replicas must be at least 1, got {self.min_replicas}")
-        for field in ("timeout", "connect_timeout", "patience"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be a positive number of seconds, got {getattr(self, field)!r}")
-        if self.lighthouse is not None and not re.fullmatch(r"https?://[^/]+:\d+/?", self.lighthouse):
-            raise ValueError(f'lighthouse must be an address such as "http://10.0.0.1:29510", got {self.lighthouse!r}')
-        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}")
-
-    @property
-    def lighthouse_address(self) -> str:
-        """Raises:
-        ValueError: None is given.
-        """
-        address = self.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
-        if not address:
-            raise ValueError(
-                "elastic needs the address of a lighthouse: start one with lowbit lighthouse, and give"
-                f' Elastic(lighthouse="http://HOST:29510") or set {LIGHTHOUSE_VARIABLE}'
-            )
-        return address.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm, bytes_from_first_rank
-from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm, as_failed_exchange
-from lowbit_strategy.ranks.elastic import (
+from lowbit_strategy.elastic.lighthouse import (
     Elastic,
     Identity,
     Patience,
@@ -34,6 +33,7 @@ from lowbit_strategy.ranks.elastic import (
     noting_sigterm,
     watched,
 )
+from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 
 _FACTS, _MET = "lowbit_strategy/facts", "lowbit_strategy/met"
 _STATUS = 128 + signal.SIGTERM

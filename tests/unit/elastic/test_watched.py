@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lowbit_strategy.ranks.elastic import answers, has_ended, watched
+from lowbit_strategy.elastic.lighthouse import answers, has_ended, watched
 
 LOOK_S = 0.05
 

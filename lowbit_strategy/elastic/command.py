@@ -27,7 +27,7 @@ def lighthouse(
     It keeps nothing that matters: if it is lost, replicas wait, and go on once it has been started again. Give each run
     one of its own. Nobody who reaches the port is asked who they are: keep it in a private network.
     """
-    from lowbit_strategy.ranks.elastic import start_lighthouse
+    from lowbit_strategy.elastic.lighthouse import start_lighthouse
 
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,20 +10,15 @@ import copy
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowbit_strategy.collectives.transports import ExchangeFailedError, MemberComm
-from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.methods.outer.interval import Seconds
-from lowbit_strategy.ranks.membership import Members, Membership
-from lowbit_strategy.rounds.agreement import (
+from lowbit_strategy.elastic.agreement import (
     NO_HISTORY,
     Agreement,
     MembersChange,
@@ -36,11 +31,17 @@ from lowbit_strategy.rounds.agreement import (
     sample_weights,
     send,
 )
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.elastic.membership import Members, Membership
+from lowbit_strategy.elastic.sampler import ElasticSampler
+from lowbit_strategy.inform import inform
+from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.rounds.fragment import FragmentSync
 from lowbit_strategy.rounds.outer import OuterSync
 
-_KEPT_CHANGES = 1000
+if TYPE_CHECKING:
+    from lowbit_strategy.attach.session import Session
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -83,11 +84,9 @@ class ElasticOuterSync(OuterSync):
     Attributes:
         membership: Finds the others.
         members: Names of those who took part last, including this replica.
-        on_change: Called with a sentence that says who has joined and who is lost.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, which follow from the members; None: they do not.
-        changes: Changes of the members, the last ones, not yet in a record.
         num_heals: How often this replica has received another's state.
     """
 
@@ -97,10 +96,8 @@ class ElasticOuterSync(OuterSync):
         super().__init__(*values, **options)
         self.membership = membership
         self.data: ElasticSampler | None = None
-        self.on_change: Callable[[str], None] = _log.info
         self.on_join: Callable[[], object] = lambda: None
         self.on_healed: Callable[[], object] = lambda: None
-        self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
         self.num_heals = 0
         self._last_sync = time.monotonic()
         self._has_time = True  # with rounds in seconds
@@ -113,6 +110,7 @@ class ElasticOuterSync(OuterSync):
         self._pending: PendingCommit | None = None
         self._comm: MemberComm | None = None
         self.members: tuple[str, ...] = ()
+        self.replica = self
 
     @property
     def sync_interval(self) -> int:
@@ -136,6 +134,28 @@ class ElasticOuterSync(OuterSync):
     def count_samples(self, number: int) -> None:
         """`number` more before the next optimizer step, by which the mean is weighted; never called: one per step."""
         self._counted += number
+
+    def attached(self, session: Session, module: nn.Module) -> None:
+        """It meets the others before the first forward pass in training at the latest: afterwards, weights would change
+        between a forward and its backward pass.
+        """
+
+        @torch.compiler.disable
+        def join(module: nn.Module, args: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                session.resume()
+
+        hook = module.register_forward_pre_hook(join, prepend=True)  # before the one in which FSDP2 gathers weights
+        self.on_join = hook.remove
+
+    def check_extendable(self) -> None:
+        raise RuntimeError(
+            "parameters have been unfrozen, and replicas that come and go must train the same ones from the"
+            " beginning to the end: unfreeze them before training begins, and start a run of its own"
+        )
+
+    def leave(self) -> None:
+        self.membership.leave()
 
     @property
     def has_joined(self) -> bool:
@@ -343,9 +363,9 @@ class ElasticOuterSync(OuterSync):
         joined = tuple(name for name in now if name not in before)
         lost = tuple(name for name in before if name not in now)
         change = MembersChange(step=self.sync.step_index, members=now, joined=joined, lost=lost, seconds=seconds)
-        self.changes.append(change)
+        self.sync.notes.append(("members", asdict(change)))
         if self.membership.replica.rank == 0:
-            self.on_change(str(change))
+            inform("lowbit_strategy: %s", str(change))
 
     # -- state: in checkpoints, and for members that heal ------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.transports import MemberComm
+from lowbit_strategy.elastic.member_comm import MemberComm
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.parameters import local_part
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+from lowbit_strategy.elastic.sampler import ElasticSampler
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -58,6 +58,20 @@ class ReplicaBinding:
         kept = [name for name in inspect.signature(DataLoader).parameters if name not in replaced]
         return DataLoader(**{name: getattr(loader, name) for name in kept}, sampler=self._sampler)
 
+    def check(self, models: Collection[Any]) -> None:
+        """A model is about to be prepared.
+
+        Raises:
+            ValueError: There is one already.
+        """
+        if models:
+            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
+
+    def make_own_group(self) -> None:
+        """A process group of this process alone, for the comparisons and checkpoints that take all ranks."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
     def attach(self, session: Session) -> None:
         """A model has been prepared."""
         replica = session.replica
@@ -76,12 +90,6 @@ class ReplicaBinding:
         for session in self._sessions():
             if session.replica is not None:
                 session.replica.count_samples(self._batch_size)
-
-
-def make_own_group() -> None:
-    """A process group of this process alone, for the comparisons and checkpoints that take all ranks."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _log_steps(steps: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.rounds.agreement import NO_HISTORY, MemberState, agree, history_after, merge_ranks, sample_weights
+from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState, agree, history_after, merge_ranks, sample_weights
 
 SETTLED = MemberState(
     clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96

@@ -1,0 +1,85 @@
+"""The door for replicas that join and leave: what the option that brings them has to offer, and each replica."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from lowbit_strategy import leaves
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.rounds.outer import OuterSync
+
+
+class Replica(Protocol):
+    """The local steps of a replica among others that come and go.
+
+    Attributes:
+        on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
+    """
+
+    sync: Any
+    data: Any
+    on_healed: Callable[[], object]
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has met the others."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica is the first one, which writes checkpoints."""
+
+    def check_joined(self) -> None:
+        """Raises:
+        RuntimeError: Training has begun, and it has not met them.
+        """
+
+    def count_samples(self, number: int) -> None:
+        """`number` more before the next optimizer step."""
+
+    def attached(self, session: Any, module: nn.Module) -> None:
+        """The session is complete."""
+
+
+class Replicas(ABC):
+    """An option that brings replicas which join and leave."""
+
+    @abstractmethod
+    def check(self, options: Any) -> None:
+        """Raises:
+        ValueError: `options` (`SyncOptions`) do not go with it.
+        """
+
+    @abstractmethod
+    def register(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Callable[..., OuterSync]:
+        """This replica becomes known to the others, whom it meets in `Session.resume`; on all of its ranks.
+
+        Args:
+            prepared: A `PreparedModel`; compressor and options are the same on all replicas.
+            module: The model.
+            group: The ranks of this replica.
+
+        Returns:
+            What makes its local steps, in the place of `OuterSync`.
+
+        Raises:
+            ValueError: The ranks do not share one model.
+            ConnectionError: Nobody answers.
+        """
+
+    @abstractmethod
+    def adapter(self, framework: str) -> Any:
+        """A module with what the adapter of that name calls where replicas come and go."""
+
+
+def _from_mapping(value: Any, source: Source) -> Replicas:
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    return cast("Replicas", call(leaves.load("lowbit_strategy.elastic:Elastic", "elastic"), value, source))
+
+
+register_conversion(Replicas, Conversion(_from_mapping, "an instance of Elastic", "a mapping", (dict[str, Any],)))

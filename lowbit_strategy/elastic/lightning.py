@@ -1,0 +1,59 @@
+"""A Trainer whose run is one of the replicas that join and leave. Independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.elastic.replica import advance_schedule
+from lowbit_strategy.elastic.sampler import ElasticSampler
+
+
+def join_in(trainer: Any, replica: ElasticOuterSync, terminated: Callable[[], bool]) -> None:
+    """Before the replica meets the others: it follows their steps, its samples are others than theirs, and SIGTERM ends
+    it while it waits for them.
+
+    Args:
+        trainer: Of either namespace.
+        replica: This one.
+        terminated: Whether SIGTERM has been received and not yet handled.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    replica.membership.asked_to_end = lambda: trainer.received_sigterm or terminated()
+    replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # of either namespace
+    replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
+    loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
+    samplers = (getattr(loader, "sampler", None) for loader in loaders)
+    replica.data = next((each for each in samplers if isinstance(each, ElasticSampler)), None)
+
+
+def _catch_up(trainer: Any, steps: int) -> None:
+    """The Trainer counts from the others' step, and so do schedules of the learning rate that go by steps."""
+    loop = trainer.fit_loop.epoch_loop
+    missing = steps - trainer.global_step
+    if missing <= 0:
+        return
+    automatic = trainer.lightning_module.automatic_optimization
+    progress = loop.automatic_optimization.optim_progress.optimizer.step if automatic else None
+    total = (loop.manual_optimization.optim_step_progress if progress is None else progress).total
+    total.ready += missing
+    total.completed += missing
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            advance_schedule(config.scheduler, missing // config.frequency)
+
+
+def with_own_samples(dataloader: Any, trainer: Any) -> Any:
+    """Lightning's sampler for the ranks of one replica would give every replica the same samples."""
+    sampler: Any = getattr(dataloader, "sampler", None)
+    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
+        return dataloader
+    namespace = type(trainer).__module__.partition(".trainer")[0]
+    update = import_module(f"{namespace}.utilities.data")._update_dataloader
+    place = {"rank": sampler.rank, "num_ranks": sampler.num_replicas}
+    return update(dataloader, ElasticSampler(sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed, **place))

@@ -1,0 +1,93 @@
+"""`Elastic`, the option: replicas that come and go, and the door through which a session reaches them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from lowbit_strategy.attach.replicas import Replicas
+from lowbit_strategy.options.configuration import configuration
+
+LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
+
+
+@configuration
+class Elastic(Replicas):
+    """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
+
+    A replica is one process, or a node of ranks that share one model, whose framework knows no other ranks. Members
+    are determined at the start of each exchange only:
+
+    1. every replica asks the lighthouse, which answers when all live replicas have asked
+    2. if they are others than before, they connect; each keeps what it has not sent yet
+    3. a new replica gets anchors, outer optimizer and step from another one, and residuals of zero
+    4. they exchange, and apply the result only when all have received everything: an exchange that fails, because a
+       replica is lost, changes nothing and is repeated with those left
+
+    Args:
+        lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: from the environment
+            variable TORCHFT_LIGHTHOUSE.
+        min_replicas: With fewer, all wait.
+        name: Of this replica, in messages and reports; replicas are ordered by name. None: host and process id of its
+            first rank.
+        address: Of this machine, as other replicas reach it. None: the one from which it reaches the lighthouse.
+        timeout: Seconds that a message may take; then a replica that has stopped counts as lost.
+        connect_timeout: Seconds that replicas have to connect to each other.
+        patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
+
+    Raises:
+        ValueError: A value is out of range, or there is no lighthouse.
+    """
+
+    lighthouse: str | None = None
+    min_replicas: int = 1
+    name: str | None = None
+    address: str | None = None
+    timeout: float = 60.0
+    connect_timeout: float = 10.0
+    patience: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.min_replicas < 1:
+            raise ValueError(f"min_replicas must be at least 1, got {self.min_replicas}")
+        for field in ("timeout", "connect_timeout", "patience"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be a positive number of seconds, got {getattr(self, field)!r}")
+        if self.lighthouse is not None and not re.fullmatch(r"https?://[^/]+:\d+/?", self.lighthouse):
+            raise ValueError(f'lighthouse must be an address such as "http://10.0.0.1:29510", got {self.lighthouse!r}')
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}")
+
+    @property
+    def lighthouse_address(self) -> str:
+        """Raises:
+        ValueError: None is given.
+        """
+        address = self.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
+        if not address:
+            raise ValueError(
+                "elastic needs the address of a lighthouse: start one with lowbit lighthouse, and give"
+                f' Elastic(lighthouse="http://HOST:29510") or set {LIGHTHOUSE_VARIABLE}'
+            )
+        return address.rstrip("/")
+
+    def check(self, options: Any) -> None:
+        rule = options.outer
+        if rule is None:
+            raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
+        for field in ("delay", "synchronous", "eager"):
+            if getattr(rule, field):
+                raise ValueError(
+                    f"elastic does not go with {field} of an outer rule: members change at the beginning of an"
+                    " exchange, and are known for that one alone. Leave it out"
+                )
+
+    def register(self, prepared: Any, module: Any, group: Any) -> Callable[..., Any]:
+        make: Callable[..., Any] = self.adapter("replica").register(self, prepared, module, group)
+        return make
+
+    def adapter(self, framework: str) -> Any:
+        return import_module(f"lowbit_strategy.elastic.{framework}")

@@ -1,0 +1,32 @@
+"""A Hugging Face Trainer whose run is one of the replicas that join and leave."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lowbit_strategy.elastic.replica import advance_schedule
+
+
+def adapt(trainer: Any, binding_of: Callable[[Any], Any]) -> None:
+    """Its samples are the replicas', and the lowest replica writes checkpoints."""
+    trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
+    trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, binding_of, trainer._save_checkpoint)
+
+
+def _save_if_lowest(
+    trainer: Any, binding_of: Callable[[Any], Any], save: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
+        save(*args, **kwargs)
+
+
+def catch_up(trainer: Any, steps: int) -> None:
+    """The Trainer counts from the others' step, and so does its schedule of the learning rate."""
+    missing = steps - trainer.state.global_step
+    if missing <= 0:
+        return
+    trainer.state.global_step = trainer._globalstep_last_logged = steps
+    schedule: Any = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
+    advance_schedule(schedule, missing)
