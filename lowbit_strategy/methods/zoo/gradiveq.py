@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -45,7 +46,6 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
         ratio: Elements per coefficient that is sent.
         period: Steps between two bases.
         exempt: Parameters that stay dense; see `Compressor`. So do those with fewer than `slice_size` slices.
-        high_precision: Not used.
 
     References:
         Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
@@ -59,12 +59,12 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
     slice_size: int = 64
     ratio: int = 8
     period: int = 100
-    high_precision: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = field(default=(), init=False)  # all have the same basis
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        for field in ("slice_size", "ratio", "period"):
-            check_positive(field, getattr(self, field))
+        for name in ("slice_size", "ratio", "period"):
+            check_positive(name, getattr(self, name))
         if self.slice_size % self.ratio:
             raise ValueError(f"slice_size must be a multiple of ratio, got {self.slice_size} and {self.ratio}")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from dataclasses import field
+from typing import ClassVar, Literal
 
 import torch
 
@@ -38,7 +39,6 @@ class GSpar(OwnPositions):
         density: Expected share of each parameter's elements that is sent, in (0, 1].
         values: How values travel; see `TopK`. ``int8`` is rounded to the nearest, which adds a bias; its error is
             lost.
-        residual: Not used.
 
     References:
         Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", 2018, arXiv
@@ -50,6 +50,7 @@ class GSpar(OwnPositions):
     own_temporary_nbytes: ClassVar[float] = 3.7
 
     density: float = 0.1
+    residual: Literal["float32", "int8"] = field(default="float32", init=False)  # nothing is kept
 
     @property
     def residual_gain(self) -> float | None:

@@ -186,3 +186,11 @@ def test_presets_are_hashable_and_equal_to_themselves() -> None:
         assert from_options(name, {}) == known
         assert hash(known) == hash(from_options(name, {}))
         assert name == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("gspar", "residual"), ("atomo", "epsilon"), ("gradiveq", "high_precision")]
+)
+def test_an_option_that_does_nothing_is_not_taken(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has no option '{option}'"):
+        from_options(name, {option: getattr(PRESETS[name], option)})
