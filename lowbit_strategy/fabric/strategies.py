@@ -105,6 +105,7 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         sessions = self._sessions_of(state)
         with contextlib.ExitStack() as saving:
             stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
+            self.barrier()  # fabric.save takes all ranks: no checkpoint without the residuals of each
             for session in sessions:
                 saving.enter_context(session.shared_weights(validates=False))
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)

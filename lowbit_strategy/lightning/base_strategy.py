@@ -213,6 +213,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             return
         later = _finish_writing(self.checkpoint_io)
         with self.session.save(filepath, asynchronous=later) as stamp, self.session.shared_weights(validates=False):
+            self.barrier()  # Trainer.save_checkpoint takes all ranks: no checkpoint without the residuals of each
             checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
