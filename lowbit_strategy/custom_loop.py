@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
+from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
@@ -217,6 +218,8 @@ def compress(
     session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)
     session.resume()
+    for each in optimizers:
+        notice_own_checkpoints(session, each)
     return session
 
 

@@ -85,6 +85,7 @@ class Session:
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync, group)
+        self.num_loads, self.noticed_own_checkpoint = 0, False
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._scale = LossScale()
@@ -263,6 +264,7 @@ class Session:
             ValueError: The residuals are of another model.
         """
         self._saver.begin_run()
+        self.num_loads += 1
         self._scale.forget()  # the scaler is loaded as well
         if self.sync.weights is not None:
             self.sync.weights.restart()
@@ -286,6 +288,11 @@ class Session:
         )
         if self.auto is not None:
             self.auto.after_load()
+
+    @property
+    def last_saved(self) -> int | None:
+        """The step of the last `save` on this rank."""
+        return self._saver.last_step
 
     def weights_changed(self) -> None:
         """Weights were changed between a forward and its backward pass: the next gather sends them. On all ranks."""

@@ -166,6 +166,11 @@ class ResidualSaver:
         self._noticed = False  # that ranks do not save
         self.begin_run()
 
+    @property
+    def last_step(self) -> int | None:
+        """Of the last save."""
+        return None if self._last is None else self._last[1].moment.step
+
     def begin_run(self) -> None:
         """What is saved from now on belongs together, and not to what was saved before. On all ranks."""
         self._run = gathered(uuid.uuid4().hex[:8], self._group, "naming a run")[0]

@@ -174,3 +174,36 @@ def test_a_checkpoint_that_cannot_be_written(facts: list[Facts]) -> None:
         assert not any("rank-0" in name for names in rank["found"].values() for name in names if "step-2" not in name)
         assert rank["same"]
         assert rank["after"] == ["step-5-rank-0-o", "step-5-rank-1-o"]
+
+
+def without_the_session(folder: Path) -> Facts:
+    """A loop's own checkpoint, written and read as without compression, and one that the session saves."""
+    own, loop, again = [], _Plain(), _Plain()
+    for steps in (1, 2):
+        loop.train(steps - 1, steps)
+        state = loop.optimizer.state_dict()
+        with listen() as lines:
+            loop.train(steps, steps + 1)
+        own.append(list(lines))
+    again.optimizer.load_state_dict(state)
+    with listen() as loaded:
+        again.train(2, 3)
+    loop = _Plain()
+    loop.train(0, 1)
+    loop.save(folder / "saved.pt")
+    resumed = _Plain(folder / "saved.pt")
+    with listen() as right:
+        loop.train(1, 2)
+        resumed.train(1, 2)
+    return {"own": own, "loaded": loaded, "right": right}
+
+
+@scenarios(without_the_session)
+def test_a_loop_that_saves_without_the_session_is_told_so_once(facts: list[Facts]) -> None:
+    (written,), again = facts[0]["own"]
+    assert again == []
+    assert "the optimizer's state was read without the session" in written
+    assert "session.save" in written
+    (loaded,) = facts[0]["loaded"]
+    assert "the optimizer's state was loaded without the session" in loaded
+    assert facts[0]["right"] == facts[1]["loaded"] == []
