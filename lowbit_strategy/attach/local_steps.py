@@ -103,7 +103,7 @@ class LocalSteps:
         self.outer = outer = self._make_outer()
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
-            self._has_delayed = ddp._static_graph_delay_allreduce_enqueued
+            self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # only of a static graph
         self._keep_local()
         return outer
 
