@@ -176,11 +176,16 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_WRAPPER}._static_graph_delay_allreduce_enqueued
     where compression does not help, all that attaching has set is put back (hooks/ddp.py, hooks/fsdp.py)
       set {_FSDP_GROUP}._all_gather_comm
+    what FSDP2 must be set to, it is set to while it reduces: the user's settings stay (hooks/fsdp_gradients.py)
       set {_FSDP_GROUP}._all_reduce_hook
       set {_FSDP_GROUP}._all_reduce_hook_stream
       set {_FSDP_GROUP}.gradient_divide_factor
       set {_FSDP_GROUP}.force_sum_reduction_for_comms
-      set {_FSDP_GROUP}.reduce_scatter_unused_params
+    parameters without a gradient have zeros while FSDP2 reduces, and none afterwards if no rank had one
+      wrapped {_FSDP_GROUP}.post_backward(self, unused)
+      read {_FSDP_GROUP}.reduce_grads
+      read {_FSDP_GROUP}._post_reduce_event
+      set torch:Tensor._post_accumulate_grad_hooks
     members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/groups.py)
       wrapped torch.distributed.distributed_c10d:_hash_ranks_to_str(ranks)
       set torch.distributed.distributed_c10d:_world.pg_names

@@ -30,7 +30,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
-from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import Auto

@@ -7,8 +7,9 @@ all-reduce: the same, then the downlink: (4) the owner encodes the mean of its c
 (5) one all-gather of bytes; (6) every rank decodes every chunk. All ranks decode the same bytes: results are
 bit-identical.
 
-A message starts with a 16-byte header: magic and a checksum of the layout. Owners check what they receive: at once on a
-CPU, on CUDA in a later `end_step`.
+A message starts with a header: magic, a checksum of the layout, and under FSDP2 on the uplink a bit for each parameter
+that the sender had no gradient of; 16 bytes, or more for more than 64 parameters. Owners check what they receive: at
+once on a CPU, on CUDA in a later `end_step`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up, s
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 HEADER_NBYTES = 16
+_CHECKED_NBYTES = 8  # of a header: the same on all ranks
 _MAGIC = 0x4C4F5742  # "LOWB"
 
 
@@ -137,16 +139,16 @@ class StepFlags:
         if received_WB.is_cuda:
             self.note_layout(received_WB, header)
             return
-        differs_W = (received_WB[:, : header.numel()] != header).any(1)
+        differs_W = (received_WB[:, :_CHECKED_NBYTES] != header[:_CHECKED_NBYTES]).any(1)
         if bool(differs_W.any()):
             raise RuntimeError(_other_layout(int(differs_W.to(torch.int32).argmax()), rank))
 
     def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
         """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
-        words = received_WB[:, : header.numel()].view(torch.int64)
+        words = received_WB[:, :_CHECKED_NBYTES].view(torch.int64)
         if self._differs is None:
             self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
-        self._differs |= words != header.view(torch.int64)
+        self._differs |= words != header[:_CHECKED_NBYTES].view(torch.int64)
 
     def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
         """Check that kept weights equal the ones that were sent: two digests, int64 ``[1]``.
@@ -256,15 +258,33 @@ class _Hop(NamedTuple):
     decoded: tuple[Segments, ...]
 
 
-def message_nbytes(sizes: Iterable[int]) -> int:
+def marks_nbytes(num_params: int) -> int:
+    """Bytes with a bit for each parameter: set where a rank had no gradient of it."""
+    return -(-num_params // 8)
+
+
+def header_nbytes(num_marked: int = 0) -> int:
+    """Size of the header of a message that has a mark for each of these parameters."""
+    return round_up(_CHECKED_NBYTES + marks_nbytes(num_marked), ALIGNMENT)
+
+
+def message_nbytes(sizes: Iterable[int], num_marked: int = 0) -> int:
     """Size of a message with a header and these sections."""
-    return HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
+    return header_nbytes(num_marked) + sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
-def layout_header(layout: bytes, device: torch.device) -> Tensor:
-    """uint8 [16]: what a message starts with, by which ranks notice that their layouts differ."""
-    header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(HEADER_NBYTES, b"\0")
+def layout_header(layout: bytes, device: torch.device, num_marked: int = 0) -> Tensor:
+    """uint8: what a message starts with, by which ranks notice that their layouts differ. No mark is set."""
+    header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(header_nbytes(num_marked), b"\0")
     return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+
+
+def and_rows_(rows_WB: Tensor, out_B: Tensor) -> None:
+    """The bits that are set in all rows."""
+    total_B = rows_WB[0].clone()
+    for row_B in rows_WB[1:]:
+        total_B &= row_B
+    out_B.copy_(total_B)
 
 
 class Exchange:
@@ -278,6 +298,7 @@ class Exchange:
         flags: Where this rank notes that it contributes inf or NaN, or owns such a mean, and that a message did not
             have the expected layout.
         alpha: Reduce-scatter: factor of the sums.
+        num_marked: How many parameters the uplink has a mark for.
     """
 
     def __init__(
@@ -289,13 +310,15 @@ class Exchange:
         buffers: WireBuffers,
         flags: StepFlags,
         alpha: float = 1.0,
+        num_marked: int = 0,
     ) -> None:
         self.groups = tuple(groups)
         self.comm = comm
         self._buffers = buffers
         self._flags = flags
         self._alpha = alpha
-        self.uplink_nbytes = self.downlink_nbytes = HEADER_NBYTES
+        self._header_nbytes = self.uplink_nbytes = header_nbytes(num_marked)
+        self.downlink_nbytes = HEADER_NBYTES
         for group in self.groups:
             for param in group.params:
                 self.uplink_nbytes += _section_nbytes(group.uplink, param)
@@ -306,9 +329,16 @@ class Exchange:
         self._downlinks: list[_Hop] = []
         self._tabulate(device)
         layout = [(each.uplink, each.downlink, [param.agreed() for param in each.params]) for each in self.groups]
-        self._header = layout_header(repr(layout).encode(), device)
+        self._header = layout_header(repr(layout).encode(), device, num_marked)
 
-    def run(self, x: Tensor, out: Tensor, step: StepContext, sent: Tensor | None = None) -> Iterator[Pending]:
+    def run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        step: StepContext,
+        sent: Tensor | None = None,
+        marks: Tensor | None = None,
+    ) -> Iterator[Pending]:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 
         Args:
@@ -317,10 +347,14 @@ class Exchange:
                 of the owned chunks, since FSDP2 divides afterwards, times `alpha`.
             step: Counter and seeds.
             sent: float32, as `x`: filled with what the other ranks decode of this rank's messages, or None.
+            marks: uint8, what this rank had no gradient of; afterwards what no rank had one of. None: it had all, and
+                need not know more.
         """
         world_size, flag = self.comm.world_size, self._flags.overflow
         send = self._buffers.borrow(world_size, self.uplink_nbytes)
-        send[:, :HEADER_NBYTES] = self._header
+        send[:, : self._header_nbytes] = self._header
+        if marks is not None:
+            send[:, _CHECKED_NBYTES : _CHECKED_NBYTES + marks.numel()] = marks
         flat = send.view(-1)
         for codec, state, tables, _ in self._uplinks:
             for table in tables:
@@ -330,6 +364,8 @@ class Exchange:
         received = self._buffers.borrow(world_size, self.uplink_nbytes)
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
+        if marks is not None:
+            and_rows_(received[:, _CHECKED_NBYTES : _CHECKED_NBYTES + marks.numel()], marks)
         if not self._downlinks:
             self._decode(self._uplinks, received, out, self._alpha)
             self._buffers.give_back(send, received)
@@ -339,7 +375,7 @@ class Exchange:
         self._decode(self._uplinks, received, means, 1.0 / world_size)
         self._buffers.give_back(send, received)
         message = self._buffers.borrow(1, self.downlink_nbytes).view(-1)  # the downlink: owned means to everyone
-        message[:HEADER_NBYTES] = self._header
+        message[:HEADER_NBYTES] = self._header[:HEADER_NBYTES]
         for codec, state, tables, _ in self._downlinks:
             for table in tables:
                 codec.encode_(means, message, table, state, step, flag)
@@ -360,7 +396,7 @@ class Exchange:
         group by group, the parameters one after the other.
         """
         world_size, rank = self.comm.world_size, self.comm.rank
-        uplink_at = downlink_at = HEADER_NBYTES
+        uplink_at, downlink_at = self._header_nbytes, HEADER_NBYTES
         for uplink, uplink_state, downlink, downlink_state, block_size, params in self.groups:
             send, own, back, gather = [], [], [], []
             for param in params:

@@ -86,6 +86,7 @@ class BucketLayout:
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
         alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
         key: Distinguishes buckets of which this rank has no part.
+        num_marked: FSDP2: of how many parameters ranks tell each other whether they had a gradient.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -93,6 +94,7 @@ class BucketLayout:
     last: bool = True
     alone: bool = False
     key: object = None
+    num_marked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,12 +175,19 @@ class Bucket:
                 assert isinstance(store, CodecStore)
                 groups.append(store.group(params))
         self.exchange = (
-            Exchange(groups, context.comm, context.device, buffers=context.buffers, flags=context.flags)
-            if groups
+            Exchange(
+                groups,
+                context.comm,
+                context.device,
+                buffers=context.buffers,
+                flags=context.flags,
+                num_marked=layout.num_marked,
+            )
+            if groups or layout.num_marked
             else None
         )
         planned = ReductionPlan(context.methods, context.specs, Topology(context.comm.world_size))
-        messages = planned.messages(names)
+        messages = planned.messages(names, layout.num_marked)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # regardless of the values
         self.padding_nbytes = planned.padding_nbytes(names)
@@ -189,7 +198,14 @@ class Bucket:
         stride = row_numel if self.layout.row_numel is None else self.layout.row_numel
         return ParamView(spec, self.context.comm.world_size, row_numel, offset, stride)
 
-    def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
+    def run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        step: StepContext,
+        observers: Sequence[BucketObserver],
+        marks: Tensor | None = None,
+    ) -> Stages:
         """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
 
         Gradients are reduced in the types that methods choose, also if backward runs inside an autocast region, which
@@ -200,22 +216,25 @@ class Bucket:
             out: DDP: as `x`, may be `x` itself; the mean. FSDP2: the own row, ``[row_numel]``; the sum.
             step: Counter and seeds.
             observers: The innermost first.
+            marks: As for `Exchange.run`.
         """
-        stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
+        stages = self._stages(x, out, step, [each for each in observers if each.traces], marks)
         for observer in observers:
             stages = observer.observe(self, x, out, stages)
         device_type = self.context.device.type
         return _without_autocast(stages, device_type) if torch.is_autocast_enabled(device_type) else stages
 
-    def _stages(self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]) -> Stages:
+    def _stages(
+        self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver], marks: Tensor | None
+    ) -> Stages:
         if self.context.carryover.waiting:
             for param in self.params:
                 self.context.carryover.add_to_(param.within(x, out))
         if self.exchange is not None:
             if tracers:
-                yield from self._traced(self.exchange, x, out, step, tracers)
+                yield from self._traced(self.exchange, x, out, step, tracers, marks)
             else:
-                yield from self.exchange.run(x, out, step)
+                yield from self.exchange.run(x, out, step, marks=marks)
         for method, state, params in self._reducers:
             views = [self._view_to_trace(param, x, out) if tracers else param.within(x, out) for param in params]
             if method.whole_model and not self._own_model:
@@ -224,12 +243,18 @@ class Bucket:
                 yield from self._reduce(method.reduce(views, state, self.context.comm, step), views, tracers)
 
     def _traced(
-        self, exchange: Exchange, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]
+        self,
+        exchange: Exchange,
+        x: Tensor,
+        out: Tensor,
+        step: StepContext,
+        tracers: Sequence[BucketObserver],
+        marks: Tensor | None,
     ) -> Stages:
         params = [param for group in exchange.groups for param in group.params]
         compensated = {param.name: self.compensated(param, x, out) for param in params}
         sent = torch.zeros_like(x, dtype=torch.float32)
-        yield from exchange.run(x, out, step, sent)
+        yield from exchange.run(x, out, step, sent, marks)
         for param in params:
             values = param.within(sent, out).flat()
             for tracer in tracers:

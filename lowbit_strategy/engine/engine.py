@@ -261,6 +261,12 @@ class GradientSync:
         with self.transactions.taken_back():
             yield
 
+    def withdraw(self, names: Iterable[str]) -> None:
+        """No rank had a gradient of these parameters: their reductions, of zeros, have not been."""
+        closed = self.transactions.withdraw(names)
+        if self.second_moment is not None:
+            self.second_moment.roll_back(closed)
+
     def _clear_step(self) -> None:
         self._entered.clear()
         self.transactions.byte_check.expected.clear()
@@ -268,10 +274,10 @@ class GradientSync:
         if self.skips_overflow:
             self.transactions.flags.clear()
 
-    def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
+    def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor, marks: Tensor | None = None) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
 
-        All ranks run the same buckets and advance them in the same order.
+        All ranks run the same buckets and advance them in the same order. `marks`: as for `Exchange.run`.
 
         Raises:
             RuntimeError: The step has not begun.
@@ -294,7 +300,7 @@ class GradientSync:
         self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
-        stages = bucket.run(x, out, self._step, self._observers)
+        stages = bucket.run(x, out, self._step, self._observers, marks)
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names

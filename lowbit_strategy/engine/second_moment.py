@@ -227,7 +227,7 @@ class SecondMoment:
     def _exchange(self, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
         """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
         entries = tuple(each for each in bucket.layout.entries if each[0] in self._specs)
-        layout = replace(bucket.layout, entries=entries)
+        layout = replace(bucket.layout, entries=entries, num_marked=0)
         if layout not in self._buckets:
             self._buckets[layout] = Bucket(self._inner, layout)
         inner = self._buckets[layout]

@@ -105,6 +105,19 @@ class Transactions:
         for name, tensors in after.items():
             copy_(self._state.tensors(name), tensors)
 
+    def withdraw(self, names: Iterable[str]) -> set[str]:
+        """No rank had a gradient of these parameters: zeros were reduced. Returns those that were open.
+
+        The state is what it was before. Without copies it is if zeros leave it so (`Method.rests`), else forgotten.
+        """
+        resting = {
+            name
+            for name in self.prepared.intersection(() if self.keeps_copies else names)
+            if self._state.assignments[name].method.rests(self._state.specs[name])
+        }
+        self._state.carryover.roll_back(self._close(resting))
+        return resting | self._take_back(names)
+
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
         if self.prepared:

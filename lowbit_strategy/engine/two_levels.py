@@ -122,19 +122,27 @@ class Scatter(NamedTuple):
     between: Stages
 
 
-def scatter(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor, *, aside: bool = False) -> Scatter:
+def scatter(
+    sync: GradientSync,
+    layout: BucketLayout,
+    x: Tensor,
+    out: Tensor,
+    *,
+    aside: bool = False,
+    marks: Tensor | None = None,
+) -> Scatter:
     """Row r of `x` is for rank r, `out` is the sum of the own row. Over one level there is nothing inside.
 
     A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
     modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread or in
-    another stream.
+    another stream. `marks`: as for `GradientSync.reduce`.
     """
     intra_node = sync.ranks.intra_node
     if intra_node is None:
-        return Scatter(iter(()), sync.reduce(layout, x, out))
+        return Scatter(iter(()), sync.reduce(layout, x, out, marks))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
-    between = sync.reduce(layout, mean_N, out)  # now: the engine counts buckets as they come
+    between = sync.reduce(layout, mean_N, out, marks)  # now: the engine counts buckets as they come
     mean_GN = mean_N.view(-1, out.numel())
     inside: Stages
     if sync.node_codes is not None:

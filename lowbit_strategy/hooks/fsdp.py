@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,25 +13,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
-from lowbit_strategy.hooks.fsdp_gradients import (
-    BetweenNodes,
-    CompressedReduceScatter,
-    HybridReduction,
-    OverlappedReducer,
-)
+from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction, reduce_dtype
+from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
+from lowbit_strategy.hooks.unused import UnusedParameters
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_unused, sharded_groups, take_over_replication
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import ParamGroup
 
 _SET = (  # by attaching, on the parameter groups of FSDP2
     "_all_gather_comm",
     "_reduce_scatter_comm",
-    "_all_reduce_hook",
-    "_all_reduce_hook_stream",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
-    "reduce_scatter_unused_params",
     "mesh_info",
     "post_forward_mesh_info",
 )
@@ -129,13 +120,6 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
             param.post_forward_mesh_info = info
 
 
-def reduce_dtype(group: Any) -> torch.dtype:
-    """Type in which a parameter group's gradients are reduced."""
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-    return dtype
-
-
 def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
     """In words, for `num_batches` micro-batches per step; None: there is one."""
     if num_batches < 2:
@@ -177,23 +161,16 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
     found = _sharded_modules(module, sync, names)
     two_levels = sync.scatter and sync.ranks.intra_node is not None and side is None
     between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
+    unused = UnusedParameters(sync, lambda: None if side is None else side.finish())
     for each in found:
-        child, group = each.module, each.param_group
-        own = {id(param): names[id(param.sharded_param)] for param in group.fsdp_params}
+        own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
         if sync.scatter:
-            reduce_scatter = CompressedReduceScatter(group, own, sync, side, between)
-            child.set_custom_reduce_scatter(reduce_scatter)
-            if reduce_scatter.goes_on:
-                child.set_all_reduce_hook(
-                    reduce_scatter.between_nodes, stream=None if between is None else between.stream
-                )
-            continue
-        reduction = HybridReduction(group, own, sync, side)
-        child.set_custom_reduce_scatter(reduction)
-        child.set_gradient_divide_factor(1.0)
-        if not sync.ranks.alone:
-            assert side is not None
-            child.set_all_reduce_hook(reduction.all_reduce, stream=side.stream)
+            reduction: CompressedReduceScatter | HybridReduction = CompressedReduceScatter(
+                each.param_group, own, sync, side, unused, between
+            )
+        else:
+            reduction = HybridReduction(each.param_group, own, sync, side, unused)
+        reduction.install(each.module)
     sync.expect(_reduced(found, names))
     install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 
@@ -214,14 +191,12 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
     found = sharded_groups(module)
     sharded: set[int] = set()
     for each in found:
-        group, child = each.param_group, each.module
+        group = each.param_group
         sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]
                 raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
-        child.set_force_sum_reduction_for_comms(True)
-        reduce_unused(child, group)
     if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
         if _holder_is_sharded(module, left[0]):

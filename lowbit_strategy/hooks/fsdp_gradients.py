@@ -1,5 +1,8 @@
 """What FSDP2 calls with the gradients of one of its modules, and what they are handed to the engine as.
 
+FSDP2 divides by what it is told (``set_gradient_divide_factor``) or by the number of ranks, and so do these: a setting
+counts whenever it was made.
+
 Under HSDP, sharded inside a node and replicated between nodes, FSDP2 shards over a mesh of one dim, the ranks that
 have one model together. After each module's reduce-scatter, which is exact and stays inside the node, it calls an
 all-reduce hook with the rank's own shard of the gradients: the engine replaces it by its mean over the replicas. On CPU
@@ -9,7 +12,10 @@ stream of its own, which FSDP2 waits for.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from lowbit_strategy.collectives.comm import wait_for_all
@@ -25,64 +32,16 @@ from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
-from lowbit_strategy.hooks.ddp import BucketWorker
-from lowbit_strategy.telemetry.step_times import StepClock, clock_of
+from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
+from lowbit_strategy.hooks.unused import Reduction, UnusedParameters
+from lowbit_strategy.telemetry.step_times import clock_of
 
 
-class OverlappedReducer:
-    """Reduces the modules' shards while backward goes on, in the same order on all ranks.
-
-    Args:
-        device: Device of gradients.
-        clock: Is told when training waits for them.
-    """
-
-    def __init__(self, device: torch.device, clock: StepClock) -> None:
-        self._clock = clock
-        on_cpu = device.type == "cpu"
-        self._worker = BucketWorker() if on_cpu else None
-        self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
-        self._futures: list[torch.futures.Future[Tensor]] = []
-        self._on_done: list[Callable[[], None]] = []
-        self._waits = False  # at the end of the current backward pass
-
-    def run(
-        self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
-    ) -> None:
-        """Reduce into `result`, then call `on_done`. `blocking`: return when it is done."""
-        if self._worker is None:
-            wait_for_all(stages)
-            on_done()
-            return
-        self._futures.append(self._worker.submit(stages, result=result, last=False))
-        self._on_done.append(on_done)
-        if blocking:
-            self.finish()
-        elif not self._waits:
-            self._waits = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        self._waits = False
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait until nothing is in flight; on all ranks at the same point."""
-        if not self._futures:
-            return
-        assert self._worker is not None
-        self._worker.finish()
-        futures, self._futures = self._futures, []
-        following, self._on_done = self._on_done, []
-        with self._clock.waiting():
-            for future in futures:
-                future.wait()
-        for on_done in following:
-            on_done()
-
-    def close(self) -> bool:
-        """True once the worker has stopped."""
-        return self._worker is None or self._worker.close()
+def reduce_dtype(group: Any) -> torch.dtype:
+    """Type in which a parameter group's gradients are reduced."""
+    policy = group.mp_policy
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return dtype
 
 
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
@@ -91,24 +50,75 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     For each set of parameters that are trained together it has a layout: one rank's part of the gradients has shards of
     the parameters, one after the other.
 
+    What FSDP2 must be set to, it is set to while it reduces: the user's settings stay, and are read each time.
+
     Args:
         param_group: The module's.
         names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters that this rank has no part of are left out.
         side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+        unused: Is told of what is reduced.
 
     Attributes:
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
     def __init__(
-        self, param_group: Any, names: Mapping[int, str], sync: GradientSync, side: OverlappedReducer | None
+        self,
+        param_group: Any,
+        names: Mapping[int, str],
+        sync: GradientSync,
+        side: OverlappedReducer | None,
+        unused: UnusedParameters,
     ) -> None:
         self._param_group, self._names, self._sync, self._side = param_group, names, sync, side
+        self._unused = unused
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
+        self._marks: Tensor | None = None  # of what is being reduced
+        self._is_read_at_once = False
         self._clock = clock_of(sync)
         self.on_reduced: Callable[[], None] = lambda: None
+
+    def install(self, module: FSDPModule) -> None:
+        """Have FSDP2 reduce through this."""
+        module.set_custom_reduce_scatter(self)
+        group = self._param_group
+        stock = types.MethodType(type(group).post_backward, group)  # not that of an earlier fit
+        group.post_backward = functools.partial(self._post_backward, stock)
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """What attributes of the parameter group have to be while FSDP2 reduces, from what the user has set."""
+
+    def _post_backward(self, stock: Callable[..., Any], *args: Any) -> Any:
+        """What FSDP2 does once backward is through with a module. Parameters without a gradient get zeros before."""
+        group = self._param_group
+        params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+        if not group.reduce_grads or not any(hasattr(param, "_unsharded_param") for param in params):
+            return stock(*args)
+        absent = {self._names[id(param)] for param in params if not _fill(param)}
+        # before hooks are held back: the same on all ranks
+        self._is_read_at_once = group._all_reduce_hook is not None or is_read_at_once(group)
+        reduction = self._begin(params, absent)
+        self._marks = reduction.marks
+        own = self._settings()
+        users = {name: getattr(group, name) for name in own}
+        reduction.hold_back_hooks()
+        try:
+            vars(group).update(own)
+            self._unused.add(reduction)
+            return stock(*args)
+        finally:
+            vars(group).update(users)
+            reduction.put_hooks_back()
+            if self._sync.device.type == "cuda":
+                reduction.done = group._post_reduce_event
+
+    def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
+        names = [self._names[id(param)] for param in params]
+        bits = sum(1 << at for at, name in enumerate(names) if name in absent)
+        return Reduction(params=params, names=names, absent=bits, is_sent=is_sent, device=self._sync.device)
 
     def layout_for(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
@@ -137,32 +147,15 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
                 entries.append((name, at))
             at += dim0_row_numel(shape, num_ranks)
         if scatter:
-            return BucketLayout(tuple(entries), row_numel=at), at
-        return BucketLayout(tuple(entries), alone=True, key=names), at
+            return BucketLayout(tuple(entries), row_numel=at, num_marked=len(names)), at
+        return BucketLayout(tuple(entries), alone=True, key=names, num_marked=len(names)), at
 
 
-class BetweenNodes:
-    """CUDA: the stream in which a module is reduced between the nodes, while the next one is inside its node.
-
-    What a node has reduced is kept of two modules at most: where links between nodes are slow, the next one waits.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
-
-    def make_room(self) -> None:
-        """In the stream that reduces inside the node, before it does."""
-        torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
-
-    def reduced(self) -> None:
-        """In `stream`: a module is done."""
-        self._earlier.record(self.stream)
-        self._earlier, self._last = self._last, self._earlier
+_DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
 
 
 class CompressedReduceScatter(_ReduceScatter):
-    """Input ``[W * n]``, output ``[n]``, always a sum.
+    """Input ``[W * n]``, output ``[n]``: the sum, divided as FSDP2 would, or still to be divided by it.
 
     With two levels it ends inside the node, and `between_nodes`, as FSDP2's all-reduce hook, does the rest.
 
@@ -170,11 +163,8 @@ class CompressedReduceScatter(_ReduceScatter):
     gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
-        param_group, names, sync, side: See `_ReduceScatter`.
+        param_group, names, sync, side, unused: See `_ReduceScatter`.
         between: On CUDA where there are two levels.
-
-    Attributes:
-        goes_on: Whether `between_nodes` must be called.
     """
 
     def __init__(
@@ -183,12 +173,27 @@ class CompressedReduceScatter(_ReduceScatter):
         names: Mapping[int, str],
         sync: GradientSync,
         side: OverlappedReducer | None,
+        unused: UnusedParameters,
         between: BetweenNodes | None = None,
     ) -> None:
-        super().__init__(param_group, names, sync, side)
-        self.goes_on = side is None and sync.ranks.intra_node is not None and param_group._all_reduce_hook is None
+        super().__init__(param_group, names, sync, side, unused)
         self._between = between
         self._rest: Stages = iter(())
+        self._goes_on = False  # in `between_nodes`
+        self._divisor = 1.0
+
+    def _settings(self) -> dict[str, Any]:
+        group = self._param_group
+        self._goes_on = self._side is None and self._sync.ranks.intra_node is not None and not group._all_reduce_hook
+        own: dict[str, Any] = {"force_sum_reduction_for_comms": True}
+        self._divisor = 1.0
+        if self._sync.ranks.world_size > 1 and reduce_dtype(group) in _DIVIDED_AFTERWARDS:
+            self._divisor = group.gradient_divide_factor or float(self._sync.ranks.world_size)
+            own["gradient_divide_factor"] = 1.0
+        if self._goes_on:
+            stream = None if self._between is None else self._between.stream
+            own |= {"_all_reduce_hook": self.between_nodes, "_all_reduce_hook_stream": stream}
+        return own
 
     def __call__(
         self,
@@ -198,20 +203,25 @@ class CompressedReduceScatter(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        if op != dist.ReduceOp.SUM:
-            raise RuntimeError(
-                f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
-            )
         layout, sync = self.layout_for(output_tensor.numel()), self._sync
+        if self._param_group._all_reduce_hook is not None and not self._goes_on:
+            output_tensor.zero_()  # the user's sees padding, too
         if self._side is not None:
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         else:
             if self._between is not None:
                 self._between.make_room()
             with self._clock.waiting():
-                inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=self._between is not None)
-                wait_for_all(inside if self.goes_on else itertools.chain(inside, self._rest))
+                aside = self._between is not None
+                inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=aside, marks=self._marks)
+                wait_for_all(inside if self._goes_on else itertools.chain(inside, self._rest))
+            if not self._goes_on:
+                self._divide_(output_tensor)
         self.on_reduced()
+
+    def _divide_(self, total: Tensor) -> None:
+        if self._divisor != 1.0:
+            total.div_(self._divisor)
 
     def between_nodes(self, reduced: Tensor) -> None:
         """`reduced` is the output of the call before, which is still to be filled."""
@@ -219,40 +229,57 @@ class CompressedReduceScatter(_ReduceScatter):
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         with self._clock.waiting():
             wait_for_all(self._rest)
+        self._divide_(reduced)
         if self._between is not None:
             self._between.reduced()
 
     def _reduce_meanwhile(self, side: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
-        blocking = is_read_at_once(self._param_group, out) or out.dtype not in _DIVIDED_AFTERWARDS
+        group = self._param_group
+        blocking = self._is_read_at_once or is_converted(group, out) or out.dtype not in _DIVIDED_AFTERWARDS
         if blocking or self._sync.has_entered(layout):  # the module has run twice in one pass
             side.finish()
         if blocking:
-            wait_for_all(itertools.chain(*scatter(self._sync, layout, x, out)))
+            wait_for_all(itertools.chain(*scatter(self._sync, layout, x, out, marks=self._marks)))
+            self._divide_(out)
             return
-        total = torch.empty_like(out)  # FSDP2 divides `out` as soon as this returns
-        divisor = self._param_group.gradient_divide_factor or float(self._sync.ranks.world_size)
-
-        def mean() -> None:
-            out.copy_(total.div_(divisor))
-
-        inside, between = scatter(self._sync, layout, x, total, aside=True)
+        inside, between = scatter(self._sync, layout, x, out, aside=True, marks=self._marks)
         wait_for_all(inside)
-        side.run(between, total, blocking=False, on_done=mean)
-
-
-_DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
+        side.run(between, out, blocking=False, on_done=functools.partial(self._divide_, out))
 
 
 class HybridReduction(_ReduceScatter):
     """HSDP: a mean over the ranks that shard a model, exact or of codes (`NodeCodes`), added in float32 and in rank
     order; then the mean of the own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
-    FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
     After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
-    are added to those of the next one that is reduced. Without a `side` there is one replica.
+    are added to those of the next one that is reduced.
     """
 
     _kept: Tensor | None = None  # of micro-batches that were not reduced
+    _kept_names: frozenset[str] = frozenset()  # that had gradients in them
+    _hook: Callable[[Tensor], None] | None = None  # the user's
+    _factor: float | None = None  # the user's, to divide by
+
+    def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
+        waits = not (self._is_local or self._param_group.all_reduce_grads)
+        absent = absent - self._kept_names
+        self._kept_names = frozenset(self._names[id(param)] for param in params) - absent if waits else frozenset()
+        return super()._begin(params, absent, is_sent=not waits)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether replicas train by themselves."""
+        return self._sync.outer is not None or self._sync.ranks.alone
+
+    def _settings(self) -> dict[str, Any]:
+        group = self._param_group
+        self._hook, self._factor = group._all_reduce_hook, group.gradient_divide_factor
+        return {
+            "force_sum_reduction_for_comms": True,
+            "gradient_divide_factor": 1.0,
+            "_all_reduce_hook": self.all_reduce,
+            "_all_reduce_hook_stream": None if self._side is None else self._side.stream,
+        }
 
     def __call__(
         self,
@@ -277,7 +304,8 @@ class HybridReduction(_ReduceScatter):
     def all_reduce(self, reduced: Tensor) -> None:
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
-        if self._sync.outer is not None:  # replicas train by themselves
+        if self._is_local:
+            self._finish(reduced, self._factor)
             return
         if self._kept is not None:
             reduced += self._kept
@@ -290,13 +318,44 @@ class HybridReduction(_ReduceScatter):
         layout = self.layout_for(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()
-        blocking = is_read_at_once(self._param_group, reduced)
-        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, blocking=blocking)
+        self._side.run(
+            self._sync.reduce(layout, reduced, reduced, self._marks),
+            reduced,
+            blocking=self._is_read_at_once or is_converted(self._param_group, reduced),
+            on_done=functools.partial(self._finish, reduced, self._factor),
+        )
+
+    def _finish(self, mean: Tensor, factor: float | None) -> None:
+        """`mean` over the ranks becomes the sum divided by `factor`, if there is one; then comes the user's hook."""
+        if factor is not None:
+            inside = self._sync.ranks.intra_node
+            assert inside is not None
+            num_ranks = inside.world_size if self._is_local else self._sync.ranks.world_size
+            if factor != num_ranks:
+                mean.mul_(num_ranks / factor)
+        if self._hook is not None:
+            self._hook(mean)
 
 
-def is_read_at_once(param_group: Any, reduced: Tensor) -> bool:
+def _fill(param: Any) -> bool:
+    """Whether this rank has a gradient of a parameter; if not, it has zeros now."""
+    full = getattr(param, "_unsharded_param", None)
+    if full is None or not full.requires_grad:
+        return True
+    if full.grad is not None or param.unsharded_accumulated_grad is not None:
+        return True
+    full.grad = torch.zeros_like(full)
+    return False
+
+
+def is_read_at_once(param_group: Any) -> bool:
     """Whether FSDP2, or an optimizer in backward, reads the result before the backward pass is over."""
-    return reduced.dtype != (param_group._orig_dtype or reduced.dtype) or any(
+    return any(
         param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         for param in param_group.fsdp_params
     )
+
+
+def is_converted(param_group: Any, reduced: Tensor) -> bool:
+    """Whether FSDP2 makes tensors of another type of the result, before the backward pass is over."""
+    return reduced.dtype != (param_group._orig_dtype or reduced.dtype)

@@ -269,32 +269,6 @@ def take_over_replication(module: nn.Module) -> None:
                 place.post_forward_mesh_info = param_group.mesh_info
 
 
-def reduce_unused(module: FSDPModule, param_group: Any) -> None:
-    """Reduce parameters without a gradient as zeros, so that all ranks reduce the same ones in every step.
-
-    torch 2.13 has a setting for it. With an older one, a module's post-backward begins by filling in zeros.
-    """
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-    else:
-        fill_unused(param_group)
-
-
-def fill_unused(param_group: Any) -> None:
-    """Give trainable parameters without a gradient zeros, whenever the group is about to reduce."""
-    post_backward = param_group.post_backward
-
-    def filled_post_backward(*unused: Any) -> Any:
-        for param in param_group.fsdp_params if param_group.reduce_grads else ():
-            full: Any = getattr(param, "_unsharded_param", None)
-            has_gradient = full is None or full.grad is not None or param.unsharded_accumulated_grad is not None
-            if not has_gradient and full.requires_grad:
-                full.grad = torch.zeros_like(full)
-        return post_backward(*unused)
-
-    param_group.post_backward = filled_post_backward
-
-
 def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
     for tensor in (*module.parameters(), *module.buffers()):

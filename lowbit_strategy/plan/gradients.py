@@ -11,7 +11,7 @@ from typing import Literal
 from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.packed import PART_NUMEL
-from lowbit_strategy.collectives.exchange import message_nbytes
+from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.kernels.format import uniform
@@ -155,11 +155,14 @@ class ReductionPlan:
             if isinstance(pair := self.methods[name], CodecPair)
         ]
 
-    def messages(self, names: Sequence[str]) -> list[Message]:
+    def messages(self, names: Sequence[str], num_marked: int = 0) -> list[Message]:
         """What a rank sends for one bucket to the ranks that reduce it.
 
-        1. all codecs together: one message on the uplink and, in an all-reduce, one on the downlink
+        1. all codecs together: one message on the uplink and, in an all-reduce, one on the downlink. On the uplink are
+           the marks, also where there is nothing else
         2. every other method after them, one after the other
+
+        `num_marked`: as in `BucketLayout`.
         """
         peers = self.topology.num_peers
         if peers == 1:
@@ -170,9 +173,10 @@ class ReductionPlan:
         rows = self._coded_rows(names)
         for hop in ("uplink",) if self._is_sharded else ("uplink", "downlink"):
             sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
-            if sizes:
+            marks = num_marked if hop == "uplink" else 0
+            if sizes or marks:
                 promised = sum(sizes)
-                framed = message_nbytes(sizes)
+                framed = message_nbytes(sizes, marks)
                 messages.append(
                     Message(
                         level,
@@ -214,12 +218,12 @@ class ReductionPlan:
         """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
         return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
 
-    def memory(self, names: Sequence[str]) -> tuple[int, int]:
+    def memory(self, names: Sequence[str], num_marked: int = 0) -> tuple[int, int]:
         """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
         peers, rows = self.topology.num_peers, self._coded_rows(names)
-        if not rows:
+        if not (rows or num_marked):
             return 0, 0
-        row = message_nbytes(pair.uplink.wire_nbytes(row_numel) for pair, row_numel in rows)
+        row = message_nbytes((pair.uplink.wire_nbytes(row_numel) for pair, row_numel in rows), num_marked)
         shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
         own = 0 if self._is_sharded or peers <= 2 else row  # of two ranks it lies where the first message was
         return 2 * peers * row + own, 0 if self._is_sharded else 4 * shard
@@ -291,8 +295,9 @@ def _gradient_transfer(
     between: list[Message] = []
     memory, brief, encoded = inside.buffer_nbytes, inside.brief_nbytes, inside.encoded_numel
     if not local:
-        between = reduction.messages(own)
-        traveling, mean = reduction.memory(present)
+        num_marked = 0 if layout == "ddp" else len(reduced.names)
+        between = reduction.messages(own, num_marked)
+        traveling, mean = reduction.memory(present, num_marked)
         memory += traveling
         brief += mean
         encoded += (1 if layout == "fsdp" else 2) * sum(specs[name].numel for name in own)
@@ -321,4 +326,9 @@ def gradient_transfers(
         if kind not in known:
             known[kind] = _gradient_transfer(each, reduction, layout, whole_model=whole_model, local=local)
         transfers.append(replace(known[kind], name=each.name))
+    num_inside = reduction.topology.num_parts
+    if layout != "ddp" and num_inside > 1 and transfers:  # at the end of a backward pass, of all parameters together
+        nbytes = (num_inside - 1) * sum(marks_nbytes(len(each.names)) for each in reduced)
+        marks = Message("intra-node", "marks", nbytes, internode_fraction=0.0)
+        transfers[-1] = replace(transfers[-1], messages=(*transfers[-1].messages, marks))
     return tuple(transfers)

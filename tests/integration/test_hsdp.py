@@ -24,7 +24,7 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.hooks.fsdp_gradients import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size

@@ -370,22 +370,3 @@ def test_unused_parameters_are_served_by_a_registered_name(facts: list[Facts]) -
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == 4
     assert facts[0]["sent"] > 0
-
-
-def idle_before_torch_2_13(folder: Path) -> Facts:
-    """FSDP2 leaves unused parameters out of its reduce-scatter where it is not given zeros for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
-        torch.manual_seed(0)
-        older = Idle()
-        fit("fsdp", older, max_steps=4)
-    torch.manual_seed(0)
-    newer = Idle()
-    fit("fsdp", newer, max_steps=4)
-    return {"same": fingerprint(older) == fingerprint(newer)}
-
-
-@scenarios(idle_before_torch_2_13)
-def test_unused_parameters_under_fsdp_are_served_with_older_torch_too(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["same"]

@@ -213,6 +213,10 @@ class Method(ABC):
         Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
         """
 
+    def rests(self, spec: TensorSpec) -> bool:
+        """Whether a gradient of zeros on all ranks leaves all state as it was."""
+        return False
+
     def continues(self, earlier: Method) -> bool:
         """Whether all state that `earlier` leaves means the same to this method, and not the residual alone."""
         return self == earlier
@@ -303,6 +307,9 @@ class CodecPair(Method):
 
     def keeps_zeros(self, spec: TensorSpec) -> bool:
         return all(hop.keeps_zeros for hop in self.hops(spec))
+
+    def rests(self, spec: TensorSpec) -> bool:
+        return self.conserves(spec)  # a block of zeros is idle
 
     def description(self, spec: TensorSpec) -> str:
         return "; downlink ".join(dict.fromkeys(hop.label for hop in self.hops(spec)))

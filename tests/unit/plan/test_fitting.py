@@ -190,7 +190,7 @@ def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
         coding=WeightCode(keep="nothing"),
         modules={"": where.modules[""]},
     )
-    (inside, between), (far, near) = plan.gradients[0].messages, plan.weights[0].messages
+    (inside, between, _), (far, near) = plan.gradients[0].messages, plan.weights[0].messages
     assert inside.in_series == pytest.approx(8.4e9 / 2**28, abs=2)
     assert far.in_series == near.in_series == pytest.approx(2.14e9 / 2**28, abs=2)
     assert between.in_series == 1

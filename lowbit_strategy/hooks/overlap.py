@@ -1,0 +1,89 @@
+"""FSDP2's gradients are reduced while backward goes on: by a thread, or in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.hooks.ddp import BucketWorker
+from lowbit_strategy.telemetry.step_times import StepClock
+
+
+class OverlappedReducer:
+    """Reduces the modules' shards while backward goes on, in the same order on all ranks.
+
+    Args:
+        device: Device of gradients.
+        clock: Is told when training waits for them.
+    """
+
+    def __init__(self, device: torch.device, clock: StepClock) -> None:
+        self._clock = clock
+        on_cpu = device.type == "cpu"
+        self._worker = BucketWorker() if on_cpu else None
+        self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
+        self._futures: list[torch.futures.Future[Tensor]] = []
+        self._on_done: list[Callable[[], None]] = []
+        self._waits = False  # at the end of the current backward pass
+
+    def run(
+        self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reduce into `result`, then call `on_done`. `blocking`: return when it is done."""
+        if self._worker is None:
+            wait_for_all(stages)
+            on_done()
+            return
+        self._futures.append(self._worker.submit(stages, result=result, last=False))
+        self._on_done.append(on_done)
+        if blocking:
+            self.finish()
+        elif not self._waits:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._waits = False
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is in flight; on all ranks at the same point."""
+        if not self._futures:
+            return
+        assert self._worker is not None
+        self._worker.finish()
+        futures, self._futures = self._futures, []
+        following, self._on_done = self._on_done, []
+        with self._clock.waiting():
+            for future in futures:
+                future.wait()
+        for on_done in following:
+            on_done()
+
+    def close(self) -> bool:
+        """True once the worker has stopped."""
+        return self._worker is None or self._worker.close()
+
+
+class BetweenNodes:
+    """CUDA: the stream in which a module is reduced between the nodes, while the next one is inside its node.
+
+    What a node has reduced is kept of two modules at most: where links between nodes are slow, the next one waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
+
+    def make_room(self) -> None:
+        """In the stream that reduces inside the node, before it does."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
+
+    def reduced(self) -> None:
+        """In `stream`: a module is done."""
+        self._earlier.record(self.stream)
+        self._earlier, self._last = self._last, self._earlier
