@@ -24,7 +24,7 @@ from lowbit_strategy.inform import errors_of
 from lowbit_strategy.register import COMPRESSORS, RULES
 from lowbit_strategy.version import __version__
 
-TESTED = {"torch": "2.13", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases
+TESTED = {"torch": "2.14", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases
 _OPTIONAL = {  # what they are for
     "triton": "needed on GPUs: comes with PyTorch's builds for CUDA",
     "pytorch-lightning": "only for scripts that import pytorch_lightning",
