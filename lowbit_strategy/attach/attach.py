@@ -341,6 +341,7 @@ def make_engine(
         seed=options.seed,
         skips_overflow=has_scaler,
         keeps_copies=options.rollback,
+        max_residual=options.max_residual,
     )
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()

@@ -51,6 +51,9 @@ class SyncOptions:
             residuals from zero. None: they start from zero if it is missing, with a warning; damage is an error.
         rollback: Copy residuals before each step, to restore them where reduced gradients are thrown away: a step that
             is skipped, `zero_grad` without a step. False: there they start from zero.
+        max_residual: Largest norm of a parameter's residual, in norms of its gradient: without it what a spike leaves
+            decays slowly where gradients are clipped. Measured: 3 for quantizers, one over the density for sparse
+            methods. None: no bound.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
@@ -89,6 +92,7 @@ class SyncOptions:
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual | None = None
     rollback: bool = True
+    max_residual: float | None = None
     check_digest: bool = True
     two_level: bool | None = None
     intra: int | None = None
@@ -105,6 +109,8 @@ class SyncOptions:
             raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
         if self.intra not in (None, 8):
             raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
+        if self.max_residual is not None and not self.max_residual > 0:
+            raise ValueError(f"max_residual must be a positive number or None, got {self.max_residual!r}")
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:

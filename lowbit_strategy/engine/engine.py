@@ -60,6 +60,7 @@ class GradientSync:
         seed: Seed of all randomness; the same on all ranks.
         skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
         keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
+        max_residual: Largest norm of a residual, in norms of the parameter's gradient; None: any.
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
@@ -87,6 +88,7 @@ class GradientSync:
         seed: int = 0,
         skips_overflow: bool = False,
         keeps_copies: bool = True,
+        max_residual: float | None = None,
     ) -> None:
         self.device, self.scatter, self.seed = device, scatter, seed
         self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
@@ -112,6 +114,7 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
+        self._max_residual = max_residual
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self.use(compressor)
@@ -301,6 +304,8 @@ class GradientSync:
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers, marks)
+        if self._max_residual is not None:
+            stages = self._bounding(bucket, x, out, self._max_residual, stages)
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
@@ -318,6 +323,17 @@ class GradientSync:
         self.transactions.keep(names)
         if self.second_moment is not None:
             self.second_moment.keep(names)
+        yield from stages
+
+    def _bounding(self, bucket: Bucket, x: Tensor, out: Tensor, limit: float, stages: Stages) -> Stages:
+        """Make residuals smaller that are larger than `limit` times the gradient; where that is zero they wait."""
+        for param in bucket.params:
+            store = self.state.store(param.name)
+            residual = store.residual(param.name)
+            if residual is not None:
+                allowed, norm = limit * param.within(x, out).x.norm(), residual.norm()
+                factor = torch.where((allowed > 0) & (allowed < norm), allowed / norm, 1.0)
+                store.method.rescale_({param.name: store.tensors(param.name)}, factor)
         yield from stages
 
     def step_context(self) -> StepContext:

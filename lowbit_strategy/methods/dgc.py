@@ -181,7 +181,7 @@ class DGC(OwnPositions):
                 state[spec.name]["momentum"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
         return state
 
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         Reducer.rescale_(self, state, factor)
         for tensors in state.values():
             if self.momentum:

@@ -310,7 +310,7 @@ class ExDyna(CommonPositions):
             tensors["sizes"] = torch.zeros(MAX_BLOCKS, dtype=torch.int16, device=device)
         return state
 
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         Reducer.rescale_(self, state, factor)
         for tensors in state.values():
             tensors["threshold"].mul_(factor)

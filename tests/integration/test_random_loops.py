@@ -176,7 +176,10 @@ class Loop:
         self.clear(0, 1)
 
     def surgery(self) -> None:
-        """One backward pass per task, then a step on the mean of what they gave."""
+        """One backward pass per task, then a step on the mean of what they gave. What was cleared before it since the
+        last step would count as well.
+        """
+        self.together()
         kept: list[list[Tensor]] = []
         params = [*self.parts[0], *self.parts[1]]
         for _ in range(self.choice.choice([2, 3])):

@@ -107,6 +107,29 @@ def test_a_skipped_spike_is_skipped_once(facts: list[Facts]) -> None:
     assert facts[0]["unsent"] < 10
 
 
+def clipped(folder: Path, kind: str, method: str) -> Facts:
+    """A spike whose gradient is clipped, and the norms of later gradients."""
+
+    def run(max_residual: float | None, factor: float) -> float:
+        net, model, optimizer, _ = prepared(kind, method, max_residual=max_residual)
+        for step in range(16):
+            optimizer.zero_grad()
+            large = factor if step == 6 else 1.0
+            (large * (model(batch(step)) - batch(step)[:, :OUTPUTS]).square().mean()).backward()
+            norm: Any = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    return {"bounded": run(10.0, 1e5), "unbounded": run(None, 1e5), "calm": run(None, 1.0), "both": run(10.0, 1.0)}
+
+
+@scenarios(clipped, kind=("ddp", "fsdp"), method=("loco", "topk"))
+def test_a_bound_on_residuals_ends_what_a_clipped_spike_leaves(facts: list[Facts]) -> None:
+    assert facts[0]["unbounded"] > 10 * facts[0]["calm"]
+    assert facts[0]["bounded"] < 4 * facts[0]["calm"]
+    assert facts[0]["both"] < 2 * facts[0]["calm"]
+
+
 class Skipping(Regression):
     """Clears gradients that are too large just before the step."""
 

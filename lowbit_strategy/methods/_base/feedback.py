@@ -161,7 +161,7 @@ class FeedbackReducer(Reducer):
     def serves(self, spec: TensorSpec) -> bool:
         return self.inner.serves(spec)
 
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

@@ -195,7 +195,7 @@ class Method(ABC):
         """Fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
 
     @abstractmethod
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
 
     def description(self, spec: TensorSpec) -> str:
@@ -318,7 +318,7 @@ class CodecPair(Method):
         row_numel = spec.row_numel(world_size, self.block_size)
         return sum(hop.wire_nbytes(row_numel) for hop in self.hops(spec)) * (world_size - 1)
 
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         for tensors in state.values():
             for tensor in tensors.values():  # float residuals, or the scales of int8 ones
                 if tensor.is_floating_point():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
@@ -60,7 +61,7 @@ class Reducer(Method):
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         """Collectives that `reduce` issues for these parameters together, each after the one before."""
 
-    def rescale_(self, state: ReducerState, factor: float) -> None:
+    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
         for tensors in state.values():
             if "residual" in tensors:

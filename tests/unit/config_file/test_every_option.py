@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
     "on_world_size_change": "fold",
     "on_missing_residual": "reset",
     "rollback": False,
+    "max_residual": 3.0,
     "check_digest": False,
     "two_level": True,
     "intra": 8,
