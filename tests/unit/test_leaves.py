@@ -18,6 +18,13 @@ LEAVES: dict[str, list[str]] = {}  # a folder or file, and its names in the pack
 for name, target in NAMES.items():
     LEAVES.setdefault(target.partition(":")[0].partition(".")[2], []).append(name)
 
+# An editable installation would find in the repository what the copy lacks. Python imports this file when it starts.
+ALONE = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in getattr(each, "__module__", "")]
+"""
+
 # Imports every file of the copy, trains with the leaves' options left alone, and asks for each name that is missing.
 PROGRAM = """
 import importlib, json, pathlib, sys
@@ -54,6 +61,7 @@ def copied_without(leaves: list[str], folder: Path) -> Path:
     """A copy of the package, without compiled files and these leaves."""
     copy = folder / "lowbit_strategy"
     shutil.copytree(REPOSITORY / "lowbit_strategy", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "sitecustomize.py").write_text(ALONE)
     for leaf in leaves:
         path = copy.joinpath(*leaf.split("."))
         shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
