@@ -63,7 +63,7 @@ class PluginOptions(SyncOptions):
 
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_AXES = ("tp_size", "cp_size", "sp_size")
+_AXES = ("sp_size",)
 
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
@@ -80,8 +80,8 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
     for axis, size in (axes or {}).items():
         if size > 1:
             raise ValueError(
-                f"{axis} = {size} cannot be compressed: gradients are reduced over all processes, along one axis."
-                " Leave tensor, context and sequence parallelism at 1"
+                f"{axis} = {size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
+                " parallelism, cp_size"
             )
 
 
@@ -98,12 +98,13 @@ def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) ->
     config = accelerator.parallelism_config
     size = None if shard_size is None else resolve_shard_size(shard_size, find_topology())
     if config is not None and config.dp_replicate_enabled:
-        if size not in (None, config.dp_shard_size):
+        num_sharing = config.dp_shard_size * config.cp_size
+        if size not in (None, num_sharing):
             raise ValueError(
                 f"shard_size={shard_size!r} of the plugin and dp_shard_size={config.dp_shard_size} of Accelerate's"
                 " parallelism_config differ: leave one of them out"
             )
-        return config.dp_shard_size
+        return num_sharing
     if size is None:
         return None
     num_replicas = accelerator.num_processes // size

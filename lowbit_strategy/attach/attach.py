@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, one_replica
+from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_whole_model, one_replica
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
 from lowbit_strategy.attach.session import Hook, Session
@@ -45,7 +45,13 @@ from lowbit_strategy.model.fsdp_sharding import (
 )
 from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.mesh import Rows, data_parallel_rows, group_of, is_hybrid, model_group, shard_group
-from lowbit_strategy.model.parameters import canonical_name, handshake, localized_parameters, settings_facts
+from lowbit_strategy.model.parameters import (
+    canonical_name,
+    describe_parameters,
+    handshake,
+    localized_parameters,
+    settings_facts,
+)
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
@@ -104,6 +110,7 @@ def attach_ddp(
         group, prepared.topology, size, device, everyone=everyone, own_world=own_world, far=far, intra=intra
     )
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    check_whole_model(model.module, sync)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
     choice = None
@@ -208,6 +215,7 @@ def attach_fsdp(
     group = group_of([rank for row in rows for rank in row], shard_group(groups[0]), device)
     everyone = _agreed(module, prepared, group, device, mesh, has_scaler=has_scaler)
     topology = find_topology(group)
+    prepared = replace(prepared, specs=tuple(describe_parameters(module)))  # as they are on the mesh
     prepared = on_ranks(prepared, topology, _shard_size(prepared.options, groups[0], rows, topology))
     size, is_hsdp = prepared.shard_size, prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
@@ -219,6 +227,7 @@ def attach_fsdp(
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, device)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
+    check_whole_model(module, sync)
     side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     wiring = FSDPWiring(module, groups, sync, side, mesh)
     wiring.take(prepared.weights)  # what cannot be served is refused now

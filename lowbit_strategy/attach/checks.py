@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -58,6 +59,25 @@ def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -
             f" {_shape(expected.get(name))} in the other. Prepare the model that is wrapped, after freezing what is not"
             " trained"
         )
+
+
+def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
+    """Raises:
+    ValueError: A method selects from all of a rank's parameters, of which ranks have other parts by tensor or expert
+        parallelism, and one of them is the same on all.
+    """
+    if sync.ranks.world.world_size == sync.ranks.world_size:
+        return
+    for name, param in module.named_parameters():
+        assignment = sync.state.assignments.get(canonical_name(name))
+        if assignment is None or not assignment.method.whole_model:
+            continue
+        if getattr(param, "_st_info", param).shape.numel() == sync.specs[canonical_name(name)].whole.numel:
+            raise ValueError(
+                f"{sync.compressor.name} selects from all parameters of a rank, whose others differ by tensor"
+                f" parallelism, and {name} is the same on all ranks, which would select other parts of it: exempt it,"
+                " or take a compressor that looks at one parameter at a time, such as LoCo()"
+            )
 
 
 def _shape(shape: Sequence[int] | None) -> str:

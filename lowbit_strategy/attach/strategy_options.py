@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -232,6 +232,11 @@ class FSDPConstructor(LowBitStrategy):
         accumulate: Over several micro-batches. ``local``: unsharded gradients are kept on every rank until the last
             one, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock strategy does,
             which keeps none and sends that many times the bytes.
+        data_parallel_size: Ranks over which gradients are a mean; ``"auto"``: those that tensor parallelism leaves.
+        tensor_parallel_size: Ranks that share the parameters that the model parallelizes; ``"auto"``: those that
+            `data_parallel_size` leaves.
+        parallelize_fn: Fabric: applies tensor parallelism, given the module and the mesh; before it is sharded, unless
+            it shards the module as well. In Lightning a module does so in ``configure_model``.
         save_distributed_checkpoint: True: a folder of shards; False: one full file.
         process_group_backend, timeout: See ``ModelParallelStrategy``.
         options: Those of `SyncOptions`.
@@ -248,6 +253,9 @@ class FSDPConstructor(LowBitStrategy):
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        parallelize_fn: Callable[[Any, DeviceMesh], Any] | None = None,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -257,7 +265,8 @@ class FSDPConstructor(LowBitStrategy):
         _refuse_unknown(type(self), options, inspect.signature(FSDPConstructor).parameters, _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
-            tensor_parallel_size=1,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -268,6 +277,9 @@ class FSDPConstructor(LowBitStrategy):
             raise TypeError(
                 f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy or None, got {mp_policy!r}"
             )
+        if parallelize_fn is not None and "parallelize_fn" not in self.stock_options():
+            raise ValueError("parallelize_fn is for Fabric: a LightningModule parallelizes itself in configure_model")
+        self.parallelize_fn = parallelize_fn
         if accumulate not in get_args(Accumulate):
             raise ValueError(f'accumulate must be "local" or "reduce", got {accumulate!r}')
         self.min_shard_numel, self.mp_policy, self.accumulate = min_shard_numel, mp_policy, accumulate
@@ -292,20 +304,25 @@ class FSDPConstructor(LowBitStrategy):
     def setup_environment(self) -> None:
         # Stock "auto" means one data-parallel rank per node; here every rank is one.
         stock: Any = self
-        stock._tensor_parallel_size = 1
-        stock._data_parallel_size = self.num_nodes * self.num_processes
+        world_size, auto = self.num_nodes * self.num_processes, "auto"
+        data, tensor = stock._data_parallel_size, stock._tensor_parallel_size
+        if tensor == auto:
+            tensor = 1 if data == auto else max(1, world_size // data)
+        stock._tensor_parallel_size = tensor
+        stock._data_parallel_size = data = max(1, world_size // tensor) if data == auto else data
         super().setup_environment()  # type: ignore[misc]
         if self.options.shard_size is not None:
-            shard_size = resolve_shard_size(self.options.shard_size, find_topology())
-            stock._device_mesh = hybrid_mesh(stock.root_device.type, stock._data_parallel_size, shard_size)
+            asked = self.options.shard_size if self.options.shard_size == "node" else self.options.shard_size * tensor
+            shard_size = resolve_shard_size(asked, find_topology()) // tensor
+            stock._device_mesh = hybrid_mesh(stock.root_device.type, data, shard_size, tensor)
             if (module := getattr(stock, "lightning_module", None)) is not None:
                 module._device_mesh = stock._device_mesh  # for configure_model
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own, also where several have one model together."""
+        """Every data-parallel rank has data of its own, also where several have one model together."""
         stock: Any = self
-        return {"num_replicas": stock.world_size, "rank": stock.global_rank}
+        return {"num_replicas": stock._data_parallel_size, "rank": stock.global_rank // stock._tensor_parallel_size}
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh | None:

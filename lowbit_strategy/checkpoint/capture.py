@@ -7,9 +7,10 @@ another layout, under another method or on another number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ def _capture(sync: GradientSync) -> Saved:
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
+        "column": sync.ranks.column,
         "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
@@ -257,8 +259,8 @@ def _change_world_size(
     if policy == "reset":
         return
     totals: dict[str, Tensor] = {}
-    for rank in range(old):
-        for name, entry in load_rank(rank)["parameters"].items():
+    for each in _of_column(sync, range(old), load_rank):
+        for name, entry in each["parameters"].items():
             if (unsent := _unsent(entry, sync.specs[name].memory_order)) is not None:
                 totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
@@ -279,11 +281,16 @@ def _shared_state(
         num_shards: Ranks that sharded one model: the first ones.
         load_rank: Gives the state of a rank of the run that saved.
     """
-    ranks = [load_rank(rank) for rank in range(num_shards)]
+    ranks = list(itertools.islice(_of_column(sync, itertools.count(), load_rank), num_shards))
     states = [rank["own"][state] for rank in ranks]
     if all(entry["ranges"] == _ranges(sync.specs[name]) for name, entry in ranks[0]["parameters"].items()):
         return states[0]
     return _cut(sync, [rank["parameters"] for rank in ranks], states, None)
+
+
+def _of_column(sync: GradientSync, ranks: Iterable[int], load_rank: Callable[[int], Saved]) -> Iterator[Saved]:
+    """What those of `ranks` saved that had the same part of the model as this rank, by the other dims of its mesh."""
+    return (saved for rank in ranks if (saved := load_rank(rank))["column"] == sync.ranks.column)
 
 
 def _ranges(spec: TensorSpec) -> list[list[int]] | None:

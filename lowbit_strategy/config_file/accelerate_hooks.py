@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _LAUNCHERS = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env", "prepare_tpu")
-_AXES = ("tp_size", "cp_size", "sp_size")
+_AXES = ("sp_size",)
 _OTHER_WAYS = tuple(  # of training compressed
     f"lowbit_strategy.{name}"
     for name in ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "custom_loop")

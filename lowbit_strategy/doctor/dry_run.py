@@ -35,7 +35,7 @@ from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report
 
-_AXES = ("tp_size", "cp_size", "sp_size")
+_AXES = ("sp_size",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

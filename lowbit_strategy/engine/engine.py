@@ -309,9 +309,9 @@ class GradientSync:
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
-        if self._after_backward is not None:
-            queue_after_backward(self._after_backward)
-            self._after_backward = None
+        callback, self._after_backward = self._after_backward, None
+        if callback is not None and torch._C._current_graph_task_id() != -1:  # a pipeline reduces between passes
+            queue_after_backward(callback)
         return stages
 
     def call_after_backward(self, callback: Callable[[], None]) -> None:

@@ -176,6 +176,8 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStr
         return {"parallelize_fn": self._parallelize}
 
     def _parallelize(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if self.parallelize_fn is not None:
+            module = self.parallelize_fn(module, device_mesh)
         return self.shard(module, device_mesh, self.precision)
 
     def on_configured(self) -> None:

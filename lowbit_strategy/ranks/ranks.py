@@ -194,9 +194,11 @@ def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
     return shard_size
 
 
-def hybrid_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
-    """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel`` (1)."""
-    shape = (world_size // shard_size, shard_size, 1)
+def hybrid_mesh(device_type: str, num_ranks: int, shard_size: int, tensor_parallel_size: int = 1) -> DeviceMesh:
+    """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel``; `num_ranks` are
+    those of the first two.
+    """
+    shape = (num_ranks // shard_size, shard_size, tensor_parallel_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"))
 
 
@@ -218,6 +220,8 @@ class Ranks:
         intra: Bits of the codes that they send each other. None: their sums are exact.
         node_sizes: See `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
+        column: Which part of the model this rank and those have over which its gradients are a mean, by the other dims
+            of a mesh, such as tensor parallelism.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
 
     Attributes:
@@ -235,6 +239,7 @@ class Ranks:
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
     intra: int | None = None
+    column: int = 0
     rank: int = field(init=False, compare=False)
     world_size: int = field(init=False, compare=False)
     topology: Topology = field(init=False, compare=False)
@@ -320,9 +325,12 @@ def make_ranks(
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
-    agreed = world if dist.get_world_size(everyone) == len(members) else GroupComm(everyone)
+    agreed, column = world, 0
+    if dist.get_world_size(everyone) > len(members):
+        agreed = GroupComm(everyone)
+        column = sorted(set(gathered(members[0], everyone))).index(members[0])
     if size is None:
-        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own))
+        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own), column=column)
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
@@ -335,6 +343,7 @@ def make_ranks(
         node_sizes=topology.node_sizes,
         own=(*own, intra_node, peers),
         intra=intra,
+        column=column,
     )
 
 

@@ -6,19 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from lowbit_strategy import Dense, LoCo
-from lowbit_strategy.custom_loop import Session, compress
-from testing.processes.scenarios import Facts, all_but, scenarios
+from lowbit_strategy import Dense, ExDyna, LoCo
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
+from lowbit_strategy.lightning import LowBitFSDPStrategy
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
 
 WIDTH = 32
 LOCO = LoCo(block_size=32, exempt=())
@@ -152,3 +162,235 @@ def test_beside_stock(facts: list[Facts]) -> None:
             assert all(equal(own, each["everyone"][other][1]) for other in members)
         if few:  # a norm, which tensor parallelism replicates
             assert torch.equal(own[0], each["everyone"][rank ^ 1][1][0])
+
+
+def loaded(run: Run, session: Session, folder: Path) -> None:
+    path = folder / "checkpoint"
+    model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    stamp = [torch.load(folder / "stamp.pt") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(stamp)
+    session.load(path, stamp[0])
+    session.resume()
+
+
+def resumed(folder: Path, layout: str) -> Facts:
+    run = wrapped(layout)
+    session = compress(run.model, run.optimizer, LOCO)
+    control = adapt(session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2))
+    monitor(session.sync, None, every_n_steps=2, record=folder)
+    run.train(session, 4)
+    path = folder / "checkpoint"
+    with session.save(path) as stamp:
+        model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        torch.save(stamp, folder / "stamp.pt")
+    straight = run.train(session, 3, start=4)
+    weights, levels = run.weights(), dict(control.levels)
+    session.close()
+    again = wrapped(layout)
+    session = compress(again.model, again.optimizer, LOCO)
+    adapt(session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2))
+    loaded(again, session, folder)
+    back = again.train(session, 3, start=4)
+    same = equal(weights, again.weights())
+    session.close()
+    return {
+        "losses": (straight, back),
+        "same": same,
+        "levels": levels,
+        "files": len(list(folder.glob("*.lowbit/*.pt"))),
+    }
+
+
+@scenarios(resumed, world_size=4, layout=("fsdp", "hsdp"), slow=all_but(layout="fsdp"))
+def test_resumed(facts: list[Facts]) -> None:
+    for rank in facts:
+        straight, back = rank["losses"]
+        assert straight == back
+        assert rank["same"]
+        assert rank["levels"] == facts[0]["levels"] != {}
+        assert rank["files"] == 4
+
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+def stages(folder: Path, schedule: str) -> Facts:
+    """Stages of a pipeline with two data-parallel ranks each; interleaved: two stages on every rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    first, dims = mesh["pp"].get_local_rank(), mesh["dp"]
+    places = (first, first + 2) if schedule == "interleaved" else (first,)
+    losses: dict[str, list[float]] = {}
+    weights: dict[str, list[Tensor]] = {}
+    for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO}.items():
+        parts, sessions, optimizers = [], [], []
+        for at in places:
+            torch.manual_seed(at)
+            part = Block()
+            fully_shard(part, mesh=dims)
+            parts.append(part)
+            optimizers.append(torch.optim.AdamW(part.parameters(), lr=1e-2))
+            if compressor is not None:
+                sessions.append(compress(part, optimizers[-1], compressor))
+        group, num_stages = mesh["pp"].get_group(), 2 * len(places)
+        made = [
+            PipelineStage(part, at, num_stages, torch.device("cpu"), group=group)
+            for part, at in zip(parts, places, strict=True)
+        ]
+        kind: Any = SCHEDULES[schedule]
+        run = kind(made if len(made) > 1 else made[0], n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+        losses[way] = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + dims.get_local_rank())
+            x, found = torch.randn(8, WIDTH, generator=generator), list[Tensor]()
+            last = {"target": x.roll(1, 1), "losses": found} if made[-1].is_last else {}
+            run.step(*([x] if made[0].is_first else []), **last)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses[way] += [loss.item() for loss in found]
+        weights[way] = [each for optimizer in optimizers for each in Run(parts[0], optimizer, dims).weights()]
+        steps = [session.sync.step_index for session in sessions]
+        for session in sessions:
+            session.close()
+    return {"losses": losses, "same": equal(weights["stock"], weights["dense"]), "steps": steps}
+
+
+@scenarios(stages, world_size=4, schedule=tuple(SCHEDULES), slow=all_but(schedule="interleaved"))
+def test_pipeline_stages(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"]
+        assert set(rank["steps"]) == {4}
+        assert rank["losses"]["dense"] == rank["losses"]["stock"]
+        assert rank["losses"]["loco"] == pytest.approx(rank["losses"]["stock"], rel=0.05)
+
+
+class Lit(L.LightningModule):
+    """Parallelizes itself, and shards itself if it is told to."""
+
+    def __init__(self, *, shards: bool) -> None:
+        super().__init__()
+        self.net, self.shards, self.losses = net(), shards, list[float]()
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        tensor_parallel(self.net, mesh["tensor_parallel"])
+        for part in (*self.net, self.net) if self.shards else ():
+            fully_shard(part, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = (self.net(batch[0]) - batch[0].roll(1, 1)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", (self.net(batch[0]) - batch[0].roll(1, 1)).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(strategy: Any, model: Lit, num_steps: int, checkpoint: Path | None = None) -> L.Trainer:
+    batches = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
+    loader = DataLoader(batches, batch_size=4)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=4, strategy=strategy, max_steps=num_steps, enable_model_summary=False, **quiet
+    )
+    trainer.fit(model, loader, loader, ckpt_path=checkpoint)
+    return trainer
+
+
+def lightning(folder: Path) -> Facts:
+    sizes: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+    found: dict[str, Any] = {}
+    for name, strategy, shards in (
+        ("stock", ModelParallelStrategy(**sizes), True),
+        ("dense", LowBitFSDPStrategy("dense", weights="exact", **sizes), True),
+        ("loco", LowBitFSDPStrategy(LOCO, tensor_parallel_size=2), False),
+        ("hsdp", LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, shard_size=1), False),
+    ):
+        model = Lit(shards=shards)
+        trainer = fit(strategy, model, 4)
+        found[name] = model.losses
+        if name in ("loco", "hsdp"):
+            path = folder / f"{name}.ckpt"
+            trainer.save_checkpoint(path)
+            again = Lit(shards=shards)
+            options = {} if name == "loco" else {"shard_size": 1}
+            fit(LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, **options), again, 7, path)
+            found[f"{name} again"] = again.losses
+    return found
+
+
+@pytest.mark.slow
+@scenarios(lightning, world_size=4)
+def test_lightning(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["dense"] == rank["stock"]
+        for name in ("loco", "hsdp"):
+            assert rank[name] == pytest.approx(rank["stock"], rel=0.05)
+            assert len(rank[f"{name} again"]) == 3  # it goes on from the checkpoint
+
+
+def fabric(folder: Path) -> Facts:
+    def parallelize(model: Any, mesh: DeviceMesh) -> Any:
+        tensor_parallel(model, mesh["tensor_parallel"])
+        return model
+
+    def both(model: Any, mesh: DeviceMesh) -> Any:
+        for part in (*parallelize(model, mesh), model):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    sizes: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+    losses: dict[str, list[float]] = {}
+    for name, strategy in {
+        "stock": FabricModelParallelStrategy(both, **sizes),
+        "dense": FabricFSDPStrategy("dense", parallelize_fn=both, weights="exact", **sizes),
+        "loco": FabricFSDPStrategy(LOCO, parallelize_fn=parallelize, tensor_parallel_size=2),
+    }.items():
+        made = L.Fabric(accelerator="cpu", devices=4, strategy=strategy)
+        made.launch()
+        model = made.setup_module(net())
+        optimizer = made.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses[name] = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + made.global_rank // 2)
+            x = torch.randn(4, WIDTH, generator=generator)
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+            made.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    return losses
+
+
+@scenarios(fabric, world_size=4)
+def test_fabric(facts: list[Facts]) -> None:
+    for losses in facts:
+        assert losses["dense"] == losses["stock"]
+        assert losses["loco"] == pytest.approx(losses["stock"], rel=0.05)
+
+
+def refused(folder: Path) -> Facts:
+    """Methods that select from a whole model, and experts on another mesh."""
+    run = wrapped("fsdp")
+    whole = raised(lambda: compress(run.model, run.optimizer, ExDyna(exempt=())))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = net()
+    fully_shard(model[1], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp", "ep"]._flatten("all"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"whole": whole, "experts": raised(lambda: compress(model, optimizer))}
+
+
+@scenarios(refused, world_size=4)
+def test_refused(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "selects from all parameters of a rank" in rank["whole"]
+        assert "one model is compressed over one mesh" in rank["experts"]

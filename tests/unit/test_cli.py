@@ -158,9 +158,9 @@ def test_the_doctor_imports_no_framework() -> None:
         ("distributed_type: DEEPSPEED\nlowbit_config: {compressor: loco}", 2, "DEEPSPEED cannot be compressed"),
         ("distributed_type: FSDP\nlowbit_config: {compressor: loco}", 2, "set fsdp_version: 2"),
         (
-            "parallelism_config: {parallelism_config_tp_size: 2}\nlowbit_config: {compressor: loco}",
+            "parallelism_config: {parallelism_config_sp_size: 2}\nlowbit_config: {compressor: loco}",
             2,
-            "tp_size = 2 cannot be compressed",
+            "sp_size = 2 cannot be compressed",
         ),
     ],
 )

@@ -117,11 +117,11 @@ def test_a_file_without_a_section_is_accelerate_s_own_business(handed: Handed, t
             {
                 "distributed_type": "FSDP",
                 "fsdp_config": {"fsdp_version": 2},
-                "parallelism_config": {"parallelism_config_cp_size": 2},
+                "parallelism_config": {"parallelism_config_sp_size": 2},
                 "lowbit_config": SECTION,
             },
             [],
-            "cp_size = 2 cannot be compressed",
+            "sp_size = 2 cannot be compressed",
         ),
         (
             {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO", "lowbit_config": SECTION},
