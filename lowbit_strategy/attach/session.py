@@ -32,7 +32,7 @@ from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
@@ -180,8 +180,8 @@ class Session:
             if loss is not None and self.local is not None and self.local.outer is not None:
                 self.local.outer.observe_loss(loss)
             return
-        self._use.note_delivered()
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
+        self._use.note_delivered()
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
         """After every optimizer step, also one that a loss scaler has skipped, and after ``scaler.update()``.
@@ -372,8 +372,7 @@ class Session:
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0
-        in_backward = torch._C._current_graph_task_id() >= 0  # others may step in it: the next pass ends the step
-        if optimizer in self.ended_by and not in_backward:
+        if optimizer in self.ended_by and not in_backward():  # others may step in it: the next pass ends the step
             self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:

@@ -274,6 +274,7 @@ class GradientSync:
         self._entered.clear()
         self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
+        self._after_backward = None
         if self.skips_overflow:
             self.transactions.flags.clear()
 
@@ -309,14 +310,21 @@ class GradientSync:
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
-        callback, self._after_backward = self._after_backward, None
-        if callback is not None and torch._C._current_graph_task_id() != -1:  # a pipeline reduces between passes
-            queue_after_backward(callback)
+        if self._after_backward is not None and in_backward():
+            queue_after_backward(self._after_backward)
+            self._after_backward = None
         return stages
 
     def call_after_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the next backward pass that reduces has ended."""
         self._after_backward = callback
+
+    def reduced_outside(self) -> None:
+        """Gradients were reduced outside of a backward pass, as a pipeline does after its last micro-batch. It may be
+        called after each part of them.
+        """
+        if self._after_backward is not None:
+            self._after_backward()
 
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
@@ -446,6 +454,11 @@ class GradientSync:
             squares=self.second_moment is not None and self.second_moment.exchanges,
             copies=self.transactions.keeps_copies,
         )
+
+
+def in_backward() -> bool:
+    """Whether this thread computes gradients now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -108,12 +108,14 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         try:
             vars(group).update(own)
             self._unused.add(reduction)
-            return stock(*args)
+            result = stock(*args)
         finally:
             vars(group).update(users)
             reduction.put_hooks_back()
             if self._sync.device.type == "cuda":
                 reduction.done = group._post_reduce_event
+        self._unused.end_outside()
+        return result
 
     def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
         names = [self._names[id(param)] for param in params]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.engine.engine import in_backward
 from lowbit_strategy.hooks.ddp import BucketWorker
 from lowbit_strategy.telemetry.step_times import StepClock
 
@@ -33,14 +34,14 @@ class OverlappedReducer:
     def run(
         self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Reduce into `result`, then call `on_done`. `blocking`: return when it is done."""
+        """Reduce into `result`, then call `on_done`. `blocking`, or outside of backward: return when it is done."""
         if self._worker is None:
             wait_for_all(stages)
             on_done()
             return
         self._futures.append(self._worker.submit(stages, result=result, last=False))
         self._on_done.append(on_done)
-        if blocking:
+        if blocking or not in_backward():
             self.finish()
         elif not self._waits:
             self._waits = True

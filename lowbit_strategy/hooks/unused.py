@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.engine import GradientSync, in_backward
 
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -101,15 +101,27 @@ class UnusedParameters:
     def __init__(self, sync: GradientSync, finish: Callable[[], None]) -> None:
         self._sync, self._finish = sync, finish
         self._pass, self._reductions = -1, list[Reduction]()
+        self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
-        """In a backward pass, which may be inside another one: a module has been reduced, or is going to be."""
+        """A module has been reduced, or is going to be: in a backward pass, which may be inside another one, or outside
+        of one, where `end_outside` follows.
+        """
+        if not in_backward():
+            self._outside.append(reduction)
+            return
         current = torch._C._current_graph_task_id()
         if self._pass != current or not self._reductions:
             self._pass, self._reductions = current, []
             settle = functools.partial(self._end_of_backward, self._reductions)
             torch.autograd.Variable._execution_engine.queue_callback(settle)
         self._reductions.append(reduction)
+
+    def end_outside(self) -> None:
+        """A module has been reduced, perhaps outside of a backward pass, which has no end to wait for."""
+        if self._outside:
+            self._end_of_backward(self._outside)
+            self._sync.reduced_outside()
 
     def _end_of_backward(self, reductions: list[Reduction]) -> None:
         self._finish()

@@ -260,6 +260,41 @@ def stages(folder: Path, schedule: str) -> Facts:
     return {"losses": losses, "same": equal(weights["stock"], weights["dense"]), "steps": steps}
 
 
+def thrown_away(folder: Path, layout: str) -> Facts:
+    """A pipeline's gradients are cleared without a step: residuals are those of a run that never made them."""
+    shape = (2, 2, 1) if layout == "fsdp" else (2, 1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "shard", "replicate"))
+    at, dims = mesh["pp"].get_local_rank(), mesh["shard"] if layout == "fsdp" else mesh["replicate", "shard"]
+    found = []
+    for thrown in (None, 2):
+        torch.manual_seed(at)
+        part = Block()
+        fully_shard(part.down, mesh=dims)
+        fully_shard(part, mesh=dims)
+        optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
+        session = compress(part, optimizer, LOCO)
+        stage = PipelineStage(part, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        run = Schedule1F1B(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+        for step in (0, 1, 2, 3) if thrown else (0, 1, 3):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + place_in(dims)))
+            run.step(*([x] if stage.is_first else []), **({"target": x.roll(1, 1)} if stage.is_last else {}))
+            if step != thrown:
+                optimizer.step()
+            optimizer.zero_grad()
+        residuals = [
+            tensor.clone() for name in session.sync.specs for tensor in session.sync.state.tensors(name).values()
+        ]
+        found.append((Run(part, optimizer, dims).weights(), residuals))
+        session.close()
+    (weights, residuals), (weights_too, residuals_too) = found
+    return {"any": bool(residuals), "same": equal(weights, weights_too) and equal(residuals, residuals_too)}
+
+
+@scenarios(thrown_away, world_size=4, layout=("fsdp", "hsdp"), slow=all_but(layout="fsdp"))
+def test_pipeline_thrown_away(facts: list[Facts]) -> None:
+    assert all(rank["any"] and rank["same"] for rank in facts)
+
+
 @scenarios(stages, world_size=4, schedule=tuple(SCHEDULES), slow=all_but(schedule="interleaved"))
 def test_pipeline_stages(facts: list[Facts]) -> None:
     for rank in facts:
