@@ -23,11 +23,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lowbit_strategy import Dense, ExDyna, LoCo
+from lowbit_strategy import Dense, ExDyna, LoCo, TopK
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 
 WIDTH = 32
@@ -95,7 +97,7 @@ def wrapped(layout: str) -> Run:
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
         dims = mesh["replicate", "shard"]
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
         dims = mesh["dp"]
     if layout != "cp":
         tensor_parallel(model, mesh["tp"])
@@ -214,6 +216,48 @@ def test_resumed(facts: list[Facts]) -> None:
         assert rank["same"]
         assert rank["levels"] == facts[0]["levels"] != {}
         assert rank["files"] == 4
+
+
+def unsent(session: Session) -> dict[str, Tensor]:
+    """What this rank has not sent of its parts of the matrices."""
+    found = {}
+    for name in session.sync.specs:
+        values = session.sync.state.store(name).export_unsent(name)
+        if (value := sum_of_known(values, session.sync.state.carryover.get(name))) is not None:
+            found[name] = value.clone()
+    return found
+
+
+def before_and_after(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    """Of six ranks: saved; of four: loaded."""
+    run = wrapped("fsdp")
+    session = compress(run.model, run.optimizer, TopK(density=0.1, exempt=()), on_world_size_change="fold")
+    path = folder / "checkpoint"
+    if world_size == 6:
+        run.train(session, 3)
+        with session.save(path) as stamp:
+            path.mkdir(exist_ok=True)
+        if rank == 0:
+            torch.save(stamp, folder / "stamp.pt")
+    else:
+        stamps = [torch.load(folder / "stamp.pt") if rank == 0 else None]
+        dist.broadcast_object_list(stamps)
+        session.load(path, stamps[0])
+    found = unsent(session)
+    session.close()
+    return found
+
+
+@pytest.mark.slow
+def test_folded_into_fewer_data_parallel_ranks(tmp_path: Path) -> None:
+    """Each rank of a part of the model gets the mean of those that had this part, and nothing of the other part."""
+    saved, loaded = (run_ranks(before_and_after, size, tmp_path, timeout=120) for size in (6, 4))
+    assert not torch.equal(saved[0]["0.up.weight"], saved[1]["0.up.weight"])
+    for rank, each in enumerate(loaded):
+        assert each.keys() == saved[0].keys() != set()
+        for name, values in each.items():
+            mean = sum(old[name] for old in saved[rank % 2 :: 2]) / 3
+            torch.testing.assert_close(values, mean)
 
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
