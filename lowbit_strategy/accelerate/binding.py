@@ -200,6 +200,7 @@ class Binding:
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
+        self.accelerator.wait_for_everyone()  # ranks that wrote it wait for nobody: it may not be complete yet
         checkpoint_folder.load(folder, self.sessions, compressed=compressed)
         self.adaptive.after_load()
 
