@@ -44,7 +44,15 @@ from lowbit_strategy.model.fsdp_sharding import (
     sharded_parameters,
 )
 from lowbit_strategy.model.mean_moment import MeanMoment
-from lowbit_strategy.model.mesh import Rows, data_parallel_rows, group_of, is_hybrid, model_group, shard_group
+from lowbit_strategy.model.mesh import (
+    Rows,
+    data_parallel_rows,
+    group_of,
+    is_hybrid,
+    model_group,
+    rows_like,
+    shard_group,
+)
 from lowbit_strategy.model.parameters import (
     canonical_name,
     describe_parameters,
@@ -212,6 +220,8 @@ def attach_fsdp(
     check_held(module, groups)
     device = _device_of(module, device)
     rows = data_parallel_rows(groups, mesh)
+    if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(groups[0]):
+        rows = rows_like(rows[0])  # replicas are asked for, and the mesh of one dim does not show them
     group = group_of([rank for row in rows for rank in row], shard_group(groups[0]), device)
     everyone = _agreed(module, prepared, group, device, mesh, has_scaler=has_scaler)
     topology = find_topology(group)

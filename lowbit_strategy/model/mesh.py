@@ -103,6 +103,22 @@ def rows_of(mesh: DeviceMesh, where: str = "the model") -> Rows:
     return rows
 
 
+def rows_like(row: Sequence[int]) -> Rows:
+    """All ranks, in rows as long as `row`, which is one of them.
+
+    Raises:
+        ValueError: It is none.
+    """
+    world_size, size = dist.get_world_size(), len(row)
+    rows = tuple(tuple(range(start, start + size)) for start in range(0, world_size - size + 1, size))
+    if tuple(row) not in rows:
+        raise ValueError(
+            f"the model is sharded over the ranks {list(row)}, which do not follow each other, so that its replicas are"
+            " not known: give compression mesh=, the mesh of (replicas, ranks that shard one model)"
+        )
+    return rows
+
+
 def model_group(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, mesh: DeviceMesh | None = None
 ) -> dist.ProcessGroup | None:

@@ -86,9 +86,8 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
 
 def everything(compressor: Compressor) -> Compressor:
     """The same compressor with no parameter exempt or at high precision, also in the compressors that it wraps."""
-    fields = [field for field in dataclasses.fields(compressor) if field.init]
-    changes: dict[str, Any] = {field.name: () for field in fields if field.name in ("exempt", "high_precision")}
-    for field in fields:
+    changes: dict[str, Any] = {"exempt": (), "high_precision": ()}
+    for field in dataclasses.fields(compressor):
         value = getattr(compressor, field.name)
         if isinstance(value, Compressor):
             changes[field.name] = everything(value)

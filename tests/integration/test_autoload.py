@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lowbit_strategy
-from lowbit_strategy import OUTER_RULES, PRESETS, autoload, custom_loop, exports
+from lowbit_strategy import OUTER_RULES, PRESETS, autoload, custom_loop, exports, leaves
 from lowbit_strategy.register import COMPRESSORS, RULES
 from testing.processes.scripts import REPOSITORY, environment, run_script
 
@@ -209,7 +209,9 @@ def test_zipped(broken: Path) -> None:
 def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
     assert {"LoCo", "OUTER_RULES", "__version__", "from_options"} <= set(lowbit_strategy.__all__)
     for name in lowbit_strategy.__all__:
-        assert getattr(lowbit_strategy, name) is (getattr(exports, name) if name not in leaves.NAMES else leaves.load(leaves.NAMES[name], name))
+        assert getattr(lowbit_strategy, name) is (
+            getattr(exports, name) if name not in leaves.NAMES else leaves.load(leaves.NAMES[name], name)
+        )
     assert set(lowbit_strategy.__all__) <= set(dir(lowbit_strategy))
     with pytest.raises(ImportError, match="lowbit_strategy has no 'Loco'; did you mean 'LoCo'"):
         from lowbit_strategy import Loco  # type: ignore[attr-defined]  # noqa: F401

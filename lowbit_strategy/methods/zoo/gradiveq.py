@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -59,10 +58,12 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
     slice_size: int = 64
     ratio: int = 8
     period: int = 100
-    high_precision: tuple[Selector, ...] = field(default=(), init=False)  # all have the same basis
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
+        if self.high_precision:
+            raise ValueError("high_precision must be left out: all parameters have the same basis")
         for name in ("slice_size", "ratio", "period"):
             check_positive(name, getattr(self, name))
         if self.slice_size % self.ratio:

@@ -188,9 +188,12 @@ def test_presets_are_hashable_and_equal_to_themselves() -> None:
         assert name == name.lower()
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [("gspar", "residual"), ("atomo", "epsilon"), ("gradiveq", "high_precision")]
-)
+@pytest.mark.parametrize(("name", "option"), [("gspar", "residual"), ("atomo", "epsilon")])
 def test_an_option_that_does_nothing_is_not_taken(name: str, option: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has no option '{option}'"):
         from_options(name, {option: getattr(PRESETS[name], option)})
+
+
+def test_gradiveq_refuses_high_precision() -> None:
+    with pytest.raises(ValueError, match="high_precision must be left out: all parameters have the same basis"):
+        from_options("gradiveq", {"high_precision": ("@head",)})
