@@ -110,13 +110,13 @@ class Transactions:
 
         The state is what it was before. Without copies it is if zeros leave it so (`Method.rests`), else forgotten.
         """
-        resting = {
+        resting = [
             name
-            for name in self.prepared.intersection(() if self.keeps_copies else names)
-            if self._state.assignments[name].method.rests(self._state.specs[name])
-        }
+            for name in (() if self.keeps_copies else names)
+            if name in self.prepared and self._state.assignments[name].method.rests(self._state.specs[name])
+        ]
         self._state.carryover.roll_back(self._close(resting))
-        return resting | self._take_back(names)
+        return self._take_back(names).union(resting)
 
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
