@@ -117,7 +117,9 @@ def _end_between_steps(rank: int, world_size: int, folder: Path, where: str) -> 
         os.kill(os.getpid(), signal.SIGKILL)
     prepared = prepare(net, LoCo(), SyncOptions(), scatter=False)
     session = attach_ddp(DistributedDataParallel(net), prepared, device=CPU)
+    dist.barrier()
     if rank == 1:
+        time.sleep(0.5)  # the other rank has left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     session.load(str(folder / "some.ckpt"), None)
 
