@@ -124,7 +124,7 @@ def _end_between_steps(rank: int, world_size: int, folder: Path, where: str) -> 
     session.load(str(folder / "some.ckpt"), None)
 
 
-@pytest.mark.parametrize("where", ["the comparison of models and options", "agreeing on a checkpoint's residual files"])
+@pytest.mark.parametrize("where", ["the comparison of models and options", "naming a run"])
 def test_the_error_names_a_rank_that_ends_between_steps(tmp_path: Path, where: str) -> None:
     with pytest.raises(AssertionError) as error:
         run_ranks(_end_between_steps, 2, tmp_path, where, timeout=60, process_group=None)
