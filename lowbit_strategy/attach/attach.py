@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,7 @@ from lowbit_strategy.model.parameters import (
     describe_parameters,
     handshake,
     localized_parameters,
+    named_parameters,
     settings_facts,
 )
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
@@ -170,7 +171,7 @@ def attach_replica(
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
     """The buckets that DDP will make once it knows the order of gradients."""
-    params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
+    params = named_parameters(model.module)
     trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
     return ddp_buckets(trained, cap_nbytes)
 
@@ -184,9 +185,10 @@ def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) ->
     return replace(prepared, specs=tuple(spec for spec in prepared.specs if spec.name not in names))
 
 
-def _named(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
+def _named(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
     """The parameters that DDP keeps equal on all ranks: those that it does not ignore."""
-    return {canonical_name(name): param for name, param in module.named_parameters() if name not in ignored}
+    names = {canonical_name(name) for name in ignored}
+    return {name: param for name, param in named_parameters(module) if name not in names}
 
 
 def attach_fsdp(

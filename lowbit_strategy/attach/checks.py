@@ -17,7 +17,7 @@ from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.mean_moment import check_decay, check_second_moment, has_second_moment
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.model.parameters import describe_parameters, named_parameters
 
 MANY_PASSES = 100  # of one step: more than anyone accumulates
 NO_STEP_HAS_ENDED = (
@@ -68,11 +68,11 @@ def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
     """
     if sync.ranks.world.world_size == sync.ranks.world_size:
         return
-    for name, param in module.named_parameters():
-        assignment = sync.state.assignments.get(canonical_name(name))
+    for name, param in named_parameters(module):
+        assignment = sync.state.assignments.get(name)
         if assignment is None or not assignment.method.whole_model:
             continue
-        if getattr(param, "_st_info", param).shape.numel() == sync.specs[canonical_name(name)].whole.numel:
+        if getattr(param, "_st_info", param).shape.numel() == sync.specs[name].whole.numel:
             raise ValueError(
                 f"{sync.compressor.name} selects from all parameters of a rank, whose others differ by tensor"
                 f" parallelism, and {name} is the same on all ranks, which would select other parts of it: exempt it,"
@@ -86,7 +86,7 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
     """After a first step in which nothing was. `waits`: DDP waits for all gradients."""
-    params = [(canonical_name(name), param) for name, param in module.named_parameters() if param.requires_grad]
+    params = [(name, param) for name, param in named_parameters(module) if param.requires_grad]
     idle = [name for name, param in params if param.grad is None]
     if waits and 0 < len(idle) < len(params):
         more = " ..." if len(idle) > 3 else ""

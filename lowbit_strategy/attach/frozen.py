@@ -9,9 +9,10 @@ from torch import nn
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
 from lowbit_strategy.model.parameters import (
-    canonical_name,
     describe_parameters,
+    keep_names,
     localized_parameters,
+    named_parameters,
     trainable_parameters,
 )
 
@@ -25,7 +26,8 @@ class Frozen:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
+        keep_names(module)
+        self._frozen = {name: param for name, param in named_parameters(module) if not param.requires_grad}
         self._expected = trainable_parameters(module)  # whose gradients DDP waits for
         self._localized = localized_parameters(module)
         self._look_up()

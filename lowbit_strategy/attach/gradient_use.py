@@ -15,8 +15,8 @@ from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import (
-    canonical_name,
     local_part,
+    named_parameters,
 )
 from lowbit_strategy.rounds.outer import STATE_KEY
 
@@ -41,7 +41,7 @@ class GradientUse:
         self.stepped: set[str] = set()
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
-        self._name({canonical_name(name): param for name, param in module.named_parameters()})
+        self._name(dict(named_parameters(module)))
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # have stepped
         self._delivered = DeliveredSigns(sync)
 

@@ -20,7 +20,7 @@ from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
+from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
 from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
 
 _log = logging.getLogger("lowbit_strategy")
@@ -84,9 +84,9 @@ class LocalSteps:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Buffers of the model, and its frozen parameters."""
-        found = (*self._module.named_buffers(), *self._module.named_parameters())
-        named = ((canonical_name(name), tensor) for name, tensor in found)
-        return {name: tensor for name, tensor in named if name not in self._params}
+        buffers = ((canonical_name(name), buffer) for name, buffer in self._module.named_buffers())
+        found = (*buffers, *named_parameters(self._module))
+        return {name: tensor for name, tensor in found if name not in self._params}
 
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
         """DDP around the model, replaced by the adapter if other parameters are trained before steps are local. Only

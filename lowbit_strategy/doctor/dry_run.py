@@ -27,7 +27,7 @@ from lowbit_strategy.config_file.section import plugin_from_section, read_config
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
+from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -139,7 +139,7 @@ def plan(
             if names := tuple(spec.name for spec in each.specs if spec.name in trained):
                 reduced.append(ParamGroup(names, each.dtype.itemsize))
     else:
-        itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
+        itemsizes = {name: param.element_size() for name, param in named_parameters(module)}
         reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
     planned_run = make_plan(
         parts,
@@ -157,7 +157,7 @@ def plan(
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
     """All parameters of one type together, as if they were sharded as one."""
-    params = {canonical_name(name): param for name, param in module.named_parameters() if is_float(param)}
+    params = {name: param for name, param in named_parameters(module) if is_float(param)}
     by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
     for spec in describe_parameters(module, params):
         by_dtype.setdefault(params[spec.name].dtype, []).append(spec)

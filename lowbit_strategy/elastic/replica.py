@@ -16,7 +16,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
-from lowbit_strategy.model.parameters import canonical_name, fingerprint, to_plain
+from lowbit_strategy.model.parameters import fingerprint, named_parameters, to_plain
 from lowbit_strategy.ranks.groups import new_group
 
 _NO_TIMEOUT = timedelta(days=30)
@@ -53,8 +53,8 @@ def register(
     same |= to_plain("outer", options.outer)
     for own in ("elastic", "memory"):
         same.pop(own, None)
-    frozen = ((name, param) for name, param in module.named_parameters() if not param.requires_grad)
-    same["frozen parameters"] = [(canonical_name(name), tuple(param.shape)) for name, param in frozen]
+    frozen = ((name, param) for name, param in named_parameters(module) if not param.requires_grad)
+    same["frozen parameters"] = [(name, tuple(param.shape)) for name, param in frozen]
     inside = None
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)

@@ -42,7 +42,7 @@ from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
+from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
@@ -188,7 +188,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
 
 def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:
     """What FSDP2 gathers as one, by the names of modules."""
-    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(module)}
     floats = {names[id(param)] for param in module.parameters() if is_float(param)}
     specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # what can be coded, frozen or not
     return {each.name: _layout(each, names, specs) for each in sharded_groups(module)}

@@ -25,7 +25,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of
 
@@ -156,7 +156,7 @@ class DDPHook:
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self._cap_nbytes: int = model.bucket_bytes_cap
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
-        self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
+        self._names = {id(p): name for name, p in named_parameters(model.module)}
         self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         model.register_comm_hook(self, DDPHook.reduce)
         model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along

@@ -18,7 +18,7 @@ from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import UnusedParameters
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups, take_over_replication
-from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup
 
 _SET = (  # by attaching, on the parameter groups of FSDP2
@@ -157,7 +157,7 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: O
     """
     if not sync.scatter:
         take_over_replication(module)
-    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(module)}
     found = _sharded_modules(module, sync, names)
     two_levels = sync.scatter and sync.ranks.intra_node is not None and side is None
     between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit_strategy.model.parameters import canonical_name, local_part
+from lowbit_strategy.model.parameters import canonical_name, local_part, named_parameters, shard_records
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -229,13 +229,8 @@ def shard_module(
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by name; the shards of those that FSDP2 has gathered."""
-    shards = {
-        id(gathered): param.sharded_param
-        for each in sharded_groups(module)
-        for param in each.param_group.fsdp_params
-        if (gathered := getattr(param, "_unsharded_param", None)) is not None
-    }
-    return {canonical_name(name): shards.get(id(param), param) for name, param in module.named_parameters()}
+    shards = {at: record.sharded_param for at, record in shard_records(module).items()}
+    return {name: shards.get(id(param), param) for name, param in named_parameters(module)}
 
 
 def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import itertools
 import re
+import weakref
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import Role, TensorSpec
@@ -39,17 +42,60 @@ def is_float(param: torch.Tensor) -> bool:
     return param.dtype in _DTYPES
 
 
+_first_names: weakref.WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
+
+
+def keep_names(module: nn.Module) -> None:
+    """The model is set up: from now on `named_parameters` has the names that its parameters have now, or had when it
+    was set up before.
+    """
+    first = _first_names.setdefault(module, WeakIdKeyDictionary())
+    records = shard_records(module)
+    for name, param in named_parameters(module):
+        first[records.get(id(param), param)] = name
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters by canonical name, in registration order; tied ones once.
+
+    A parameter keeps the name that it had when `module` was set up, wherever pruning, a parametrization or a module
+    around its layer puts it: the optimizer and the hooks know the object. One that was added to a place whose name
+    belongs to another is told apart by a mark.
+    """
+    first: Mapping[object, str] = _first_names.get(module) or {}
+    records = shard_records(module)
+    held = [(canonical_name(path), param, records.get(id(param), param)) for path, param in module.named_parameters()]
+    taken = {first[record] for *_, record in held if record in first}
+    found = []
+    for name, param, record in held:
+        if record in first:
+            name = first[record]
+        else:
+            while name in taken:
+                name += "'"
+            taken.add(name)
+        found.append((name, param))
+    return found
+
+
+def shard_records(module: nn.Module) -> dict[int, Any]:
+    """FSDP2's records of the parameters, by the identity of a shard and of what is gathered in its place."""
+    groups = [child._get_fsdp_state()._fsdp_param_group for child in module.modules() if isinstance(child, FSDPModule)]
+    records = [record for group in groups if group is not None for record in group.fsdp_params]
+    gathered = {id(record._unsharded_param): record for record in records if hasattr(record, "_unsharded_param")}
+    return {id(record.sharded_param): record for record in records} | gathered
+
+
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that get gradients, by canonical name; tied parameters once."""
-    return {canonical_name(name): param for name, param in module.named_parameters() if param.requires_grad}
+    return {name: param for name, param in named_parameters(module) if param.requires_grad}
 
 
 def localized_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters whose local part DDP with ``device_mesh=`` reduces, and which leave the module in its first forward
     pass: it has `DTensor` in their place from then on.
     """
-    named = ((canonical_name(name), param) for name, param in module.named_parameters())
-    return {name: param for name, param in named if hasattr(param, "_st_info")}
+    return {name: param for name, param in named_parameters(module) if hasattr(param, "_st_info")}
 
 
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
@@ -67,8 +113,7 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
             )
     roles, unsharded = _roles(module), _unsharded_shapes(module)
     specs = []
-    for path, param in module.named_parameters():
-        name = canonical_name(path)
+    for name, param in named_parameters(module):
         if not param.requires_grad and name not in also:
             continue
         if param.dtype not in _DTYPES:
@@ -84,9 +129,7 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
 
 def _unsharded_shapes(module: nn.Module) -> dict[int, tuple[int, ...]]:
     """What FSDP2 shards of each of its parameters, by the identity of the shard."""
-    groups = [child._get_fsdp_state()._fsdp_param_group for child in module.modules() if isinstance(child, FSDPModule)]
-    params = [param for group in groups if group is not None for param in group.fsdp_params]
-    return {id(param.sharded_param): tuple(param._orig_size) for param in params}
+    return {id(record.sharded_param): tuple(record._orig_size) for record in shard_records(module).values()}
 
 
 def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
@@ -171,7 +214,7 @@ def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
     patterns = [each for each in _selectors(compressor) if isinstance(each[1], str) and not each[1].startswith("@")]
     if not patterns:
         return []
-    specs = [TensorSpec(canonical_name(name), tuple(param.shape)) for name, param in module.named_parameters()]
+    specs = [TensorSpec(name, tuple(param.shape)) for name, param in named_parameters(module)]
     unmatched: dict[str, None] = {}  # in order, each once
     for field, selector in patterns:
         if all(matching([selector], spec) is None for spec in specs):
@@ -208,10 +251,10 @@ def fingerprint(
 ) -> dict[str, object]:
     """Everything that must be the same on all ranks, by the name a user would know it by."""
     shapes, types, buffers = [], [], []
-    for name, param in module.named_parameters():
+    for name, param in named_parameters(module):
         if param.requires_grad:
-            shapes.append((canonical_name(name), tuple(param.shape)))
-            types.append((canonical_name(name), str(param.dtype)))
+            shapes.append((name, tuple(param.shape)))
+            types.append((name, str(param.dtype)))
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point():
             buffers.append((canonical_name(name), tuple(buffer.shape)))
