@@ -305,23 +305,26 @@ class Bucket:
         That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
         """
         view, method = param.within(x, out), self.context.methods[param.name]
-        gradient = view.flat().to(torch.float32, copy=True)
-        residual = self.context.stores[method].residual(param.name)
-        if residual is None:
-            leftover = self.context.carryover.get(param.name)
-            return gradient if leftover is None else gradient.add_(leftover)
-        return torch.where(self._is_active(view, gradient, method.idle_numel), gradient + residual, 0.0)
+        gradient = view.flat()
+        h = self.context.stores[method].residual(param.name)
+        if h is None:
+            h, leftover = gradient.to(torch.float32, copy=True), self.context.carryover.get(param.name)
+            return h if leftover is None else h.add_(leftover)
+        active_WK = self._active(view, gradient, method.idle_numel)
+        h.add_(gradient)
+        if not h.is_cuda and bool(active_WK.all()):  # as most often; on CUDA the host would wait for the answer
+            return h
+        active_WN = active_WK.repeat_interleave(method.idle_numel or view.row_numel, dim=1)[:, : view.row_numel]
+        return torch.where(active_WN.reshape(-1)[: h.numel()], h, 0.0)
 
     @staticmethod
-    def _is_active(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
-        """Mask ``[numel]``, or one bool for all where only a whole parameter is idle."""
-        if idle_numel is None:
-            return (gradient != 0).any()
+    def _active(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
+        """bool ``[W, K]``: which blocks of each row have a gradient; where only a whole parameter is idle, its rows."""
         rows_WN = view.rows(gradient)
-        padded_WN = torch.nn.functional.pad(rows_WN, (0, -rows_WN.shape[1] % idle_numel))
-        active_WK = (padded_WN.view(rows_WN.shape[0], -1, idle_numel) != 0).any(-1)
-        active_WN = active_WK.repeat_interleave(idle_numel, dim=1)[:, : rows_WN.shape[1]]
-        return active_WN.reshape(-1)[: gradient.numel()]
+        if idle_numel is None:
+            return (rows_WN != 0).any().expand(view.world_size, 1)
+        padded_WN = torch.nn.functional.pad(rows_WN, (0, -view.row_numel % idle_numel))
+        return padded_WN.view(view.world_size, -1, idle_numel).abs().amax(-1) != 0  # several times faster than `any`
 
 
 def _without_autocast(stages: Stages, device_type: str) -> Stages:

@@ -51,7 +51,7 @@ def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
     flat = residual.reshape(-1).float()
     if scale is None or not flat.numel():
         return flat.clone() if flat.data_ptr() == residual.data_ptr() else flat
-    return (flat.view(scale.numel(), -1) * scale.float()[:, None]).view(-1)
+    return flat.view(scale.numel(), -1).mul_(scale.float()[:, None]).view(-1)
 
 
 def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int | None = None) -> None:
