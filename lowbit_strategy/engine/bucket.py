@@ -319,7 +319,7 @@ class Bucket:
 
     @staticmethod
     def _active(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
-        """bool ``[W, K]``: which blocks of each row have a gradient; where only a whole parameter is idle, its rows."""
+        """Which blocks of each row have a gradient, bool ``[W, K]``; all do if one does, with no `idle_numel`."""
         rows_WN = view.rows(gradient)
         if idle_numel is None:
             return (rows_WN != 0).any().expand(view.world_size, 1)
