@@ -33,7 +33,14 @@ from lowbit_strategy.methods.outer.published import (
 from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
+from lowbit_strategy.model.fsdp_sharding import (
+    DEFAULT_MIN_SHARD_NUMEL,
+    ShardPolicy,
+    policy_of,
+    shard_any,
+    sharded_groups,
+)
+from lowbit_strategy.model.mesh import data_parallel_rows
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
@@ -244,6 +251,7 @@ class FSDPConstructor(LowBitStrategy):
 
     num_nodes: int
     num_processes: int
+    _sampler: dict[str, Any] | None = None
 
     @takes_options_of(SyncOptions)
     def __init__(
@@ -295,6 +303,7 @@ class FSDPConstructor(LowBitStrategy):
             mp_policy=self.mp_policy or policy_of(getattr(precision, "precision", "")),
         )
         shard_any(module, device_mesh["data_parallel"], stock.root_device, policy)
+        self._follow_mesh(module)
         return module
 
     def stock_options(self) -> dict[str, Any]:
@@ -320,9 +329,31 @@ class FSDPConstructor(LowBitStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every data-parallel rank has data of its own, also where several have one model together."""
+        """The ranks over which gradients are a mean have different data."""
         stock: Any = self
-        return {"num_replicas": stock._data_parallel_size, "rank": stock.global_rank // stock._tensor_parallel_size}
+        if self._sampler is None:
+            tensor = stock._tensor_parallel_size
+            self._sampler = {"num_replicas": stock._data_parallel_size, "rank": stock.global_rank // tensor}
+        return self._sampler
+
+    def _follow_mesh(self, module: nn.Module) -> None:
+        """A sharded module may be on a mesh that it has made itself.
+
+        Raises:
+            ValueError: There are data loaders for other ranks already.
+        """
+        stock: Any = self
+        ranks = [
+            rank for row in data_parallel_rows(sharded_groups(module)[:1], self.data_parallel_mesh) for rank in row
+        ]
+        sampler = {"num_replicas": len(ranks), "rank": ranks.index(stock.global_rank)}
+        if self._sampler not in (None, sampler):
+            raise ValueError(
+                f"data was split for {self._sampler['num_replicas']} ranks, and the model has made a mesh on which"
+                f" {len(ranks)} have different data: set the model up before the data loaders, or give"
+                f" data_parallel_size={len(ranks)}"
+            )
+        self._sampler = sampler
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh | None:

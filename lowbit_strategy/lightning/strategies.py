@@ -111,7 +111,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        fitting = trainer.state.fn == "fit"
+        fitting, self._sampler = trainer.state.fn == "fit", None  # data loaders come after
         if fitting:
             _refuse_averaging(trainer.callbacks)
             if self._layer_sync is not None:  # sync_batchnorm=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -349,14 +351,16 @@ def test_pipeline_stages(facts: list[Facts]) -> None:
 
 
 class Lit(L.LightningModule):
-    """Parallelizes itself, and shards itself if it is told to."""
+    """Parallelizes itself, and shards itself if it is told to, over the strategy's mesh or one that it makes."""
 
-    def __init__(self, *, shards: bool) -> None:
+    def __init__(self, *, shards: bool = False, own_mesh: bool = False) -> None:
         super().__init__()
-        self.net, self.shards, self.losses = net(), shards, list[float]()
+        self.net, self.shards, self.own_mesh, self.losses = net(), shards, own_mesh, list[float]()
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
+        if self.own_mesh:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
         tensor_parallel(self.net, mesh["tensor_parallel"])
         for part in (*self.net, self.net) if self.shards else ():
             fully_shard(part, mesh=mesh["data_parallel"])
@@ -373,47 +377,63 @@ class Lit(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(strategy: Any, model: Lit, num_steps: int, checkpoint: Path | None = None) -> L.Trainer:
+def fit(strategy: Any, model: Lit, folder: Path, checkpoint: Path | None = None, **options: Any) -> L.Trainer:
+    """Seven steps, four of which are an epoch."""
     batches = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
     loader = DataLoader(batches, batch_size=4)
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=4, strategy=strategy, max_steps=num_steps, enable_model_summary=False, **quiet
-    )
-    trainer.fit(model, loader, loader, ckpt_path=checkpoint)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_steps": 7, "callbacks": [ModelCheckpoint(folder, every_n_train_steps=4)], **quiet, **options}
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, **options)
+    trainer.fit(model, loader, loader if options.get("limit_val_batches") else None, ckpt_path=checkpoint)
     return trainer
 
 
-def lightning(folder: Path) -> Facts:
-    sizes: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+def parts_of(model: nn.Module) -> list[Tensor]:
+    return [(param.to_local() if isinstance(param, DTensor) else param).clone() for param in model.parameters()]
+
+
+SIZES: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+LIGHTNING: dict[str, Any] = {
+    "fsdp": lambda **also: (LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, **also), Lit()),
+    "hsdp": lambda **also: (LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, shard_size=1, **also), Lit()),
+    "name": lambda **also: ("loco_fsdp", Lit(shards=True, own_mesh=True)),
+}
+
+
+def lightning(folder: Path, layout: str, distributed: bool) -> Facts:
+    """Fitted, without a break and from the checkpoint of an epoch's end; and in stock Lightning."""
+    make = functools.partial(LIGHTNING[layout], **({"save_distributed_checkpoint": True} if distributed else {}))
     found: dict[str, Any] = {}
-    for name, strategy, shards in (
-        ("stock", ModelParallelStrategy(**sizes), True),
-        ("dense", LowBitFSDPStrategy("dense", weights="exact", **sizes), True),
-        ("loco", LowBitFSDPStrategy(LOCO, tensor_parallel_size=2), False),
-        ("hsdp", LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, shard_size=1), False),
-    ):
-        model = Lit(shards=shards)
-        trainer = fit(strategy, model, 4)
-        found[name] = model.losses
-        if name in ("loco", "hsdp"):
-            path = folder / f"{name}.ckpt"
-            trainer.save_checkpoint(path)
-            again = Lit(shards=shards)
-            options = {} if name == "loco" else {"shard_size": 1}
-            fit(LowBitFSDPStrategy(LOCO, tensor_parallel_size=2, **options), again, 7, path)
-            found[f"{name} again"] = again.losses
+    stock = Lit(shards=True)
+    fit(ModelParallelStrategy(**SIZES), stock, folder / "stock")
+    dense = Lit(shards=True)
+    fit(LowBitFSDPStrategy("dense", weights="exact", **SIZES), dense, folder / "dense")
+    strategy, straight = make()
+    fit(strategy, straight, folder / "straight")
+    weights = parts_of(straight)
+    strategy, again = make()
+    trainer = fit(strategy, again, folder / "again", next((folder / "straight").glob("*step=4*")))
+    found["losses"] = {"stock": stock.losses, "dense": dense.losses, "straight": straight.losses, "again": again.losses}
+    found["same"] = equal(weights, parts_of(again))
+    found["sampler"] = trainer.strategy.distributed_sampler_kwargs
     return found
 
 
-@pytest.mark.slow
-@scenarios(lightning, world_size=4)
+@scenarios(
+    lightning,
+    world_size=4,
+    layout=tuple(LIGHTNING),
+    distributed=(False, True),
+    slow=lambda layout, distributed, world_size: (layout, distributed) not in {("name", False), ("hsdp", True)},
+)
 def test_lightning(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["dense"] == rank["stock"]
-        for name in ("loco", "hsdp"):
-            assert rank[name] == pytest.approx(rank["stock"], rel=0.05)
-            assert len(rank[f"{name} again"]) == 3  # it goes on from the checkpoint
+    for place, rank in enumerate(facts):
+        losses = rank["losses"]
+        assert losses["dense"] == losses["stock"]
+        assert losses["straight"] == pytest.approx(losses["stock"], rel=0.05)
+        assert losses["again"] == losses["straight"][4:]  # it goes on from the checkpoint
+        assert rank["same"]
+        assert rank["sampler"] == {"num_replicas": 2, "rank": place // 2}
 
 
 def fabric(folder: Path) -> Facts:
