@@ -7,10 +7,14 @@ started (encoded, its bytes sent), then every older one is advanced by one stage
 a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue collectives in the
 same order. A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left; the
 last ones may have to sum inside a node before, and come first.
+
+Ranks of one node reduce different parts of a bucket, in more exchanges or fewer: a part may be empty. So what comes
+inside the node afterwards waits for its turn (`TURN`), which depends on the number of buckets alone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -126,7 +130,16 @@ class BucketContext:
     notes_overflow: bool
 
 
+class _Turn:
+    """Nothing travels: the next exchange is inside the node, whose ranks begin it together."""
+
+    def wait(self) -> None:
+        return None
+
+
+TURN = _Turn()
 Stages = Iterator[Pending | None]
+TURN_AFTER = 3  # buckets: one sums inside the node, one is on its way to its owners and one on its way back
 
 
 class BucketObserver(Protocol):
@@ -366,6 +379,15 @@ class _Job:
         """Whether what travels takes long."""
         return getattr(self._pending, "is_far", False)
 
+    @property
+    def awaits_turn(self) -> bool:
+        return self._pending is TURN
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether it goes on with the last bucket of the pass."""
+        return self._pending is None
+
     def advance(self) -> bool:
         """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
         if self._pending is not None:
@@ -381,10 +403,16 @@ class _Job:
 
 
 class BucketSchedule:
-    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream)."""
+    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream).
 
-    def __init__(self) -> None:
+    Args:
+        turn_after: A bucket's turn comes when this many more have been started; None: after the last one.
+    """
+
+    def __init__(self, turn_after: int | None = None) -> None:
         self._active: list[_Job] = []
+        self._turn_after = turn_after
+        self._untaken: deque[_Job] = deque()  # whose turn has not come, the last `turn_after` jobs
 
     def start(
         self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
@@ -392,25 +420,41 @@ class BucketSchedule:
         """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
         unfinished = list(pieces)
         for stages in pieces:
-            older = [job for job in self._active if not job.is_far] if self._active else []
+            older = [job for job in self._active if not (job.is_far or job.awaits_turn)] if self._active else []
             job = _Job(stages, unfinished, result, future)
             self._active.append(job)
             for each in (job, *older):
-                if each.advance():
-                    self._active.remove(each)
+                self._advance(each)
+            if self._turn_after is not None:
+                self._untaken.append(job)
+                if len(self._untaken) > self._turn_after:
+                    self._take_turn(self._untaken.popleft())
         if last:
             self.finish()
 
+    def _advance(self, job: _Job) -> None:
+        if job.advance():
+            self._active.remove(job)
+
+    def _take_turn(self, job: _Job) -> None:
+        """Without a turn where it goes on with the last bucket, as it does on all ranks then."""
+        while job in self._active and not (job.awaits_turn or job.awaits_others):
+            self._advance(job)
+        if job.awaits_turn:
+            self._advance(job)
+
     def finish(self) -> None:
-        """Advance all buckets until they are done, those that wait for near ranks first."""
+        """Advance all buckets until they are done, those that wait for near ranks first; then it is their turn."""
+        self._untaken.clear()
         while self._active:
-            near = [job for job in self._active if job.is_near] if len(self._active) > 1 else []
-            for job in near or list(self._active):
-                if job.advance():
-                    self._active.remove(job)
+            running = [job for job in self._active if not job.awaits_turn]
+            near = [job for job in running if job.is_near] if len(running) > 1 else []
+            for job in near or running or list(self._active):
+                self._advance(job)
 
     def fail(self, error: Exception) -> None:
         """Nothing that is in flight will end: whoever waits for it gets `error`."""
         failed, self._active = {job.future for job in self._active}, []
+        self._untaken.clear()
         for future in failed:
             future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

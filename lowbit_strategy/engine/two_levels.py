@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Stages
+from lowbit_strategy.engine.bucket import TURN, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
 
 
@@ -105,6 +105,7 @@ class TwoLevelBuckets:
             )
             buffers.give_back(sent)
         yield from between
+        yield TURN
         gathered = buffers.borrow(num_inside, row_nbytes)
         yield self._intra_node.all_gather(gathered.view(x.dtype), part_N)
         whole, pieces = partition.views(x, gathered.view(x.dtype))

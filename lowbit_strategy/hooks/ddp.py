@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import BucketLayout, BucketSchedule, Stages
+from lowbit_strategy.engine.bucket import TURN_AFTER, BucketLayout, BucketSchedule, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.methods.weight_codings import WeightCoding
@@ -75,10 +75,14 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
 
 
 class BucketWorker:
-    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end."""
+    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end.
 
-    def __init__(self) -> None:
-        self._schedule = BucketSchedule()
+    Args:
+        turn_after: As for `BucketSchedule`.
+    """
+
+    def __init__(self, turn_after: int | None = None) -> None:
+        self._schedule = BucketSchedule(turn_after)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
         self._thread.start()
@@ -113,11 +117,11 @@ class BucketWorker:
 class SideStream:
     """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device(device.type, index)  # futures take no device without an index
         self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._schedule = BucketSchedule()
+        self._schedule = BucketSchedule(turn_after)
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         """Start a bucket; see `BucketWorker.submit`."""
@@ -157,7 +161,9 @@ class DDPHook:
         self._cap_nbytes: int = model.bucket_bytes_cap
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
         self._names = {id(p): name for name, p in named_parameters(model.module)}
-        self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
+        turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
+        self._side: BucketWorker | SideStream
+        self._side = BucketWorker(turn_after) if sync.device.type == "cpu" else SideStream(sync.device, turn_after)
         model.register_comm_hook(self, DDPHook.reduce)
         model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
         hooked[model] = self

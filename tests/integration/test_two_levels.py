@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import GraVAC
+from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.log import listen
 from testing.processes.node_size import nodes_of
@@ -290,3 +293,32 @@ def test_where_there_are_no_sums_inside_a_node(facts: list[Facts]) -> None:
         assert "intra=8 is not possible, because under DDP each rank takes local steps by itself" in rank["outer"]
         assert "intra=8 is not possible, because one rank has a whole model (shard_size=1)" in rank["one rank"]
         assert "rank 1 differs from rank 0 in intra: 8 instead of None" in rank["differs"]
+
+
+def empty_parts(folder: Path, far: bool, compressor: str) -> Facts:
+    """Of a parameter with one row only the first rank of a node has a part; here it is a bucket by itself."""
+    values: Facts = {}
+    with nodes_of(2):
+        for name in ("stock", compressor):
+            torch.manual_seed(0)
+            net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 1), nn.Linear(1, 64))
+            model = DistributedDataParallel(net, bucket_cap_mb=1e-4)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            if name != "stock":
+                session = compress(model, optimizer, name, two_level=True, far_links=far)
+            for step in range(4):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            values[name] = torch.cat([param.detach().reshape(-1) for param in net.parameters()]).tolist()
+        session.finish()
+        session.close()
+    return values
+
+
+@scenarios(empty_parts, world_size=4, far=(False, True), compressor=("dense", "topk"))
+def test_empty_parts(facts: list[Facts]) -> None:
+    assert all(rank == facts[0] for rank in facts)
+    if "dense" in facts[0]:
+        assert facts[0]["dense"] == pytest.approx(facts[0]["stock"], rel=1e-4, abs=1e-6)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.engine.bucket import TURN, TURN_AFTER, BucketSchedule
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import BucketWorker, DDPHook, SideStream
 from lowbit_strategy.methods.loco import LoCo
@@ -149,6 +150,35 @@ def issued(exchanges: Sequence[int]) -> list[str]:
         finished(future)
     worker.close()
     return log
+
+
+def inside_the_node(exchanges: Sequence[int], travel: type[Travel], turn_after: int | None) -> list[str]:
+    """What one step's buckets exchange inside the node, in order, on the rank whose parts take so many exchanges."""
+    log: list[str] = []
+
+    def two_levels(name: str, count: int) -> Iterator[Travel]:
+        log.append(f"sum {name}")
+        yield Travel(name, [])
+        for _ in range(count):
+            yield travel(name, [])
+        yield TURN  # type: ignore[misc]
+        log.append(f"gather {name}")
+        yield Travel(name, [])
+
+    schedule = BucketSchedule(turn_after)
+    for i, count in enumerate(exchanges):
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        schedule.start([two_levels(f"{i}", count)], torch.zeros(1), future, last=i == len(exchanges) - 1)
+    return log
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9), st.booleans())
+def test_parts_of_other_sizes_meet_inside_the_node(exchanges: list[tuple[int, int]], far: bool) -> None:
+    """A rank whose part of a bucket is empty sends nothing to other nodes, and is in its node's exchanges earlier."""
+    travel, turn_after = (FarTravel, None) if far else (Travel, TURN_AFTER)
+    orders = [inside_the_node(counts, travel, turn_after) for counts in zip(*exchanges, strict=True)]
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 2 * len(exchanges)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
