@@ -7,7 +7,8 @@ as soon as one has ended the receive of the next of its kind and size is posted:
 same size, and its sender need not wait.
 
 Which message belongs to which exchange is fixed by tags: all exchanges of one kind and size share a channel, in which
-messages arrive in the order in which they were sent. All ranks begin and end exchanges in the same order.
+messages arrive in the order in which they were sent. A channel's tag is computed from its kind and size. All ranks
+begin and end the exchanges of a channel in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
-_NUM_TAGS = 2**20  # of a communicator
+_KINDS = ("all-to-all", "all-gather", "reduced", "uneven")
+_NUM_SIZES = 2**16  # that `_size_index` tells apart, up to a terabyte
+_SIZE_BITS = 12
 _KEPT_ROUNDS = 16  # a channel that has not been used while all others have been so often is given up
 
 
@@ -43,7 +46,7 @@ class FarComm(GroupComm):
     def __init__(self, group: dist.ProcessGroup, numbers: Iterator[int] | None = None) -> None:
         super().__init__(group)
         self._numbers = itertools.count() if numbers is None else numbers
-        self._next_tag = next(self._numbers) * _NUM_TAGS
+        self._first_tag = next(self._numbers) * len(_KINDS) * _NUM_SIZES
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._ending: list[_Channel] = []
         self._num_under_way = 0
@@ -89,7 +92,7 @@ class FarComm(GroupComm):
 
         def goes_on() -> None:
             arrived()
-            self._exchange("all-gather", result_WN, [reduce(came_WN)] * self.world_size).wait()
+            self._exchange("reduced", result_WN, [reduce(came_WN)] * self.world_size).wait()
             x.copy_(result_WN.view(-1)[: x.numel()].view_as(x))
 
         under_way.arrived = goes_on
@@ -135,7 +138,7 @@ class FarComm(GroupComm):
 
         def arrived() -> None:
             for r, row_B in zip(self._others(), posted.rows, strict=True):
-                out_WB[r].copy_(row_B.view(out_WB.dtype))
+                out_WB[r].copy_(row_B[:row_nbytes].view(out_WB.dtype))
             with contextlib.suppress(RuntimeError):  # who was done first may have left; the next exchange would say so
                 channel.post_ahead(posted.rows)
 
@@ -154,10 +157,11 @@ class FarComm(GroupComm):
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _channel(self, kind: str, row_nbytes: int) -> _Channel:
-        if (kind, row_nbytes) not in self._channels:
-            self._channels[kind, row_nbytes] = _Channel(self, self._next_tag, row_nbytes, self._others())
-            self._next_tag += 1
-        return self._channels[kind, row_nbytes]
+        size, capacity = _size_index(row_nbytes)
+        if (kind, size) not in self._channels:
+            tag = self._first_tag + _KINDS.index(kind) * _NUM_SIZES + size
+            self._channels[kind, size] = _Channel(self, tag, capacity, self._others())
+        return self._channels[kind, size]
 
     def _give_up_channels(self) -> None:
         """Where sizes have changed: nothing is in flight, so that all ranks have posted the same receives.
@@ -175,6 +179,13 @@ class FarComm(GroupComm):
             self._ending.append(channel)
 
 
+def _size_index(nbytes: int) -> tuple[int, int]:
+    """The number of a message's size, rounded up to twelve significant bits, and that size."""
+    shift = max(0, nbytes.bit_length() - _SIZE_BITS)
+    leading = -(-nbytes >> shift)
+    return (shift << (_SIZE_BITS - 1)) + leading, leading << shift
+
+
 _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda rows_WN: rows_WN.sum(0, dtype=rows_WN.dtype),
     dist.ReduceOp.MAX: lambda rows_WN: rows_WN.amax(0),
@@ -190,12 +201,19 @@ class _Posted(NamedTuple):
 
 
 class _Channel:
-    """The exchanges of one kind and size, which do not wait for each other but keep their order."""
+    """The exchanges of one kind and size, which do not wait for each other but keep their order.
 
-    def __init__(self, comm: FarComm, tag: int, row_nbytes: int, others: list[int]) -> None:
+    Args:
+        comm: Its communicator.
+        tag: Tag of its messages.
+        capacity: Largest message, in bytes.
+        others: The other ranks, in the order in which messages are sent.
+    """
+
+    def __init__(self, comm: FarComm, tag: int, capacity: int, others: list[int]) -> None:
         self._group = comm.group
         self._tag = tag
-        self._row_nbytes = row_nbytes
+        self._capacity = capacity
         self._others = others
         self._sends: list[Any] = []
         self.posted: deque[_Posted] = deque()
@@ -214,7 +232,7 @@ class _Channel:
     def take(self) -> _Posted:
         """The receives that were posted first."""
         if not self.posted:
-            self.post_ahead(torch.zeros(len(self._others), self._row_nbytes, dtype=torch.uint8))
+            self.post_ahead(torch.zeros(len(self._others), self._capacity, dtype=torch.uint8))
         return self.posted.popleft()
 
     def post_ahead(self, rows: Tensor) -> None:
