@@ -65,7 +65,7 @@ def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> 
             plans[variant] = uncompressed(basis, _BYTES[variant], _BYTES[variant])
         elif name in OUTER_RULES:
             rule = OUTER_RULES[name]
-            plans[variant] = plan_for(workload, layout, rule.compressor(), outer=rule)
+            plans[variant] = plan_for(workload, layout, rule.compressor(), round_plan=rule.planned())
         else:
             plans[variant] = plan_for(workload, layout, PRESETS[name])
     return plans

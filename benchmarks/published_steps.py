@@ -110,7 +110,7 @@ def plan_of(
         reduced=reduced,
         coding=WeightCode() if layout == "fsdp" else None,
         modules=modules if layout == "fsdp" else None,
-        outer=outer,
+        round_plan=None if outer is None else outer.planned(),
     )
 
 

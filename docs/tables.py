@@ -21,9 +21,9 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS, Bounds
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.local_steps.interval import AdaComm, Quadratic, Seconds, Stepwise
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weight_codings import WEIGHTS
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowbit_strategy.elastic import Elastic as Elastic
     from lowbit_strategy.elastic import ElasticSampler as ElasticSampler
     from lowbit_strategy.exports import *  # noqa: F403
+    from lowbit_strategy.local_steps import *  # noqa: F403
 
 serve()
 
@@ -70,7 +71,8 @@ def _offered() -> dict[str, object]:
 
     names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
     offered = {each: getattr(exports, each) for each in names}
-    offered |= {each: leaves.load(leaves.NAMES[each], each) for each in leaves.present()}
+    there = {each: target for each, target in leaves.NAMES.items() if leaves.is_present(target)}
+    offered |= {each: leaves.load(target, each) for each, target in there.items()}
     return offered | {"__all__": list(offered)}
 
 

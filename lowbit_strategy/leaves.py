@@ -8,10 +8,15 @@ from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 
-NAMES = {  # of parts, in `lowbit_strategy` itself
-    "Elastic": "lowbit_strategy.elastic:Elastic",
-    "ElasticSampler": "lowbit_strategy.elastic:ElasticSampler",
-}
+_OFFERED = {  # by parts, in `lowbit_strategy` itself
+    "lowbit_strategy.elastic": ("Elastic", "ElasticSampler"),
+    "lowbit_strategy.local_steps": (
+        "AdaComm", "DiLoCo", "EagerDiLoCo", "LocalSGD", "OUTER_RULES", "OuterRule", "OverlapLocalSGD", "PostLocalSGD",
+        "Quadratic", "Seconds", "SparseLoCo", "Stepwise", "StreamingDiLoCo", "as_outer",
+    ),
+}  # fmt: skip
+NAMES = {name: f"{part}:{name}" for part, names in _OFFERED.items() for name in names}
+RULES = ("diloco", "eagerdiloco", "localsgd", "overlaplocalsgd", "postlocalsgd", "sparseloco", "streamingdiloco")
 
 
 class MissingPart(ImportError):
@@ -40,6 +45,9 @@ def load(target: str, asked_for: str) -> Any:
         ) from None
 
 
-def present() -> list[str]:
-    """Those of `NAMES` whose parts are there."""
-    return [name for name, target in NAMES.items() if find_spec(target.partition(":")[0]) is not None]
+def is_present(target: str) -> bool:
+    """Whether the file of `target` is there."""
+    try:
+        return find_spec(target.partition(":")[0]) is not None
+    except ModuleNotFoundError:  # its folder is not
+        return False

@@ -14,6 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lowbit_strategy.leaves import RULES, load
+
 if TYPE_CHECKING:
     from lowbit_strategy.methods._base.compressor import Compressor
 
@@ -25,7 +27,7 @@ _REGISTRIES = {
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lowbit_strategy.lightning_fabric"),
 }
 
-# The keys of PRESETS and OUTER_RULES, which a test compares: importing those takes a second.
+# The keys of PRESETS, which a test compares: importing those takes a second.
 COMPRESSORS = [
     "acpsgd", "adacomp", "atomo", "deft", "dense", "dgc", "eden", "ef21", "efsignsgd", "errorfeedback", "exdyna",
     "gradiveq", "gspar", "gtopk", "loco", "loco1", "loco2", "loco3", "loco4", "loco_ternary", "loco_uniform",
@@ -33,7 +35,6 @@ COMPRESSORS = [
     "naturalcompression", "onebitsgd", "partition", "powersgd", "qsgd", "randomk", "rotate", "scalecom", "sharedscale",
     "sidco", "signsgd", "signum", "sketchedsgd", "terngrad", "threelc", "topk", "warmup",
 ]  # fmt: skip
-RULES = ["diloco", "eagerdiloco", "localsgd", "overlaplocalsgd", "postlocalsgd", "sparseloco", "streamingdiloco"]
 _AUTO = "lowbit"  # the package chooses
 
 # As Lightning registers its own "ddp".
@@ -100,11 +101,11 @@ def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
 
 def named(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
-    from lowbit_strategy.methods.outer.published import OUTER_RULES
     from lowbit_strategy.methods.registry import Auto, preset
 
-    if base in OUTER_RULES:
-        return {"compressor": OUTER_RULES[base].compressor(), "outer": OUTER_RULES[base]}
+    if base in RULES:
+        rule = load("lowbit_strategy.local_steps:OUTER_RULES", base)[base]
+        return {"compressor": rule.compressor(), "outer": rule}
     return {"compressor": Auto() if base == _AUTO else preset(base)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peak_memory.training import Case
 from lowbit_strategy import DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
-from lowbit_strategy.methods.outer.published import OUTER_RULES
+from lowbit_strategy.local_steps.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
 
 

@@ -144,15 +144,15 @@ def main() -> None:
         if plan is not None:
             plans[variant] = plan
     by_variant = over_ranks(times)
-    basis = next(plan for variant, plan in plans.items() if plan.outer is None)
+    basis = next(plan for variant, plan in plans.items() if plan.round_plan is None)
     cells = {}
     for variant in options.variants:
         itemsize = _STOCK_ITEMSIZE.get(variant, 4)
         plan = plans.get(variant) or uncompressed(basis, itemsize, itemsize)
         by_step = by_variant[variant]
-        measured = statistics.mean(by_step) if plan.outer is not None else statistics.median(by_step)
+        measured = statistics.mean(by_step) if plan.round_plan is not None else statistics.median(by_step)
         own = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
-        if shards == 1 and plan.outer is None:  # local steps leave DDP's buckets alone
+        if shards == 1 and plan.round_plan is None:  # local steps leave DDP's buckets alone
             own = _NO_SYNC_DDP
         before, after = by_variant[own][:_ALONE_STEPS], by_variant[own][_ALONE_STEPS:]
         alone_s = [statistics.median(before), statistics.median(after)]

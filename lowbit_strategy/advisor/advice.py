@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import rounded
 from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation, What
@@ -22,7 +23,6 @@ from lowbit_strategy.advisor.workload import (
     topology_for,
     uncompressed,
 )
-from lowbit_strategy.methods.outer.published import OUTER_RULES
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import default_weights
 from lowbit_strategy.plan import fitting
@@ -82,6 +82,7 @@ ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 # compression at once. Where compression paid although the likely figure said no, it was 1.65 or more.
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
+_RULES = "lowbit_strategy.local_steps:OUTER_RULES"
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
 
@@ -183,11 +184,11 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
         ours = []
         for name in MEASURED:
             preset, squares = name.removesuffix(SQUARES), name.endswith(SQUARES)
-            if preset in OUTER_RULES:
-                if layout == "fsdp":
+            if preset in leaves.RULES:
+                if layout == "fsdp" or not leaves.is_present(_RULES):
                     continue
-                rule = OUTER_RULES[preset]
-                plan = plan_for(workload, layout, rule.compressor(), outer=rule)
+                rule = leaves.load(_RULES, preset)[preset]
+                plan = plan_for(workload, layout, rule.compressor(), round_plan=rule.planned())
             elif squares and layout == "ddp" and several:
                 continue
             else:

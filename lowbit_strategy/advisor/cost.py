@@ -121,8 +121,8 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float) -> StepTime:
     per_round = _sum(plan.rounds, rounds)
     late = per_round + _sum(plan.state, state)
     hidden = 0.0
-    if plan.outer is not None:
-        hidden = plan.outer.fragments * plan.outer.delay_of(plan.outer.shortest_turn) * compute_s
+    if plan.round_plan is not None:
+        hidden = plan.round_plan.steps_under_way * compute_s
     if not weights:
         coded = any(transfer.encoded_numel for transfer in plan.gradients)
         hides = not (coded and cluster.gloo) or plan.topology.far

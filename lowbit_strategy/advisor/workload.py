@@ -12,11 +12,11 @@ import torch
 from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
+from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
@@ -124,13 +124,13 @@ def plan_for(
     layout: Layout,
     compressor: Compressor,
     *,
-    outer: OuterRule | None = None,
+    round_plan: RoundPlan | None = None,
     assigned: Mapping[str, Assignment] | None = None,
     squares: bool = False,
 ) -> StepPlan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(workload, compressor) if assigned is None else assigned
-    topology = topology_for(workload, layout, local=outer is not None)
+    topology = topology_for(workload, layout, local=round_plan is not None)
     parts, modules = workload.parts(topology, layout), workload.modules
     coding: WeightCoding | None = None
     if layout == "ddp":
@@ -148,7 +148,7 @@ def plan_for(
         reduced=reduced,
         coding=coding,
         modules=None if layout == "ddp" else modules,
-        outer=outer,
+        round_plan=round_plan,
         device_type=workload.device_type,
         squares=squares,
     )
@@ -195,7 +195,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         itemsize: Bytes of an element of the gradients.
         weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
     """
-    own = replace(plan, rounds=(), state=(), every=1, outer=None, memory=Memory())
+    own = replace(plan, rounds=(), state=(), round_plan=None, memory=Memory())
     if plan.topology.world_size == 1:
         silent = [
             tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_whole_model, one_replica
-from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
+from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
@@ -64,7 +64,6 @@ from lowbit_strategy.model.parameters import (
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
-from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
@@ -86,7 +85,7 @@ def attach_ddp(
 ) -> Session:
     """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
 
-    On CPU, and for local steps, its collectives have their own process group, with DDP's timeout.
+    On CPU, and where ranks meet in rounds, its collectives have their own process group, with DDP's timeout.
 
     Args:
         model: What was prepared, in ``DistributedDataParallel``.
@@ -127,12 +126,13 @@ def attach_ddp(
         hook = DDPWiring(model, sync)
         choice = AutoChoice(prepared, sync, hook, everyone)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
-    elif not ranks.alone and (rule is None or not rule.is_local(0)):
+    elif not ranks.alone and (rule is None or rule.begins_in_steps):
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     localized = localized_parameters(module)
     digest = ParameterDigest(lambda: localized | _named(module, ignored), _digest_comm(ranks, group), device)
-    session = _session(module, prepared, sync, everyone, hook=hook, digest=digest, choice=choice, ddp=model)
+    meet = None if options.outer is None else options.outer.attach
+    session = _session(module, prepared, sync, everyone, hook=hook, digest=digest, choice=choice, ddp=model, meet=meet)
     session.close_with(model)
     return session
 
@@ -163,10 +163,10 @@ def attach_replica(
     """
     device = _device_of(module, device)
     assert prepared.options.elastic is not None
-    make_outer = prepared.options.elastic.register(prepared, module, group)
+    meet = prepared.options.elastic.register(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    return _session(module, prepared, sync, group, ddp=ddp, make_outer=make_outer)
+    return _session(module, prepared, sync, group, ddp=ddp, meet=meet)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
@@ -232,10 +232,10 @@ def attach_fsdp(
     size, is_hsdp = prepared.shard_size, prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
     ranks = make_ranks(group, topology, size or prepared.node_size, device, everyone=everyone, far=far, intra=intra)
-    make_outer: Callable[..., OuterSync] = OuterSync
+    meet = None if prepared.options.outer is None else prepared.options.outer.attach
     if is_hsdp:
         if prepared.options.elastic is not None:  # all ranks share one model, which is one replica
-            make_outer = prepared.options.elastic.register(prepared, module, group)
+            meet = prepared.options.elastic.register(prepared, module, group)
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, device)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
@@ -248,7 +248,7 @@ def attach_fsdp(
         wiring.give_back()
         choice = AutoChoice(prepared, sync, wiring, everyone)
     digest = ParameterDigest(lambda: sharded_parameters(module), ranks.peers, device) if is_hsdp else None
-    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, make_outer=make_outer)
+    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, meet=meet)
 
 
 def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology: Topology) -> int | None:
@@ -307,15 +307,15 @@ def _session(
     digest: ParameterDigest | None = None,
     choice: AutoChoice | None = None,
     ddp: DistributedDataParallel | None = None,
-    make_outer: Callable[..., OuterSync] = OuterSync,
+    meet: Callable[..., EveryStep] | None = None,
 ) -> Session:
-    """The session around a model's engine. `digest`: compares parameters."""
+    """The session around a model's engine. `digest`: compares parameters; `meet`: lets ranks meet in rounds."""
     options, ranks = prepared.options, sync.ranks
     follow_second_moment(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
-    local = None
-    if options.outer is not None and not ranks.alone:
-        local = LocalSteps(module, sync, options.outer, check_digest=compares, ddp=ddp, make_outer=make_outer)
+    pace = None
+    if meet is not None and not ranks.alone:
+        pace = meet(module, sync, check_digest=compares, ddp=ddp)
     session = Session(
         sync,
         module,
@@ -323,7 +323,7 @@ def _session(
         group=group,
         hook=hook,
         digest=digest if compares else None,
-        local=local,
+        pace=pace,
         shards=prepared.scatter,
         auto=choice,
     )
@@ -379,7 +379,7 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepar
     if options.outer is not None:
         if options.second_moment:
             sync.set_second_moment_correction(
-                MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size)
+                MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
             )
         return
     if not prepared.exchanges_squares:

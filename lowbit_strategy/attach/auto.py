@@ -151,7 +151,7 @@ class AutoChoice:
     def end_step(self) -> bool:
         """An optimizer step that counts is over, on all ranks. Returns True."""
         if self.is_baseline:
-            self.sync.count_local_step()
+            self.sync.count_step()
         self.trial_steps += self.phase != "settled"
         self._clock.end_step()
         self._remaining -= 1

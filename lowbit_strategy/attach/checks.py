@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.mean_moment import check_decay, check_second_moment, has_second_moment
+from lowbit_strategy.model.mean_moment import check_second_moment, has_second_moment
 from lowbit_strategy.model.parameters import describe_parameters, named_parameters
 
 MANY_PASSES = 100  # of one step: more than anyone accumulates
@@ -116,31 +115,10 @@ def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: I
     """
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
-        if options.outer is not None:
-            check_keeps_weights(optimizer)
         if options.second_moment:
             check_second_moment(optimizer)
-            if options.outer is not None:
-                check_decay(optimizer)
-
-
-def check_keeps_weights(optimizer: Any) -> None:
-    """Steps are local: what ranks validate, save and end with are the anchors, which they share.
-
-    Raises:
-        ValueError: The optimizer, or one inside of it, puts other weights into the model for that: this rank's own.
-    """
-    inner: Any = optimizer
-    while inner is not None:
-        is_wrapper = type(inner).__module__.startswith("accelerate.")  # which has these methods for any optimizer
-        if not is_wrapper and callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
-            raise ValueError(
-                f"{type(inner).__name__} exchanges the model's weights in its train() and eval(), for this rank's own"
-                " average, and local steps (outer=) put in what all ranks share: they do not go together. Leave outer"
-                " out, or take an optimizer that keeps one set of weights, such as AdamW (in place of"
-                " optim='schedule_free_adamw')"
-            )
-        inner = getattr(inner, "optimizer", None)
+    if options.outer is not None:
+        options.outer.check_optimizers(options, optimizers)
 
 
 def check_synchronizes(model: DistributedDataParallel) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.checks import check_keeps_weights, check_synchronizes
+from lowbit_strategy.attach.checks import check_synchronizes
 from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.engine.engine import GradientSync
@@ -18,7 +18,6 @@ from lowbit_strategy.model.parameters import (
     local_part,
     named_parameters,
 )
-from lowbit_strategy.rounds.outer import STATE_KEY
 
 
 class GradientUse:
@@ -34,11 +33,13 @@ class GradientUse:
 
     Attributes:
         stepped: Parameters that optimizers have stepped since the last step ended.
+        check_optimizer: Raises a ValueError if an optimizer cannot be served.
         ddp_of: Gives DDP around the model, if it is wrapped in it.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
         self.stepped: set[str] = set()
+        self.check_optimizer: Callable[[Optimizer], None] = lambda optimizer: None
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
@@ -79,29 +80,28 @@ class GradientUse:
         """Commit what it has stepped. An optimizer inside another one has stepped for both.
 
         Raises:
-            ValueError: Steps are local, and it exchanges weights itself.
+            ValueError: It cannot be served.
             RuntimeError: DDP was told not to synchronize the gradients.
         """
         owned = self.owned_by(optimizer)
         if not owned:
             return
-        if STATE_KEY in self._sync.rank_state:
-            check_keeps_weights(optimizer)
-        if (model := self.ddp_of()) is not None and self._sync.outer is None and not self._sync.ranks.alone:
+        self.check_optimizer(optimizer)
+        if (model := self.ddp_of()) is not None and self._sync.rounds is None and not self._sync.ranks.alone:
             check_synchronizes(model)
         self._optimizers[optimizer] = None
         sync = self._sync
         stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]
         self.stepped.update(stepped)
-        if sync.outer is None:
+        if sync.rounds is None:
             open_ones = sync.transactions.prepared | set(sync.transactions.undecided)
             sync.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
         if not stepped:
             return
-        reduced = sync.outer is not None or not sync.transactions.prepared.isdisjoint(stepped)
+        reduced = sync.rounds is not None or not sync.transactions.prepared.isdisjoint(stepped)
         if sync.second_moment is not None and reduced and has_stepped(optimizer):
             sync.second_moment.correct_(optimizer)
-        if sync.outer is None:
+        if sync.rounds is None:
             self._settle({name: owned[name] for name in stepped})
             sync.commit(stepped)
 
@@ -125,7 +125,7 @@ class GradientUse:
     def roll_back_cleared(self) -> None:
         """A backward pass begins: gradients that were reduced before it and are gone have been thrown away."""
         prepared = self._sync.transactions.prepared
-        if not prepared or self._sync.outer is not None:  # which reduces movements of weights
+        if not prepared or self._sync.rounds is not None:
             return
         cleared = [name for name in prepared if self._params[name].grad is None]
         cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])

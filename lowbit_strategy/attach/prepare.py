@@ -20,7 +20,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import Auto, as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.parameters import (
@@ -74,7 +74,7 @@ class PreparedModel:
 
     @property
     def copies_residuals(self) -> bool:
-        """Whether they are copied before each reduction; local steps throw nothing away unless replicas leave."""
+        """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
         options = self.options
         return options.rollback and (options.outer is None or options.elastic is not None)
 
@@ -142,12 +142,8 @@ def checked_specs(
     refuse_sparse_gradients(module)
     if isinstance(compressor, Auto) and options.second_moment:
         raise ValueError("Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)")
-    if isinstance(compressor, Auto) and options.outer is not None:
-        raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
     if options.outer is not None:
-        options.outer.check(assign_all(compressor, specs))
-        if options.outer.synchronous_compressor is not None:
-            options.outer.synchronous_compressor.check(specs)
+        options.outer.check_model(compressor, specs)
     if not scatter:
         refuse_python_reducer()
     return specs

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy import leaves
+from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
-from lowbit_strategy.rounds.outer import OuterSync
 
 
 class Replica(Protocol):
-    """The local steps of a replica among others that come and go.
+    """A replica among others that come and go.
 
     Attributes:
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
@@ -55,7 +55,7 @@ class Replicas(ABC):
         """
 
     @abstractmethod
-    def register(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Callable[..., OuterSync]:
+    def register(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Callable[..., EveryStep]:
         """This replica becomes known to the others, whom it meets in `Session.resume`; on all of its ranks.
 
         Args:
@@ -64,7 +64,7 @@ class Replicas(ABC):
             group: The ranks of this replica.
 
         Returns:
-            What makes its local steps, in the place of `OuterSync`.
+            What lets it meet the others, in the place of `RoundRule.attach`.
 
         Raises:
             ValueError: The ranks do not share one model.

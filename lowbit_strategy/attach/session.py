@@ -23,11 +23,11 @@ from lowbit_strategy.attach.checks import (
 )
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.gradient_use import GradientUse
-from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import watching
 from lowbit_strategy.attach.prepare import watch_optimizers
 from lowbit_strategy.attach.replicas import Replica
+from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
@@ -56,7 +56,7 @@ class Session:
         group: All ranks: used to agree between steps. Unlike the engine's groups, it survives `close`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
         digest: Compares parameters, if they are to be compared.
-        local: Local steps, if ranks train by themselves.
+        pace: When ranks meet; None: in every step.
         shards: FSDP2 shards the model; it sees in every step which parameters are trainable.
         auto: Picks the compressor, for `Auto`.
 
@@ -73,13 +73,13 @@ class Session:
         group: dist.ProcessGroup | None,
         hook: Hook | None = None,
         digest: ParameterDigest | None = None,
-        local: LocalSteps | None = None,
+        pace: EveryStep | None = None,
         shards: bool = False,
         auto: AutoChoice | None = None,
     ) -> None:
         self.sync = sync
         self.options, self.group = options, group
-        self.local, self.shards, self.auto = local, shards, auto
+        self.pace, self.shards, self.auto = EveryStep() if pace is None else pace, shards, auto
         self._ranks: Ranks | None = sync.ranks  # whose own groups `close` destroys
         self._digest = digest
         self._let_go_of_model: Callable[[], object] = lambda: None
@@ -93,14 +93,14 @@ class Session:
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
-        if local is not None:
-            local.on_forward = self.begin_forward
+        self._use.check_optimizer = self.pace.check_optimizer
+        self.pace.on_forward = self.begin_forward
         watch_optimizers(self)
 
     @property
-    def trains_locally(self) -> bool:
-        """Whether gradients stay on this rank; False in a rule's synchronous phase."""
-        return self.local is not None and self.local.outer is not None
+    def is_in_rounds(self) -> bool:
+        """Whether gradients stay on this rank, now."""
+        return self.sync.rounds is not None
 
     @property
     def is_baseline(self) -> bool:  # steps are the framework's own: chosen, or being timed
@@ -109,38 +109,35 @@ class Session:
     @property
     def has_open_step(self) -> bool:
         """Whether an optimizer's step would end something."""
-        return self.trains_locally or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
+        return self.is_in_rounds or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
 
     @property
     def replica(self) -> Replica | None:
         """This replica, where replicas join and leave; otherwise None."""
-        replica: Replica | None = None if self.local is None or self.local.outer is None else self.local.outer.replica
+        replica: Replica | None = self.pace.replica
         return replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Local steps: register the state that differs between ranks, to be saved with their weights.
+        """In rounds: register the state that differs between ranks, to be saved with their weights.
 
         Args:
             optimizers: Gives the optimizers; those that step no parameter of this model are left out.
             scaler: Gives the gradient scaler, or None.
         """
-        if self.local is None:
-            return
 
         def own() -> dict[str, Any]:
             owned = [each for each in optimizers() if self.owns(each)]
             parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
             return parts if scaler() is None else parts | {"scaler": scaler()}
 
-        self.local.own = own
+        self.pace.own = own
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Before a forward pass in training, if the framework exposes that point; weights may change until then."""
         self._end_open_step()
-        if self.local is not None:
-            self.local.begin_forward()
+        self.pace.begin_forward()
 
     def _end_open_step(self) -> None:
         """Training continues or is saved: end the step that an optimizer took, if nothing ended it."""
@@ -158,27 +155,27 @@ class Session:
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
-            loss: Loss of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
+            loss: Loss of the batch, before `scaler`: for rounds whose length follows it.
 
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
         """
-        if not self.trains_locally:  # a turn would change weights that the forward pass has already used
+        if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
-        self._use.follow(self.frozen, is_served=self.local is None)
+        self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
         self._use.roll_back_cleared()
         self._num_passes += 1
         if self._num_passes == MANY_PASSES:
             self._warn(NO_STEP_HAS_ENDED)
         if unfrozen := self.frozen.newly_trainable():
-            if not (self.shards or self.trains_locally):
+            if not (self.shards or self.is_in_rounds):
                 raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
             self.extend()
         if self.replica is not None:
             self.replica.check_joined()
-        if self.trains_locally or self.is_baseline or self.sync.ranks.alone:
-            if loss is not None and self.local is not None and self.local.outer is not None:
-                self.local.outer.observe_loss(loss)
+        if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
+            if loss is not None:
+                self.pace.observe_loss(loss)
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
         self._use.note_delivered()
@@ -190,7 +187,7 @@ class Session:
         torch's, it must be called.
 
         Args:
-            optimizer: Which one has stepped, for local steps; None: the only one.
+            optimizer: Which one has stepped, for rounds; None: the only one.
             scaler: See `begin_step`. Reading its scale here, where it changes, keeps the host from waiting for the
                 device before backward.
 
@@ -205,9 +202,8 @@ class Session:
             raise RuntimeError(MADE_BEFORE_SHARDING)
         stepped = self._use.take_stepped(optimizer)
         self._num_passes, self._is_open = self._num_passes if self._is_open else 0, False
-        if self.trains_locally:
-            assert self.local is not None
-            self.local.after_optimizer(optimizer)
+        if self.is_in_rounds:
+            self.pace.after_optimizer(optimizer)
             return True
         if scaler is not None:
             self._scale.read(scaler)
@@ -224,8 +220,8 @@ class Session:
         counted = self.sync.end_step(stepped)
         if self._digest is not None and synchronized and counted:
             self._digest.after_step(self.sync.step_index)
-        if self.local is not None and synchronized:
-            self.local.after_optimizer(optimizer)
+        if synchronized:
+            self.pace.after_optimizer(optimizer)
         if self.auto is not None and counted:
             self.auto.end_step()
         return counted
@@ -247,8 +243,7 @@ class Session:
                 does 3.
         """
         self._end_open_step()
-        if self.local is not None:
-            self.local.arrive()
+        self.pace.arrive()
         return self._saver.around(path, asynchronous=asynchronous)
 
     def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
@@ -305,24 +300,22 @@ class Session:
             self.sync.weights.unchanged()
 
     def resume(self) -> None:
-        """The framework has loaded all that it saves, after `load`, or training begins; for local steps."""
+        """The framework has loaded all that it saves, after `load`, or training begins; for rounds."""
         self._use.stepped.clear()  # torch steps an optimizer to make the state that it loads into
-        if self.local is not None:
-            self.local.resume()
+        self.pace.resume()
         if self.replica is not None and self.sync.ranks.world.rank == 0:
             inform("%s", build_report(self.sync).render())  # only now it is known how many there are
 
     def finish(self) -> None:
-        """Training ends on this rank; call on all ranks. After local steps all ranks have the same weights then."""
+        """Training ends on this rank; call on all ranks, which have the same weights then."""
         self._end_open_step()
-        if self.local is not None:
-            self.local.finish()
+        self.pace.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
         """Inside, the model has the weights that all ranks share: for validation, with a warning if the last one saw
         the same weights, or for saving with ``validates=False``.
         """
-        return contextlib.nullcontext() if self.local is None else self.local.shared_weights(validates=validates)
+        return self.pace.shared_weights(validates=validates)
 
     def _warn(self, text: str) -> None:
         if self.sync.ranks.logs:
@@ -332,8 +325,8 @@ class Session:
         """Continue with the state of an earlier attachment of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
         saved = capture.capture(earlier.sync) | {"own": {}}
-        if capture.keep_fitting(self.sync, saved) and self.local is not None and earlier.local is not None:
-            self.local.adopt(earlier.local)
+        if capture.keep_fitting(self.sync, saved):
+            self.pace.adopt(earlier.pace)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
         if self.auto is not None:
             self.auto.after_load()
@@ -347,16 +340,14 @@ class Session:
         """
         specs, params = self.frozen.take_newly_trainable()
         self.sync.extend(specs)
-        if self.local is not None:
-            self.local.extend(params)
+        self.pace.extend(params)
         if model is not None and self._hook is not None:
             self._hook.close()
             wiring = self._hook if isinstance(self._hook, DDPWiring) else None
             self._hook = DDPHook(model, self.sync) if wiring is None else wiring.wrapped_anew(model)
             self.close_with(model)
             self.frozen.wrapped_anew()
-            if self.local is not None:
-                self.local.wrapped_by(model)
+            self.pace.wrapped_by(model)
         if specs and self.sync.ranks.logs:
             inform("%d more parameters are trained now\n%s", len(specs), build_report(self.sync).render())
 
@@ -393,8 +384,7 @@ class Session:
         watching.pop(self, None)
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
-        if self.local is not None:
-            has_ended = self.local.close() and has_ended
+        has_ended = self.pace.close() and has_ended
         ranks, self._ranks = self._ranks, None
         if ranks is not None and has_ended:
             ranks.destroy()

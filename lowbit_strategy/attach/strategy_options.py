@@ -20,16 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.replicas import Replicas
+from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.outer.interval import Seconds
-from lowbit_strategy.methods.outer.published import (
-    OUTER_RULES,
-    OuterRule,  # and what else may be given for one
-)
 from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import WeightCoding
@@ -42,7 +38,7 @@ from lowbit_strategy.model.fsdp_sharding import (
 )
 from lowbit_strategy.model.mesh import data_parallel_rows
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
-from lowbit_strategy.options.conversion import unknown_option
+from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
 
 
@@ -105,7 +101,7 @@ class SyncOptions:
     intra: int | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
-    outer: OuterRule | None = None
+    outer: RoundRule | None = None
     elastic: Replicas | None = None
     memory: float | None = None
     far_links: bool | None = None
@@ -137,18 +133,10 @@ def check_options(options: SyncOptions, *, scatter: bool) -> None:
             f"weights={type(options.weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every"
             " rank has them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
         )
-    rule = options.outer
-    if rule is not None and options.two_level:
-        raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
-    if rule is not None and scatter and options.shard_size is None:
-        raise ValueError(
-            "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
-            ' shard_size="node" as well, for local steps between nodes'
-        )
+    if options.outer is not None:
+        options.outer.check_options(options, scatter=scatter)
     if options.elastic is not None:
         options.elastic.check(options)
-    elif rule is not None and isinstance(rule.every, Seconds):
-        raise ValueError(f'every="{rule.every.seconds:g}s" needs elastic: ranks that stay together take as many steps')
 
 
 Accumulate = Literal["local", "reduce"]
@@ -377,11 +365,10 @@ def _refuse_unknown(
 
 def _whose(strategy: type, name: str) -> str:
     """Hint for an unknown option that belongs to another class; "" if none has it."""
-    for of, form, configurations in (
-        ("compressor", f"{strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values())),
-        ("outer rule", "outer={}({}=...)", OUTER_RULES.values()),
-    ):
+    of_options = [(f"{field}={{}}({{}}=...)", known_of(kind)) for field, kind in types_of(SyncOptions).items()]
+    compressors = (f"the compressor, {strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values()))
+    for form, configurations in (compressors, *of_options):
         for each in configurations:
             if name in {field.name for field in dataclasses.fields(each)}:
-                return f"it is an option of the {of}, {form.format(type(each).__name__, name)}"
+                return f"it is an option of {form.format(type(each).__name__, name)}"
     return ""

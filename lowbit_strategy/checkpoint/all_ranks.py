@@ -235,9 +235,9 @@ class ResidualSaver:
 
     def _notice_missing(self, now: Moment) -> None:
         """Warn, once, if ranks of this machine did not save when this one did. It took an exchange with them to get
-        here since; with local steps there may have been none.
+        here since; between rounds there may have been none.
         """
-        if self._last is None or self._noticed or self._sync.outer is not None:
+        if self._last is None or self._noticed or self._sync.rounds is not None:
             return
         path, file = self._last
         found = {each.rank for each in residual_files.files_of(path) if each.moment == file.moment and each.is_whole}

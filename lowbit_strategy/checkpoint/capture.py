@@ -82,7 +82,7 @@ def _topology(sync: GradientSync) -> list[int]:
 
 def _reduced(sync: GradientSync) -> str:
     """The unit of residuals."""
-    return "gradients" if sync.outer is None else "weights"
+    return "gradients" if sync.rounds is None else "weights"
 
 
 def _on_cpu(value: Any) -> Any:
@@ -270,10 +270,10 @@ def _change_world_size(
 def _shared_state(
     sync: GradientSync, state: str, *, num_shards: int, load_rank: Callable[[int], Saved]
 ) -> Mapping[str, Any]:
-    """What ranks share of local steps in ``own``, cut again for another number of shards, as this rank would save it.
+    """What ranks share of a state in ``own``, cut again for another number of shards, as this rank would save it.
 
-    Anchors, the outer optimizer's moments and a fragment under way are saved as each rank's shards. They are the same
-    on all replicas, so those of the first one are put together, and each rank takes its part.
+    It is saved as each rank's shards. They are the same on all replicas, so those of the first one are put together,
+    and each rank takes its part.
 
     Args:
         sync: This rank's engine.

@@ -28,10 +28,10 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.autoload import SECTION, VARIABLE
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import option_names, preset
 from lowbit_strategy.options.conversion import convert, did_you_mean, nearest
 
@@ -58,7 +58,7 @@ def plugin_from_section(section: object) -> LowBitPlugin:
         if not section and ours["controller"].levels:
             section = {"compressor": ours["controller"].levels[0]}
     if ours.get("outer") is not None:
-        ours["outer"] = convert(ours["outer"], OuterRule, f"{SECTION}.outer")
+        ours["outer"] = convert(ours["outer"], RoundRule, f"{SECTION}.outer")  # type: ignore[type-abstract]
         if not section:
             section = {"compressor": ours["outer"].compressor()}
     return convert({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)

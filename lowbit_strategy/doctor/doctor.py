@@ -21,7 +21,8 @@ from rich.table import Table
 
 from lowbit_strategy import autoload
 from lowbit_strategy.inform import errors_of
-from lowbit_strategy.register import COMPRESSORS, RULES
+from lowbit_strategy.leaves import RULES
+from lowbit_strategy.register import COMPRESSORS
 from lowbit_strategy.version import __version__
 
 TESTED = {"torch": "2.14", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases

@@ -149,7 +149,7 @@ def plan(
         reduced=reduced,
         coding=prepared.weights,
         modules=modules,
-        outer=prepared.options.outer,
+        round_plan=None if options.outer is None else options.outer.planned(),
         copies=prepared.copies_residuals,
     )
     return Report(planned_run, chosen, device)

@@ -36,9 +36,9 @@ from lowbit_strategy.elastic.membership import Members, Membership
 from lowbit_strategy.elastic.sampler import ElasticSampler
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.methods.outer.interval import Seconds
-from lowbit_strategy.rounds.fragment import FragmentSync
-from lowbit_strategy.rounds.outer import OuterSync
+from lowbit_strategy.local_steps.fragment import FragmentSync
+from lowbit_strategy.local_steps.interval import Seconds
+from lowbit_strategy.local_steps.outer import OuterSync
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +16,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.parameters import fingerprint, named_parameters, to_plain
 from lowbit_strategy.ranks.groups import new_group
 
@@ -24,8 +25,9 @@ _NO_TIMEOUT = timedelta(days=30)
 
 def register(
     elastic: Elastic, prepared: PreparedModel, module: nn.Module, group: dist.ProcessGroup | None
-) -> Callable[..., ElasticOuterSync]:
-    """Registers this replica, which meets the others in `Session.resume`; call on all of its ranks.
+) -> Callable[..., Any]:
+    """Registers this replica, which meets the others in `Session.resume`; call on all of its ranks. Returns what makes
+    its local steps.
 
     Args:
         elastic: As chosen.
@@ -37,7 +39,7 @@ def register(
         ValueError: There are several ranks, and the model is not sharded over them.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
-    options = prepared.options
+    options, rule = prepared.options, cast("OuterRule", prepared.options.outer)
     if (num_ranks := dist.get_world_size(group)) > 1 and not prepared.scatter:
         raise ValueError(
             f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
@@ -59,7 +61,8 @@ def register(
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
-    return partial(ElasticOuterSync, membership=Membership(elastic, same, inside))
+    make_outer = partial(ElasticOuterSync, membership=Membership(elastic, same, inside))
+    return partial(rule.attach, make_outer=make_outer)
 
 
 def advance_schedule(schedule: Any, num_steps: int) -> None:

@@ -2,7 +2,7 @@
 
 Methods that look at the whole model wait under DDP for the last bucket, which reduces for all (`Collector`).
 
-`BucketSchedule` orders DDP's buckets and those of a round of local steps, the same on all ranks: a new bucket is
+`BucketSchedule` orders DDP's buckets and those of a round, the same on all ranks: a new bucket is
 started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after the last bucket of
 a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue collectives in the
 same order. A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left; the

@@ -16,9 +16,9 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
 from lowbit_strategy.engine.interfaces import (
     Listeners,
-    LocalTraining,
     PartState,
     RankState,
+    Rounds,
     SecondMomentCorrection,
     Stateful,
     StepPhase,
@@ -72,8 +72,8 @@ class GradientSync:
         node_codes: Means inside a node as codes; None: sums there are exact, or there is one level.
         extra_state, rank_state, part_state: What is saved beside the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
-        steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
-        outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
+        steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
+        rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
         second_moment: Corrects the optimizer's second moment after it has stepped; None: it is not corrected.
     """
 
@@ -99,7 +99,7 @@ class GradientSync:
         self.rank_state: dict[str, RankState] = {}
         self.part_state: dict[str, PartState] = {}
         self.steps_per_reduction = 1
-        self.outer: LocalTraining | None = None
+        self.rounds: Rounds | None = None
         self.second_moment: SecondMomentCorrection | None = None
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
@@ -215,7 +215,7 @@ class GradientSync:
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
                 as it was.
-            steps_per_reduction: Optimizer steps since the reduction before: 1 unless steps are local.
+            steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
         """
         if self.has_begun:
             return
@@ -258,7 +258,7 @@ class GradientSync:
     @contextmanager
     def taken_back(self) -> Iterator[None]:
         """Inside, methods have kept what they had before all that is open."""
-        if self.outer is not None:  # an exchange that is under way is saved with its movements
+        if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
             yield
             return
         with self.transactions.taken_back():
@@ -377,7 +377,7 @@ class GradientSync:
         else:
             self.num_skipped += 1
             self.roll_back()
-        if self.outer is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
+        if self.rounds is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
             self.step_index += counted
         self._clear_step()
         self.state.replaced = []
@@ -387,21 +387,21 @@ class GradientSync:
             self.listeners.end_step(counted=counted)
         return counted
 
-    def train_locally(self, outer: LocalTraining, *, revocable: bool = False) -> None:
-        """Switch to local steps: weights' changes are reduced, no gradients. `revocable`: a step may be rolled back."""
-        if self.outer is None and self.step_index > 0:
+    def reduce_in_rounds(self, rounds: Rounds, *, revocable: bool = False) -> None:
+        """No gradients are reduced from now on, but what `rounds` brings. `revocable`: that may be rolled back."""
+        if self.rounds is None and self.step_index > 0:
             self.forget()
-        self.outer, self.skips_overflow, self.loss_scale = outer, False, None
+        self.rounds, self.skips_overflow, self.loss_scale = rounds, False, None
         self.transactions.keeps_copies = revocable and self._keeps_copies
 
-    def train_together(self) -> None:
-        """Gradients are reduced again, in every step: a state from before `train_locally` has been loaded."""
-        self.outer, self.skips_overflow = None, self._may_overflow
+    def reduce_gradients(self) -> None:
+        """Gradients are reduced again, in every step: a state from before `reduce_in_rounds` has been loaded."""
+        self.rounds, self.skips_overflow = None, self._may_overflow
         self.transactions.keeps_copies = self._keeps_copies
         self.forget()
 
-    def count_local_step(self) -> None:
-        """An optimizer step that nothing is reduced for."""
+    def count_step(self) -> None:
+        """In rounds: an optimizer step that nothing is reduced for."""
         self.step_index += 1
 
     def serve_weights(self, weights: WeightSync) -> None:
@@ -436,7 +436,7 @@ class GradientSync:
 
     def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:
         """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights."""
-        weights, outer = self.weights, self.outer
+        weights, rounds = self.weights, self.rounds
         known = {name for each in self._expected for name in each.names}
         later = tuple(name for name in reversed(self.specs) if name not in known)
         layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
@@ -448,8 +448,7 @@ class GradientSync:
             reduced=[*self._expected, *([ParamGroup(later)] if later else ())],
             coding=None if weights is None else coding or weights.coding,
             modules=None if weights is None else weights.layouts,
-            outer=None if outer is None else outer.rule,
-            every=None if outer is None else outer.round_length,
+            round_plan=None if rounds is None else rounds.round_plan,
             device_type=self.device.type,
             squares=self.second_moment is not None and self.second_moment.exchanges,
             copies=self.transactions.keeps_copies,

@@ -1,4 +1,4 @@
-"""What an engine knows of others: state that is saved with its own, who trains locally, who is called in a step.
+"""What an engine knows of others: state that is saved with its own, who reduces in rounds, who is called in a step.
 
 | phase | who | may |
 |---|---|---|
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from lowbit_strategy.engine.bucket import BucketObserver
-from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.plan.rounds import RoundPlan
 
 
 class Stateful(Protocol):
@@ -72,21 +72,25 @@ class SecondMomentCorrection(Protocol):
         """The model has others now."""
 
 
-class LocalTraining(Protocol):
-    """What reports have to know of local steps, and what controllers change.
+ROUNDS_KEY = "outer"  # where the state of who reduces in rounds is saved, in rounds or not yet
+
+
+class Rounds(Protocol):
+    """Who reduces something in rounds of several steps, while gradients stay on their rank.
 
     Attributes:
-        every: Optimizer steps of each coming round, instead of the rule's; None: the rule's.
-        rule: When replicas synchronize, and how.
+        every: Optimizer steps of each coming round, as a controller chooses; None: as planned.
     """
 
     every: int | None
-    rule: OuterRule
 
     @property
-    def round_length(self) -> int: ...
+    def round_plan(self) -> RoundPlan:
+        """The current round."""
+
     @property
-    def drift(self) -> float | None: ...
+    def drift(self) -> float | None:
+        """How far ranks had drifted apart before the last meeting; see `Observation`."""
 
 
 class StepPhase(IntEnum):

@@ -271,7 +271,7 @@ class HybridReduction(_ReduceScatter):
     @property
     def _is_local(self) -> bool:
         """Whether replicas train by themselves."""
-        return self._sync.outer is not None or self._sync.ranks.alone
+        return self._sync.rounds is not None or self._sync.ranks.alone
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group

@@ -9,6 +9,9 @@ from abc import ABC
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.strategy_options import LowBitStrategy
@@ -17,7 +20,6 @@ from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.local_steps import add_local_callbacks, batch_size, copied
 from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
 from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.telemetry.model_control import ModelControl
@@ -56,7 +58,8 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
     _has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
     _resume: tuple[Any, Stamp | None] | None = None
     _signals: DeferredSignals | None = None
-    _validates: contextlib.ExitStack | None = None  # the model has the anchors, where steps are local
+    _validates: contextlib.ExitStack | None = None  # the model has the weights that ranks share
+    _rounds: Any = None  # what is called where ranks meet in rounds
 
     @property
     def sync(self) -> GradientSync | None:
@@ -80,7 +83,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
                 session.adopt(self.session)
             self.session.close()
         self.session, self._session_module, self._in_fit = session, module, True
-        self._has_resumed = False
+        self._has_resumed, self._rounds = False, session.pace.adapter("lightning")
         self._load_waiting()
 
     def _load_waiting(self) -> None:
@@ -104,7 +107,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
         loop._broadcast_sigterm_tensor = functools.partial(
             signals.agree, type(loop)._broadcast_sigterm_tensor.__get__(loop)
         )
-        self._begin_local_steps(self.session, trainer, signals)
+        self._begin(self.session, trainer, signals)
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
@@ -124,11 +127,11 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:
-            self._resume_local_steps(self.session)
+            self._resume_session(self.session)
             self.session.begin_forward()
             self.serve_unfrozen(self.session)
             if self.session.replica is not None:
-                self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
+                self.session.replica.count_samples(_batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
     def serve_unfrozen(self, session: Session) -> None:
@@ -139,7 +142,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
-            if self._signals is not None and self.session.local is None and self.session.sync.ranks.peers.is_far:
+            if self._signals is not None and self._rounds is None and self.session.sync.ranks.peers.is_far:
                 self._signals.ask()
             self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 
@@ -152,30 +155,29 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
         self.session.end_step(optimizer, self.loss_scaler)
         return output
 
-    # -- local steps --------------------------------------------------------------------------------------------------
+    # -- weights that ranks share -------------------------------------------------------------------------------------
 
-    def _begin_local_steps(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
+    def _begin(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
-        if session.local is None:
-            return
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if session.replica is not None:
             terminated = functools.partial(signals.has_received, TERMINATE)
             self._elastic.join_in(trainer, session.replica, terminated)
-        self._resume_local_steps(session)
-        add_local_callbacks(trainer, session, signals)
+        self._resume_session(session)
+        if self._rounds is not None:
+            self._rounds.begin(trainer, session, signals)
 
-    def _resume_local_steps(self, session: Session) -> None:
+    def _resume_session(self, session: Session) -> None:
         """Training begins, or goes on after a finder has tried something in the middle of it and loaded what was."""
-        if session.local is not None and not self._has_resumed:
+        if not self._has_resumed:
             self._has_resumed = True
             session.resume()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.session is None or not self.session.trains_locally or not self._in_fit:
+        if self.session is None or not self.session.is_in_rounds or not self._in_fit:
             return super().lightning_module_state_dict()
         with self.session.shared_weights(validates=False):
-            return copied(super().lightning_module_state_dict())
+            return _copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
         if self.session is not None and self._in_fit:
@@ -265,3 +267,20 @@ def _finish_writing(checkpoint_io: Any) -> bool:
     if checkpoint_io._error is not None:
         raise checkpoint_io._error
     return True
+
+
+def averages_weights(callback: Any) -> bool:
+    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors that stay as they are when the model goes on."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _batch_size(batch: Any) -> int:
+    """Batch size by the first tensor that has dims; 1 if there is none."""
+    sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, 1)

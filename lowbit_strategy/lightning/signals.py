@@ -102,7 +102,7 @@ class DeferredSignals:
             stop()
 
     def terminate_alone(self) -> bool:
-        """Local steps, where the other ranks may be elsewhere: whether this rank has been terminated."""
+        """Where the other ranks may be elsewhere: whether this rank has been terminated."""
         if not self.has_received(TERMINATE):
             return False
         connector, launcher = self.trainer._signal_connector, self.trainer.strategy.launcher

@@ -16,8 +16,7 @@ from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstruc
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
-from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy
-from lowbit_strategy.lightning.local_steps import averages_weights
+from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy, averages_weights
 from lowbit_strategy.model.fsdp_sharding import end_iteration
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
@@ -60,7 +59,7 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         """DDP synchronizes what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
-        if session.trains_locally:  # DDP synchronizes nothing
+        if session.is_in_rounds:  # DDP synchronizes nothing
             super().serve_unfrozen(session)
             return
         waits = not getattr(self.model, "find_unused_parameters", True)

@@ -234,5 +234,5 @@ def _make(value: Any, source: Source) -> WeightCoding:
 _NAMES = "a name such as 'exact', 'code8' or 'delta4', or {name: delta, bits: 4}"
 register_conversion(
     WeightCoding,
-    Conversion(_make, f"Exact(), WeightCode(), WeightDelta(), {_NAMES}", _NAMES),
+    Conversion(_make, f"Exact(), WeightCode(), WeightDelta(), {_NAMES}", _NAMES, known=lambda: CHOICES),
 )

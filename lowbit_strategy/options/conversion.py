@@ -107,12 +107,14 @@ class Conversion(NamedTuple):
         description: What is accepted, for errors.
         in_files: The same for those who write files.
         forms: The types of what code may give, for constructors that show them.
+        known: Gives instances, for hints about whose an option is.
     """
 
     make: Callable[[Any, Source], Any]
     description: str
     in_files: str
     forms: tuple[Any, ...] = (str,)
+    known: Callable[[], Iterable[Any]] = tuple
 
 
 _conversions: dict[type, Conversion] = {}
@@ -252,6 +254,12 @@ def or_name(kind: Any) -> Any:
     kinds = typing.get_args(kind) or (kind,)
     forms = [form for each in kinds if each in _conversions for form in _conversions[each].forms]
     return typing.Union[(*kinds, *forms)] if forms else kind
+
+
+def known_of(kind: Any) -> list[Any]:
+    """Instances that are known for `kind`, or for a part of a union."""
+    kinds = typing.get_args(kind) or (kind,)
+    return [value for each in kinds if each in _conversions for value in _conversions[each].known()]
 
 
 def _converted(value: Any, kind: Any, source: Source) -> Any:

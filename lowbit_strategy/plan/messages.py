@@ -43,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a fragment's movement.
+    """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a round.
 
     Args:
         name: For reports.

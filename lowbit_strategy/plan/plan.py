@@ -11,7 +11,6 @@ from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.gradients import (
     Layout,
@@ -29,13 +28,8 @@ from lowbit_strategy.plan.messages import (
     step_nbytes,
     under_way_nbytes,
 )
-from lowbit_strategy.plan.occasional import (
-    anchor_nbytes,
-    round_transfers,
-    share_nbytes,
-    square_transfers,
-    squares_nbytes,
-)
+from lowbit_strategy.plan.occasional import square_transfers, squares_nbytes
+from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
 
@@ -52,7 +46,7 @@ class Memory:
         weights: What stays of FSDP2's weights between gathers.
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
-        anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
+        rounds: What is kept from round to round, where ranks meet in rounds.
         squares: For Adam's second moment, where ranks exchange squares of their gradients.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
             FSDP2 a rank otherwise holds its shard of them.
@@ -63,14 +57,14 @@ class Memory:
     weights: int = 0
     messages: int = 0
     working: int = 0
-    anchors: int = 0
+    rounds: int = 0
     squares: int = 0
     accumulating: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all but `accumulating`, which depends on how the loop accumulates."""
-        kept = self.residuals + self.copies + self.weights + self.anchors + self.squares
+        kept = self.residuals + self.copies + self.weights + self.rounds + self.squares
         return kept + self.messages + self.working
 
 
@@ -85,10 +79,9 @@ class StepPlan:
         assignments: Method and kind of each, and why: what is exempt or of high precision.
         gradients: Transfers of every step, in the order in which backward produces them.
         weights: Transfers of every step: FSDP2's modules, in their order.
-        rounds: Local steps: of every round.
+        rounds: Of every round, where ranks meet in rounds.
         state: Per step or round, on average: for the optimizers' state, where it is averaged or made of squares.
-        every: Optimizer steps of a round; 1 without local steps.
-        outer: The rule of local steps, where they are.
+        round_plan: What `rounds` are of; None: every step reduces its gradients.
         memory: By purpose.
         coding: Coding of weights, if FSDP2 shards them.
         modules: As FSDP2 gathers them.
@@ -102,8 +95,7 @@ class StepPlan:
     weights: tuple[TransferGroup, ...]
     rounds: tuple[TransferGroup, ...]
     state: tuple[TransferGroup, ...]
-    every: int
-    outer: OuterRule | None
+    round_plan: RoundPlan | None
     memory: Memory
     coding: WeightCoding | None
     modules: Mapping[str, ModuleLayout]
@@ -114,8 +106,13 @@ class StepPlan:
         return self.layout == "fsdp"
 
     @property
+    def every(self) -> int:
+        """Optimizer steps of a round; 1 without rounds."""
+        return 1 if self.round_plan is None else self.round_plan.every
+
+    @property
     def sent_nbytes(self) -> int:
-        """Bytes of gradients sent to peers in a step, of movements in a round; framing aside."""
+        """Bytes sent to peers in a step, or in a round; framing aside."""
         return step_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
 
     @property
@@ -149,8 +146,7 @@ def make_plan(
     reduced: Sequence[ParamGroup] | None = None,
     coding: WeightCoding | None = None,
     modules: Mapping[str, ModuleLayout] | None = None,
-    outer: OuterRule | None = None,
-    every: int | None = None,
+    round_plan: RoundPlan | None = None,
     device_type: str = "cuda",
     squares: bool = False,
     copies: bool | None = None,
@@ -163,8 +159,7 @@ def make_plan(
     reduced: What is reduced as one, in the order of backward; None: buckets as DDP's of float32 gradients.
     coding: Coding of weights, under FSDP2.
     modules: What FSDP2 gathers as one, under FSDP2.
-    outer: The rule of local steps.
-    every: Optimizer steps of a round; None: of the first one.
+    round_plan: What ranks send in rounds, where gradients stay on their rank.
     device_type: Where gradients are coded.
     squares: Whether ranks exchange squares of gradients.
     copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
@@ -175,11 +170,11 @@ def make_plan(
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
     if topology.num_peers == 1:  # there is nobody to meet
-        outer = None
+        round_plan = None
     exact = frozenset(name for name, each in assignments.items() if each.is_exact)
     reduction = ReductionPlan(methods, by_name, topology, exact)
-    gradients = gradient_transfers(reduced, reduction, layout, local=outer is not None)
-    rounds = alike(round_transfers(outer, methods, by_name, topology)) if outer is not None else ()
+    gradients = gradient_transfers(reduced, reduction, layout, local=round_plan is not None)
+    rounds = () if round_plan is None else alike(round_plan.transfers(methods, by_name, topology))
     state = square_transfers(reduced, assignments, by_name, topology) if squares else ()
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
@@ -191,7 +186,7 @@ def make_plan(
     modules = modules or {}
     weights = () if coding is None else alike(weight_transfers(coding, modules, topology, layout))
     residuals = _residual_nbytes(reduction)
-    copies = outer is None if copies is None else copies
+    copies = round_plan is None if copies is None else copies
     return StepPlan(
         topology=topology,
         layout=layout,
@@ -201,8 +196,7 @@ def make_plan(
         weights=weights,
         rounds=rounds,
         state=state,
-        every=1 if outer is None else every or outer.round_length(0, None),
-        outer=outer,
+        round_plan=round_plan,
         memory=Memory(
             residuals=residuals,
             copies=residuals if copies else 0,
@@ -210,8 +204,8 @@ def make_plan(
             messages=_messages_nbytes(gradients, weights, rounds, state, topology, layout, unsharded, max_in_flight)
             + (_mean_beside_nbytes(gradients, means) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
-            + (share_nbytes(outer, by_name) if outer is not None else 0),
-            anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
+            + (0 if round_plan is None else round_plan.working_nbytes(by_name)),
+            rounds=0 if round_plan is None else round_plan.kept_nbytes(by_name),
             squares=squares_nbytes(assignments, by_name, topology, copies=copies) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),

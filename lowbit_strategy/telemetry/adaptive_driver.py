@@ -25,9 +25,8 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.interfaces import ROUNDS_KEY, StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.rounds.outer import STATE_KEY
 from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
 from lowbit_strategy.telemetry.window_sums import WindowSums
 
@@ -99,7 +98,7 @@ class AdaptiveDriver:
                 f"{type(self.controller).__name__} does not go with elastic: a replica that joins would not know what"
                 " has been decided. Leave one of them out"
             )
-        if self.controller.initial_accumulation is not None and STATE_KEY in sync.rank_state:
+        if self.controller.initial_accumulation is not None and ROUNDS_KEY in sync.rank_state:
             raise ValueError(
                 f"{type(self.controller).__name__} does not go with outer: it judges gradients and sets the batch of a"
                 " step, and where steps are local only weights travel. Leave one of them out, or use a controller that"
@@ -151,8 +150,8 @@ class AdaptiveDriver:
             self._choose_levels()
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
-        if self.sync.outer is not None:
-            self.sync.outer.every = decision.every
+        if self.sync.rounds is not None:
+            self.sync.rounds.every = decision.every
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings

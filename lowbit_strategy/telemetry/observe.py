@@ -79,11 +79,11 @@ class Observation:
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
-        step_ms: From the end of the step before to the end of this one; None for a first step. Local steps: of the
+        step_ms: From the end of the step before to the end of this one; None for a first step. In rounds: of the
             turn before and of this one.
         nonfinite: Parameters whose gradient was not finite.
-        drift: Local steps: how far ranks had drifted apart, see `OuterSync.drift`; None where every step is
-            synchronized.
+        drift: In rounds: how far ranks had drifted apart, the root mean square of their distances from the mean, in
+            units of the mean movement; None where every step is synchronized.
         stride: Optimizer steps since the reduction before; 1 where every step is synchronized. `sent_nbytes` and the
             rest are of all of them together.
     """
@@ -239,7 +239,7 @@ class Observer:
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
             nonfinite=tuple(name for name in names if not bool(sums[name].isfinite().all())),
-            drift=None if sync.outer is None else sync.outer.drift,
+            drift=None if sync.rounds is None else sync.rounds.drift,
             stride=sync.steps_per_reduction,
         )
 

@@ -86,9 +86,9 @@ class Report:
         return self.plan.memory.messages + self.plan.memory.working
 
     def render(self) -> str:
-        plan, memory, outer = self.plan, self.plan.memory, self.plan.outer
+        plan, memory, rounds = self.plan, self.plan.memory, self.plan.round_plan
         what = "reduce-scatter" if plan.scatter else "all-reduce"
-        kind, period = ("gradient", "step") if outer is None else ("pseudo-gradient", "round")
+        kind, period = ("gradient", "step") if rounds is None else (rounds.sends, "round")
         ranks = describe_ranks(plan.topology)
         lines = [f"lowbit_strategy: compressed {kind} {what} over {ranks}, kernels: {self.kernels}"]
         for group in self.groups:
@@ -99,8 +99,8 @@ class Report:
         if sent := plan.sent_nbytes:
             per_step, mean = sent / plan.every, ""
             fp32, bf16 = plan.uncompressed_nbytes(4), plan.uncompressed_nbytes(2)
-            if outer is not None:
-                lines.append(f"  {outer.label}: a rank sends {size(sent)} per round of {plan.every} steps")
+            if rounds is not None:
+                lines.append(f"  {rounds.label}: a rank sends {size(sent)} per round of {plan.every} steps")
                 mean = " on average"
             lines.append(
                 f"  sent by a rank {size(per_step)}/step{mean}; fp32 {size(fp32)} ({fp32 / per_step:.1f}x),"
@@ -113,8 +113,8 @@ class Report:
             lines.append(f"  until step {step}, where the compressor's next phase begins")
         if plan.coding is not None and plan.topology.num_peers > 1:
             lines += self._weights(plan.coding)
-        if outer is not None:
-            lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
+        if rounds is not None:
+            lines.append(f"  memory per rank: {size(memory.rounds)} for {rounds.keeps}")
         lines += self._second_moment()
         lines.append(
             f"  memory per rank: {size(memory.residuals)} for residuals,{self._copies()}"
@@ -137,7 +137,7 @@ class Report:
             ]
         if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
             return []
-        why = "local steps" if plan.outer else "two levels" if plan.topology.node_size and not plan.scatter else ""
+        why = "local steps" if plan.round_plan else "two levels" if plan.topology.node_size and not plan.scatter else ""
         if not why:
             return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
         return [f"  second moment: left as it is, because of {why} (second_moment)"]

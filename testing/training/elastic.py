@@ -25,9 +25,9 @@ from lowbit_strategy.elastic import outer as elastic_outer
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds.outer import OuterSync
 
 EVERY = 4
 RULE = DiLoCo(every=EVERY, momentum=0.5)

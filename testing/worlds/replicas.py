@@ -16,10 +16,10 @@ from lowbit_strategy import (
     OuterRule,
 )
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds.outer import OuterSync
 from testing.worlds.threaded import ThreadedWorld
 
 

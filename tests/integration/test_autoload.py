@@ -14,7 +14,8 @@ import pytest
 
 import lowbit_strategy
 from lowbit_strategy import OUTER_RULES, PRESETS, autoload, custom_loop, exports, leaves
-from lowbit_strategy.register import COMPRESSORS, RULES
+from lowbit_strategy.leaves import RULES
+from lowbit_strategy.register import COMPRESSORS
 from testing.processes.scripts import REPOSITORY, environment, run_script
 
 _LOADED = "sorted(name for name in sys.modules if name.partition('.')[0] in ('lowbit_strategy', 'wrapt'))"

@@ -70,7 +70,7 @@ def distilling(folder: Path, rule: str) -> Facts:
     return {
         "same": same,
         "facts": whole.facts(),
-        "averaged": sorted(made.strategy.sync.outer.model.buffers.shared),
+        "averaged": sorted(made.strategy.sync.rounds.model.buffers.shared),
         "said": sum("used differ between ranks and have no mean" in text for text in logged),
     }
 
@@ -91,7 +91,7 @@ def diverging(folder: Path) -> Facts:
 
     class Diverging(Distilled):
         def on_train_batch_end(self, *args: Any) -> None:
-            outer = self.trainer.strategy.sync.outer
+            outer = self.trainer.strategy.sync.rounds
             outer.model.buffers.shared["center"][0] = float(self.global_rank)
 
     made = trainer(LowBitDDPStrategy(LoCo(block_size=32), outer=LocalSGD(every=2)), max_steps=8)

@@ -41,7 +41,7 @@ def frozen_later(folder: Path, span: tuple[int, int]) -> Facts:
         "print": fingerprint(model),
         "changes": sum(not torch.equal(one, next_) for one, next_ in pairwise(model.frozen)),
         "moved": not torch.equal(model.frozen[-1], model.net[0].weight),
-        "turns": made.strategy.sync.outer.num_syncs,
+        "turns": made.strategy.sync.rounds.num_syncs,
         "lines": [line for line in lines if "more parameters" in line],
     }
 

@@ -140,7 +140,7 @@ class FirstWeights(Callback):
             self.look(trainer, pl_module)
 
     def look(self, trainer: Any, pl_module: Any) -> None:
-        outer = trainer.strategy.sync.outer
+        outer = trainer.strategy.sync.rounds
         kept = outer._optimizer.state_dict()
         for name, param in pl_module.named_parameters():
             anchor = outer.anchors[name]

@@ -149,7 +149,7 @@ def by_name(folder: Path, name: str) -> Facts:
         "print": fingerprint(model),
         "sent": sync.ranks.peers.sent_nbytes,
         "logged": logged,
-        "turns": sync.outer.num_syncs,
+        "turns": sync.rounds.num_syncs,
     }
 
 
@@ -247,7 +247,7 @@ def two_optimizers(folder: Path) -> Facts:
     return {
         "print": fingerprint(model),
         "steps": made.strategy.sync.step_index,
-        "turns": made.strategy.sync.outer.num_syncs,
+        "turns": made.strategy.sync.rounds.num_syncs,
     }
 
 
@@ -327,7 +327,7 @@ def test_attempted_steps_count_alike_on_all_ranks(facts: list[Facts]) -> None:
 
 def second_fit(folder: Path, rule: str) -> Facts:
     model, is_local = Regression(), []
-    noting = LambdaCallback(on_train_start=lambda made, _: is_local.append(made.strategy.sync.outer is not None))
+    noting = LambdaCallback(on_train_start=lambda made, _: is_local.append(made.strategy.sync.rounds is not None))
     made = trainer(outer_strategy(RULES[rule]), max_steps=5, callbacks=[noting])
     made.fit(model, loader())
     made.fit_loop.epoch_loop.max_steps = 11
@@ -373,7 +373,7 @@ def other_world(folder: Path, rule: str) -> Facts:
     model = ByStep()
     fresh = trainer(outer_strategy(RULES[rule]), max_steps=1)
     fresh.fit(model, loader())
-    local, sync = fresh.strategy.session.local, fresh.strategy.sync
+    local, sync = fresh.strategy.session.pace, fresh.strategy.sync
     restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     local.resume()
     anchors = local.outer.anchors

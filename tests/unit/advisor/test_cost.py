@@ -171,7 +171,8 @@ def random_plans() -> st.SearchStrategy[StepPlan]:
         outer = OUTER_RULES.get(name) if layout != "fsdp" and not own else None
         workload = Workload(transformer(numel), nodes, per_node, itemsize=2)
         compressor = PRESETS["loco" if name in OUTER_RULES else name]
-        plan = plan_for(workload, layout, compressor, outer=outer)  # type: ignore[arg-type]
+        rounds = None if outer is None else outer.planned()
+        plan = plan_for(workload, layout, compressor, round_plan=rounds)  # type: ignore[arg-type]
         return uncompressed(plan, 2) if own else plan
 
     layouts, names = st.sampled_from(["ddp", "fsdp", "hsdp"]), st.sampled_from(["loco", "powersgd", "dense", "diloco"])

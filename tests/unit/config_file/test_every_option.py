@@ -16,7 +16,7 @@ from lowbit_strategy import OUTER_RULES, PRESETS, Compressor, WeightCoding
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.cli import app
 from lowbit_strategy.config_file.section import OTHER_KEYS, add_section, plugin_from_section, read_section
-from lowbit_strategy.methods.outer.interval import Interval
+from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.methods.weight_codings import CHOICES
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"

@@ -50,7 +50,7 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
             lambda: LowBitDDPStrategy(density=0.1),
             "it is an option of the compressor, LowBitDDPStrategy(TopK(density=...))",
         ),
-        (lambda: LowBitDDPStrategy(every=30), "it is an option of the outer rule, outer=DiLoCo(every=...)"),
+        (lambda: LowBitDDPStrategy(every=30), "it is an option of outer=DiLoCo(every=...)"),
         (lambda: LowBitDDPStrategy(outr="diloco"), "LowBitDDPStrategy has no option 'outr'; did you mean 'outer'?"),
         (lambda: LowBitDDPStrategy(two_levels=True), "did you mean 'two_level'?"),
         (lambda: LowBitDDPStrategy(check_digests=True), "did you mean 'check_digest'?"),

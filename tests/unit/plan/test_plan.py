@@ -12,15 +12,15 @@ from torch import nn
 from lowbit_strategy import DGC, PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.published import OUTER_RULES
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.methods.outer.published import OUTER_RULES
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology
-from lowbit_strategy.rounds.outer import OuterSync
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
 from testing.worlds.single import engine
 from testing.worlds.threaded import ThreadedWorld
@@ -69,7 +69,7 @@ def of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = Non
         reduced=None if layout == "ddp" else reduced,
         coding=coding,
         modules=None if coding is None else modules(specs),
-        outer=outer,
+        round_plan=None if outer is None else outer.planned(),
     )
 
 
@@ -97,9 +97,9 @@ def test_seventy_billion_parameters_on_a_thousand_ranks(
     assert 0.51 < per_element < 0.60  # 4 bits and a scale per block; embedding and head in 8 bits; padding
     share = 1 if size is None else 1 / size
     assert plan.memory.residuals == pytest.approx(share * numel * (1 + 2 / 128), rel=0.15)
-    assert (plan.memory.anchors > 0) == (outer is not None)
+    assert (plan.memory.rounds > 0) == (outer is not None)
     if outer is not None:  # anchor, momentum, one fragment's pseudo-gradient
-        assert plan.memory.anchors == pytest.approx(share * numel * (8 + 4 / outer.fragments), rel=0.1)
+        assert plan.memory.rounds == pytest.approx(share * numel * (8 + 4 / outer.fragments), rel=0.1)
     if size is not None:
         assert plan.between_nbytes == plan.sent_nbytes
 
@@ -199,7 +199,7 @@ def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
             sum(anchor.nbytes for anchor in outer.anchors.values())
             + kept
             + 4 * max(fragment.numel for fragment in outer.fragments)
-        ), sync.plan().memory.anchors
+        ), sync.plan().memory.rounds
 
     found = [future.result() for future in [world._threads.submit(held, at) for at in range(2)]]
     world.close()

@@ -12,12 +12,8 @@ from torch import Tensor
 
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods.outer.interval import Interval
-from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.model.parameters import to_plain
-from lowbit_strategy.plan.occasional import NUM_FACTS, cut_into
-from lowbit_strategy.rounds.anchored_model import AnchoredModel, AveragedBuffers
-from lowbit_strategy.rounds.fragment import (
+from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
+from lowbit_strategy.local_steps.fragment import (
     AnchorOptimizer,
     AsyncReducer,
     BlockingReducer,
@@ -26,8 +22,10 @@ from lowbit_strategy.rounds.fragment import (
     FragmentSync,
     RoundLosses,
 )
-
-STATE_KEY = "outer"  # of each rank's own saved state
+from lowbit_strategy.local_steps.interval import Interval
+from lowbit_strategy.local_steps.round_plan import NUM_FACTS, LocalRoundPlan, cut_into
+from lowbit_strategy.local_steps.rule import OuterRule
+from lowbit_strategy.model.parameters import to_plain
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -99,7 +97,7 @@ class OuterSync:
         self._losses = RoundLosses(sync.device)
         self.finished = False
         self._spread: Tensor | None = None
-        sync.train_locally(self, revocable=self.revocable)
+        sync.reduce_in_rounds(self, revocable=self.revocable)
 
     def join(self) -> None:
         """Before training: everybody is there."""
@@ -128,6 +126,10 @@ class OuterSync:
         return -(-(self._next + 1) * self.round_length // count) - -(-self._next * self.round_length // count)
 
     @property
+    def round_plan(self) -> LocalRoundPlan:
+        return self.rule.planned(self.round_length)
+
+    @property
     def drift(self) -> float | None:
         """How far ranks had drifted apart before the last synchronization: the root mean square of their distances from
         the mean, in units of the mean movement; from a sample. None before the first. Reading it waits for the device.
@@ -150,7 +152,7 @@ class OuterSync:
         Args:
             learning_rate: Learning rate of the inner optimizer.
         """
-        self.sync.count_local_step()
+        self.sync.count_step()
         self._since += 1
         self._rates = (self._rates[1], learning_rate)
         self.finished = False

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from lowbit_strategy import leaves
+from lowbit_strategy.attach.rounds import EveryStep, RoundRule
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.checks import check_keeps_weights
+from lowbit_strategy.local_steps.interval import Interval, Seconds
+from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 from lowbit_strategy.methods._base.checks import check_positive
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.outer.interval import Interval
+from lowbit_strategy.methods.registry import Auto
+from lowbit_strategy.model.mean_moment import check_decay
 from lowbit_strategy.options.configuration import configuration
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
@@ -19,7 +28,7 @@ _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
 
 
 @configuration
-class OuterRule:
+class OuterRule(RoundRule):
     """Local steps between synchronizations.
 
     The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Between its turns
@@ -110,6 +119,62 @@ class OuterRule:
         if self.delay:
             parts.append(f"{self.delay} steps later")
         return ", ".join(parts)
+
+    @property
+    def begins_in_steps(self) -> bool:
+        return not self.is_local(0)
+
+    def planned(self, every: int | None = None) -> LocalRoundPlan:
+        return LocalRoundPlan(
+            label=self.label,
+            every=every or self.round_length(0, None),
+            fragments=self.fragments,
+            steps_under_way=self.fragments * self.delay_of(self.shortest_turn),
+            moment_nbytes=self.moment_nbytes,
+            eager=self.eager,
+        )
+
+    def attach(
+        self,
+        module: nn.Module,
+        sync: GradientSync,
+        *,
+        check_digest: bool,
+        ddp: DistributedDataParallel | None,
+        **options: Any,
+    ) -> EveryStep:
+        """See `RoundRule.attach`. `options`: others of `LocalSteps`."""
+        make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
+        made: EveryStep = make(module, sync, self, check_digest=check_digest, ddp=ddp, **options)
+        return made
+
+    def check_options(self, options: Any, *, scatter: bool) -> None:
+        if options.two_level:
+            raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+        if scatter and options.shard_size is None:
+            raise ValueError(
+                "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
+                ' shard_size="node" as well, for local steps between nodes'
+            )
+        if options.elastic is None and isinstance(self.every, Seconds):
+            raise ValueError(
+                f'every="{self.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
+            )
+
+    def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
+        if isinstance(compressor, Auto):
+            raise ValueError(
+                "Auto chooses what every step sends, and outer= sends in some steps only: give a compressor"
+            )
+        self.check(assign_all(compressor, specs))
+        if self.synchronous_compressor is not None:
+            self.synchronous_compressor.check(specs)
+
+    def check_optimizers(self, options: Any, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            check_keeps_weights(optimizer)
+            if options.second_moment:
+                check_decay(optimizer)
 
     def check(self, assignments: Mapping[str, Assignment]) -> None:
         """Raises:

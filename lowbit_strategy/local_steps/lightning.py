@@ -8,23 +8,16 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lowbit_strategy.attach.session import Session
+from lowbit_strategy.lightning.base_strategy import averages_weights
 from lowbit_strategy.lightning.signals import REQUEUE, DeferredSignals
-from lowbit_strategy.rounds.outer import OuterSync
+from lowbit_strategy.local_steps.outer import OuterSync
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 
 
-def averages_weights(callback: Any) -> bool:
-    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
-    names = {base.__name__ for base in type(callback).__mro__}
-    return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))
-
-
-def add_local_callbacks(trainer: Any, session: Session, signals: DeferredSignals) -> None:
+def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
     """Training begins.
 
     1. The last thing of a fit, before any callback learns that training has ended, is `Session.finish`.
@@ -43,7 +36,7 @@ def add_local_callbacks(trainer: Any, session: Session, signals: DeferredSignals
 
 
 def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) -> None:
-    sync, outer = session.sync, session.sync.outer
+    sync, outer = session.sync, session.sync.rounds
     if isinstance(outer, OuterSync):
         outer.asks = lambda: signals.has_received(REQUEUE)
         if outer.asked:
@@ -67,16 +60,5 @@ def _with_anchors(session: Session, moment: Callable[..., Any], may_change: bool
     """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
     with session.shared_weights(validates=False):
         moment(*args, **kwargs)
-        if may_change and session.local is not None and session.local.outer is not None:
-            session.local.outer.rebase_if_changed()
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that stay as they are when the model goes on."""
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def batch_size(batch: Any) -> int:
-    """Batch size by the first tensor that has dims; 1 if there is none."""
-    sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-    return next(sizes, 1)
+        if may_change:
+            session.pace.weights_replaced()

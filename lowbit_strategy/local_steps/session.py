@@ -7,6 +7,8 @@ import logging
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,19 +17,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Stateful
+from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
-from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.local_steps.checks import check_keeps_weights
+from lowbit_strategy.local_steps.outer import AsyncReducer, OuterSync
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
-from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
 
 _log = logging.getLogger("lowbit_strategy")
 
 
-class LocalSteps:
-    """Between the adapter of a framework and `OuterSync`.
+class LocalSteps(EveryStep):
+    """Between the session and `OuterSync`.
 
     Args:
         module: The model, the same on all ranks of `sync`.
@@ -38,10 +42,10 @@ class LocalSteps:
         make_outer: Makes what synchronizes.
 
     Attributes:
-        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. If it
-            gives none, as in a custom loop, those that have stepped count.
-        on_forward: Called before each forward pass in training.
+        outer: Synchronizes; None in a rule's synchronous part.
     """
+
+    serves_replaced = False
 
     def __init__(
         self,
@@ -55,7 +59,6 @@ class LocalSteps:
     ) -> None:
         self.sync = sync
         self.rule = rule
-        self.own: Callable[[], Mapping[str, Stateful]] = dict
         self._params = trainable_parameters(module)
         self._module = module
         if ddp is None:
@@ -69,18 +72,37 @@ class LocalSteps:
         self._stepped: set[int] = set()  # since the last step was over
         self._learning_rate: float | None = None  # of the optimizer that has stepped last
         self._outer_of = make_outer
-        self.on_forward: Callable[[], None] = self.begin_forward
+        self.on_forward = self.begin_forward
         self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
         self._compressor = sync.compressor  # of pseudo-gradients
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
-        sync.save_per_rank(STATE_KEY, self)
+        sync.save_per_rank(ROUNDS_KEY, self)
         if rule.is_local(0):
             self._start()
         elif rule.synchronous_compressor is not None:
             sync.use(rule.synchronous_compressor)
+
+    @property
+    def replica(self) -> Any:
+        return None if self.outer is None else self.outer.replica
+
+    def adapter(self, framework: str) -> Any:
+        name = f"lowbit_strategy.local_steps.{framework}"
+        return None if find_spec(name) is None else import_module(name)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        check_keeps_weights(optimizer)
+
+    def observe_loss(self, loss: Tensor) -> None:
+        if self.outer is not None:
+            self.outer.observe_loss(loss)
+
+    def weights_replaced(self) -> None:
+        if self.outer is not None:
+            self.outer.rebase_if_changed()
 
     def _buffers(self) -> dict[str, Tensor]:
         """Buffers of the model, and its frozen parameters."""
@@ -120,7 +142,7 @@ class LocalSteps:
         if self.outer is None or self.rule.is_local(self.sync.step_index):
             return
         self.outer = None
-        self.sync.train_together()
+        self.sync.reduce_gradients()
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self.rule.synchronous_compressor)
         if (ddp := self._ddp_of()) is not None:
@@ -289,10 +311,12 @@ class LocalSteps:
                     parts[name].load_state_dict(_resharded(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
-    def adopt(self, earlier: LocalSteps) -> None:
+    def adopt(self, earlier: Any) -> None:
         """Continue with the state of an earlier attachment of the same model. If that has finished, and the
         model has other weights since, training begins with those.
         """
+        if not isinstance(earlier, LocalSteps):
+            return
         done = earlier.sync  # by its steps the rule knows whether the next one is local
         self.sync.restore_progress(step_index=done.step_index, num_skipped=done.num_skipped, loss_scale=done.loss_scale)
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)

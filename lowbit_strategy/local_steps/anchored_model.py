@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.local_steps.fragment import Fragment
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.parameters import local_part
-from lowbit_strategy.rounds.fragment import Fragment
 
 _log = logging.getLogger("lowbit_strategy")
 

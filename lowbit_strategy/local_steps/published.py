@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
-from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
@@ -228,8 +227,6 @@ OUTER_RULES: dict[str, OuterRule] = {
     )
 }
 
-register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
-
 _INTERVALS: dict[str, type[Interval]] = {
     interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
 }
@@ -244,7 +241,8 @@ def as_outer(value: object, field: str = "outer") -> OuterRule:
     return convert(value, OuterRule, field, Source.CODE)
 
 
-def _rule(value: Any, source: Source) -> OuterRule:
+def made_rule(value: Any, source: Source) -> OuterRule:
+    """An outer rule of its name, or of a mapping."""
     base, options = named(value, OUTER_RULES, "outer rule")
     preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     return call(type(base), preset | options, source)
@@ -260,7 +258,7 @@ def _interval(value: Any, source: Source) -> Interval:
 register_conversion(
     OuterRule,
     Conversion(
-        _rule,
+        made_rule,
         "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
         "an outer rule such as diloco or {name: diloco, every: 30}",
     ),

@@ -22,12 +22,12 @@ from lowbit_strategy import (
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.fragment import Fragment
+from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds.fragment import Fragment
-from lowbit_strategy.rounds.outer import OuterSync
 from testing.worlds.replicas import Replicas
 from testing.worlds.threaded import ThreadedWorld
 
@@ -52,7 +52,7 @@ def test_local_sgd_takes_the_mean_of_weights_and_buffers(world_size: int) -> Non
 def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for bucket_numel in (2**21, 40):
-        monkeypatch.setattr("lowbit_strategy.plan.occasional.BUCKET_NUMEL", bucket_numel)
+        monkeypatch.setattr("lowbit_strategy.local_steps.round_plan.BUCKET_NUMEL", bucket_numel)
         ranks = Replicas(OUTER_RULES[name], OUTER_RULES[name].compressor())
         fragment = ranks.outers[0].fragments[0]
         parts = [part for _, part in fragment.buckets]

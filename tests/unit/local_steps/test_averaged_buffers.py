@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit_strategy.rounds.anchored_model import AveragedBuffers
+from lowbit_strategy.local_steps.anchored_model import AveragedBuffers
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")

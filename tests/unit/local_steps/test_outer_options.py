@@ -19,9 +19,9 @@ from lowbit_strategy import (
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.doctor.dry_run import Planned, plan
+from lowbit_strategy.local_steps.published import as_outer
+from lowbit_strategy.local_steps.round_plan import cut_into
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods.outer.published import as_outer
-from lowbit_strategy.plan.occasional import cut_into
 from lowbit_strategy.register import named
 from recipes.gpt import GPT
 

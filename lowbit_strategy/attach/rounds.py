@@ -1,0 +1,157 @@
+"""The door for ranks that meet in rounds: what the option that brings them has to offer, and its part in a session."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lowbit_strategy import leaves
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.interfaces import Stateful
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.registry import register_other_names
+from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
+from lowbit_strategy.plan.rounds import RoundPlan
+
+
+class EveryStep:
+    """When ranks meet, as a session asks: in every step. What lets them meet in rounds derives from this.
+
+    Attributes:
+        own: Gives the optimizers and the scaler, whose state may differ between ranks, by name; set by the adapter. If
+            it gives none, as in a custom loop, those that have stepped count.
+        on_forward: Called before each forward pass in training, where this sees it.
+        replica: This one, where replicas join and leave; otherwise None.
+        serves_replaced: Whether other parameters in the place of those that it was given are served.
+    """
+
+    own: Callable[[], Mapping[str, Stateful]] = dict
+    on_forward: Callable[[], None]
+    replica: Any = None
+    serves_replaced: ClassVar[bool] = True
+
+    def wrapped_by(self, model: DistributedDataParallel | None) -> None:
+        """DDP around the model, which the adapter may have replaced."""
+
+    def extend(self, params: Mapping[str, nn.Parameter]) -> None:
+        """More parameters are trained, and the engine knows them."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """It has stepped parameters of the model.
+
+        Raises:
+            ValueError: It cannot be served.
+        """
+
+    def begin_forward(self) -> None:
+        """A forward pass in training begins."""
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Of a batch, before this rank steps."""
+
+    def after_optimizer(self, optimizer: Optimizer | None) -> None:
+        """An optimizer has stepped, or a scaler has skipped its step. None: the only one has."""
+
+    def shared_weights(self, *, validates: bool) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model has the weights that all ranks share."""
+        return contextlib.nullcontext()
+
+    def weights_replaced(self) -> None:
+        """In `shared_weights`, on all ranks: the model may have been given other weights, from which they go on."""
+
+    def arrive(self) -> None:
+        """Before the engine's state is read: wait for what is under way."""
+
+    def resume(self) -> None:
+        """The framework has loaded everything, or training begins."""
+
+    def adopt(self, earlier: Any) -> None:
+        """Continue with the state of an earlier attachment of the same model."""
+
+    def finish(self) -> None:
+        """Training ends."""
+
+    def close(self) -> bool:
+        """Returns whether the threads of this have ended."""
+        return True
+
+    def adapter(self, framework: str) -> Any:
+        """A module with what the adapter of that name calls where ranks meet in rounds; None: there is nothing."""
+        return None
+
+
+class RoundRule(ABC):
+    """An option by which ranks meet in rounds, with gradients that stay on their rank in between."""
+
+    @property
+    @abstractmethod
+    def begins_in_steps(self) -> bool:
+        """Whether gradients are reduced in the first steps."""
+
+    @abstractmethod
+    def compressor(self) -> Compressor:
+        """If the user chooses none."""
+
+    @abstractmethod
+    def planned(self, every: int | None = None) -> RoundPlan:
+        """A round. `every`: its optimizer steps; None: those of the first one."""
+
+    @abstractmethod
+    def check_options(self, options: Any, *, scatter: bool) -> None:
+        """Raises:
+        ValueError: `options` (`SyncOptions`) do not go with it.
+        """
+
+    @abstractmethod
+    def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
+        """Raises:
+        ValueError: The compressor does not go with it, for these parameters.
+        """
+
+    @abstractmethod
+    def check_optimizers(self, options: Any, optimizers: Iterable[Optimizer]) -> None:
+        """Raises:
+        ValueError: An optimizer does not go with it.
+        """
+
+    @abstractmethod
+    def attach(
+        self, module: nn.Module, sync: GradientSync, *, check_digest: bool, ddp: DistributedDataParallel | None
+    ) -> EveryStep:
+        """Take over when the ranks of `sync` meet.
+
+        Args:
+            module: The model, the same on all ranks of `sync`.
+            sync: Engine of the model; nothing else uses its group between steps.
+            check_digest: Compare over the ranks now and then what they share.
+            ddp: Around the model, if it is wrapped.
+        """
+
+
+def _from_value(value: Any, source: Source) -> RoundRule:
+    made: RoundRule = leaves.load("lowbit_strategy.local_steps.published:made_rule", "outer")(value, source)
+    return made
+
+
+def _known() -> Iterable[RoundRule]:
+    target = "lowbit_strategy.local_steps:OUTER_RULES"
+    return leaves.load(target, "outer").values() if leaves.is_present(target) else ()
+
+
+register_other_names(leaves.RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
+register_conversion(
+    RoundRule,
+    Conversion(
+        _from_value,
+        "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
+        "an outer rule such as diloco or {name: diloco, every: 30}",
+        known=_known,
+    ),
+)

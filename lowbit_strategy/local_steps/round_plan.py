@@ -1,0 +1,96 @@
+"""What local steps send in a round and keep in memory, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.plan.gradients import peer_transfer, summed
+from lowbit_strategy.plan.messages import TransferGroup
+from lowbit_strategy.ranks.ranks import Topology
+
+SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
+BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
+NUM_FACTS = 4  # numbers of a header beside the sample and one per rank
+
+
+def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
+    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
+    total = sum(spec.numel for spec in specs)
+    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.numel / 2
+        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
+        before += spec.numel
+    return [part for part in parts if part]
+
+
+def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Consecutive parameters of at most `BUCKET_NUMEL` elements together, or a larger one alone."""
+    buckets: list[list[TensorSpec]] = [[]]
+    numel = 0
+    for spec in specs:
+        if any(each.numel for each in buckets[-1]) and numel + spec.numel > BUCKET_NUMEL:
+            buckets.append([])
+            numel = 0
+        buckets[-1].append(spec)
+        numel += spec.numel
+    return buckets
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRoundPlan:
+    """A round of local steps.
+
+    Args:
+        label: The rule's.
+        every: Optimizer steps of the round.
+        fragments: Parts of the model that take turns.
+        steps_under_way: Optimizer steps during which their messages may travel, those of all fragments.
+        moment_nbytes: Bytes of the outer optimizer's state per element.
+        eager: A rank applies its own share of what it has sent at once.
+    """
+
+    sends: ClassVar[str] = "pseudo-gradient"
+    keeps: ClassVar[str] = "anchors and pseudo-gradients"
+
+    label: str
+    every: int
+    fragments: int
+    steps_under_way: int
+    moment_nbytes: float
+    eager: bool
+
+    def transfers(
+        self, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
+    ) -> tuple[TransferGroup, ...]:
+        """Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
+        transfers = []
+        for at, fragment in enumerate(self._fragments(specs)):
+            sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
+            for number, bucket in enumerate(buckets_of(fragment)):
+                transfer = peer_transfer(f"fragment {at}, bucket {number}", bucket, methods, topology)
+                if number == 0:
+                    header = summed("header", NUM_FACTS + topology.num_peers + sampled, topology)
+                    transfer = replace(transfer, messages=(header, *transfer.messages))
+                transfers.append(transfer)
+        return tuple(transfers)
+
+    def kept_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """Anchors, what the outer optimizer keeps once it has stepped, and a pseudo-gradient."""
+        numel = sum(spec.numel for spec in specs.values())
+        return round(numel * (4 + self.moment_nbytes)) + self._largest_fragment_nbytes(specs)
+
+    def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """This rank's own share of the mean, where it does not wait for the others'."""
+        return self._largest_fragment_nbytes(specs) if self.eager else 0
+
+    def _fragments(self, specs: Mapping[str, TensorSpec]) -> list[list[TensorSpec]]:
+        return cut_into(list(specs.values()), self.fragments)
+
+    def _largest_fragment_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        return 4 * max((sum(spec.numel for spec in fragment) for fragment in self._fragments(specs)), default=0)

@@ -1,0 +1,46 @@
+"""What is sent in rounds of several optimizer steps, where not every step reduces its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.plan.messages import TransferGroup
+from lowbit_strategy.ranks.ranks import Topology
+
+
+class RoundPlan(Protocol):
+    """A round, as numbers, and what reports call its parts."""
+
+    @property
+    def label(self) -> str:
+        """A few words for reports: who meets, and when."""
+
+    @property
+    def sends(self) -> str:
+        """What is sent in the place of a gradient."""
+
+    @property
+    def keeps(self) -> str:
+        """What is kept from round to round."""
+
+    @property
+    def every(self) -> int:
+        """Optimizer steps of a round."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """Optimizer steps of a round during which its messages may travel."""
+
+    def transfers(
+        self, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
+    ) -> tuple[TransferGroup, ...]:
+        """What a round sends."""
+
+    def kept_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """Memory for what is kept."""
+
+    def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """Temporary memory of a turn, beside messages."""

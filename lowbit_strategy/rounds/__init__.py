@@ -1,1 +1,0 @@
-"""Local steps between synchronizations: anchors, turns, and what each rank has of its own."""
