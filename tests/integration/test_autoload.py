@@ -81,7 +81,7 @@ show(type(StrategyRegistry.get('loco_ddp')).__module__)
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     torch, without_a_section, lightning, accelerate, asked = show(_IMPORTS)
     assert torch == LIGHT
-    assert lightning == sorted([*LIGHT, "lowbit_strategy.register"])
+    assert lightning == sorted([*LIGHT, "lowbit_strategy.leaves", "lowbit_strategy.register"])
     assert accelerate == []
     assert asked == "lowbit_strategy.lightning"
     launch = ["lowbit_strategy.config_file", "lowbit_strategy.config_file.accelerate_hooks"]
