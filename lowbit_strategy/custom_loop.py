@@ -37,6 +37,7 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import is_hybrid, shard_group
+from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.telemetry.observe import Observer
@@ -200,7 +201,7 @@ def compress(
     compressor = LoCo() if compressor is None else as_compressor(compressor)
     check_optimizers(compressor, sync_options, optimizers)
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    params = {id(param) for param in bare.parameters()}
+    params = {id(param) for _, param in named_parameters(bare)}
     if any(not params & {id(p) for group in each.param_groups for p in group["params"]} for each in optimizers):
         raise ValueError(MADE_BEFORE_SHARDING)
     group: dist.ProcessGroup

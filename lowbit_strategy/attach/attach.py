@@ -57,7 +57,6 @@ from lowbit_strategy.model.parameters import (
     canonical_name,
     describe_parameters,
     handshake,
-    localized_parameters,
     named_parameters,
     settings_facts,
 )
@@ -129,8 +128,7 @@ def attach_ddp(
     elif not ranks.alone and (rule is None or rule.begins_in_steps):
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
-    localized = localized_parameters(module)
-    digest = ParameterDigest(lambda: localized | _named(module, ignored), _digest_comm(ranks, group), device)
+    digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
     meet = None if options.outer is None else options.outer.attach
     session = _session(module, prepared, sync, everyone, hook=hook, digest=digest, choice=choice, ddp=model, meet=meet)
     session.close_with(model)

@@ -11,7 +11,6 @@ from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, shar
 from lowbit_strategy.model.parameters import (
     describe_parameters,
     keep_names,
-    localized_parameters,
     named_parameters,
     trainable_parameters,
 )
@@ -29,11 +28,10 @@ class Frozen:
         keep_names(module)
         self._frozen = {name: param for name, param in named_parameters(module) if not param.requires_grad}
         self._expected = trainable_parameters(module)  # whose gradients DDP waits for
-        self._localized = localized_parameters(module)
         self._look_up()
 
     def _look_up(self) -> None:
-        self._by_name = self._localized | sharded_parameters(self._module)
+        self._by_name = sharded_parameters(self._module)
         self._ids = self._identities()
 
     def _identities(self) -> list[tuple[int, ...]]:

@@ -24,6 +24,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import Auto, as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.parameters import (
+    bring_back,
     describe_parameters,
     fingerprint,
     handshake,
@@ -116,6 +117,7 @@ def prepare(
         raise ValueError(f"prepare was given a {type(module).__name__}: give it the bare model, {then}")
     compressor = as_compressor(compressor)
     options = SyncOptions() if options is None else options
+    bring_back(module)
     specs = checked_specs(module, compressor, options, scatter=scatter)
     handshake(fingerprint(compressor, module, scatter=scatter, settings=settings_of(options)), group)
     if dist.get_rank(group) == 0:

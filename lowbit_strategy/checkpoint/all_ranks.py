@@ -296,7 +296,8 @@ def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeCha
         return residual_files.load(path, file_of(stamp, rank))
 
     try:
-        capture.restore(sync, load_rank(rank_then), load_rank=load_rank, on_world_size_change=policy)
+        saved = capture.saved_by_own(sync, stamp["world_size"], load_rank)
+        capture.restore(sync, saved, load_rank=load_rank, on_world_size_change=policy)
     except (ResidualFileError, ValueError) as error:
         return Problem.of(error)
     except Exception as error:  # a file of another structure fails in any way

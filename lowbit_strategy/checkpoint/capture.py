@@ -22,7 +22,7 @@ from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.model.parameters import local_part
 
-FORMAT = 4
+FORMAT = 5
 _SMALL_NBYTES = 1 << 20  # copied to page-locked memory, which is not returned to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
@@ -47,6 +47,7 @@ def _capture(sync: GradientSync) -> Saved:
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
         "column": sync.ranks.column,
+        "place": [sync.ranks.rank, sync.ranks.world_size],
         "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
@@ -139,7 +140,7 @@ def restore(
     )
     for name, parts in sync.part_state.items():
         if name in saved["parts"]:
-            parts.load_state_dict(_everyones(name, saved, load_rank))
+            parts.load_state_dict(_everyones(sync, name, saved, load_rank))
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
@@ -165,11 +166,32 @@ def restore(
         _restore_parameter(sync, name, entry)
 
 
-def _everyones(name: str, saved: Saved, load_rank: Callable[[int], Saved]) -> Iterator[Mapping[str, Any]]:
+def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], Saved]) -> Saved:
+    """What a rank saved that had the same part of the model as this one, by the other dims of its mesh, and its place
+    among those over which gradients are a mean. Usually it had this rank's number.
+
+    Raises:
+        ValueError: None had this part.
+    """
+    number, ranks = sync.ranks.world.rank % num_saved, sync.ranks
+    for rank in (number, *range(num_saved)):
+        saved = load_rank(rank)
+        place, num_places = saved["place"]
+        if (saved["column"], place) == (ranks.column, ranks.rank % num_places):
+            return saved
+    raise ValueError(
+        "the residuals beside the checkpoint are of a model in fewer parts: resume with the tensor-parallel size that"
+        ' it was saved with, or pass on_missing_residual="reset" to go on with residuals of zero'
+    )
+
+
+def _everyones(
+    sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
+) -> Iterator[Mapping[str, Any]]:
     """For `PartState`."""
     yield saved["parts"][name]
-    for rank in range(saved["world_size"]):
-        yield load_rank(rank)["parts"][name]
+    for each in _of_column(sync, range(saved["world_size"]), load_rank):
+        yield each["parts"][name]
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:

@@ -25,7 +25,7 @@ from lowbit_strategy.engine.bucket import TURN_AFTER, BucketLayout, BucketSchedu
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.parameters import named_parameters
+from lowbit_strategy.model.parameters import bring_back, named_parameters
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of
 
@@ -53,6 +53,7 @@ def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = 
     if bucket_cap_mb is not None:
         _set_bucket_cap(model, round(bucket_cap_mb * _MIB))
     model._remove_autograd_hooks()
+    bring_back(model.module)
     parameters, is_sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, is_sparse, names, model.static_graph)

@@ -64,7 +64,8 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """
     first: Mapping[object, str] = _first_names.get(module) or {}
     records = shard_records(module)
-    held = [(canonical_name(path), param, records.get(id(param), param)) for path, param in module.named_parameters()]
+    paths = (*module.named_parameters(), *((path, param) for path, param, *_ in replaced_by_ddp(module)))
+    held = [(canonical_name(path), param, records.get(id(param), param)) for path, param in paths]
     taken = {first[record] for *_, record in held if record in first}
     found = []
     for name, param, record in held:
@@ -91,11 +92,25 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in named_parameters(module) if param.requires_grad}
 
 
-def localized_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters whose local part DDP with ``device_mesh=`` reduces, and which leave the module in its first forward
-    pass: it has `DTensor` in their place from then on.
+def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
+    """Parameters whose local part DDP with ``device_mesh=`` reduces, and which left the module in its first forward
+    pass: it has `DTensor` made of them in their place. With their paths, and which attributes of what they were.
     """
-    return {name: param for name, param in named_parameters(module) if hasattr(param, "_st_info")}
+    found = []
+    for path, child in module.named_modules():
+        for attribute, value in vars(child).items():
+            if isinstance(value, DTensor) and value.grad_fn is not None:
+                param: Any = getattr(value.grad_fn.next_functions[0][0], "variable", None)
+                if hasattr(param, "_st_info"):
+                    found.append((f"{path}.{attribute}" if path else attribute, param, child, attribute))
+    return found
+
+
+def bring_back(module: nn.Module) -> None:
+    """What DDP with ``device_mesh=`` has replaced is the module's again, until its next forward pass."""
+    for _, param, holder, attribute in replaced_by_ddp(module):
+        delattr(holder, attribute)
+        holder.register_parameter(attribute, param)
 
 
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:

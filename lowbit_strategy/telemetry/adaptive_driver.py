@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import ParamView
+from lowbit_strategy.collectives.comm import gathered
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.control.base import (
     Accumulate,
     Controller,
@@ -124,8 +125,18 @@ class AdaptiveDriver:
         for level in levels:
             level.check(specs)
         if levels:  # a decision makes no difference to what every level exempts
-            specs = [spec for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)]
+            specs = self._concerned(specs)
         return self.controller.init(specs, self.sync.ranks.peers.world_size)
+
+    def _concerned(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """Parameters that some level compresses, on any rank: their parts may differ in size by other dims of a mesh,
+        and all ranks decide alike.
+        """
+        levels, ranks = self.controller.levels, self.sync.ranks
+        names = {spec.name for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)}
+        if ranks.world.world_size > ranks.world_size:
+            names.update(*gathered(names, ranks.world.group))
+        return [spec for spec in specs if spec.name in names]
 
     # -- the step -----------------------------------------------------------------------------------------------
 

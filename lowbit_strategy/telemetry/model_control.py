@@ -33,6 +33,7 @@ from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods.registry import Auto
+from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -136,6 +137,8 @@ class ModelControl:
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
+        if sync.ranks.world.world_size > sync.ranks.world_size:  # figures are added up over all parts of the model
+            handshake({"names of parameters": [*sync.specs]}, sync.ranks.world.group)
         sync.listeners.add(self, StepPhase.RECORD)
 
     @classmethod
