@@ -1,7 +1,7 @@
 """Tables of names and options in the pages, made from the code: ``python docs/tables.py`` puts them where they go.
 
-A page has ``<!-- table: name -->`` before and ``<!-- end of table -->`` after each. A test fails where one is out of
-date.
+A page has ``<!-- table: name -->`` before and ``<!-- end of table -->`` after each, Python ``# table: name`` and
+``# end of table``. A test fails where one is out of date.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.local_steps.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods._base.low_rank import LowRankCompressor
+from lowbit_strategy.methods.composed import Composed
+from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.weight_codings import WEIGHTS
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout
@@ -33,12 +36,15 @@ from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = (ROOT / "benchmarks" / "ADVICE.md", ROOT / "benchmarks" / "LOG.md")
-PAGES = (ROOT / "README.md", *BENCHMARKS, *sorted((ROOT / "docs").glob("*.md")))
+PACKAGE = ROOT / "lowbit_strategy" / "__init__.py"
+PAGES = (ROOT / "README.md", *BENCHMARKS, *sorted((ROOT / "docs").rglob("*.md")), PACKAGE)
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_LINES = re.compile(r"(^ *# table: (\w+)\n).*?(^ *# end of table$)", re.DOTALL | re.MULTILINE)
 
 
 def filled(text: str) -> str:
     """A page with its tables as the code has them now."""
+    text = _LINES.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
     return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
 
 
@@ -245,6 +251,40 @@ def names() -> str:
     )
 
 
+def compressor_imports() -> str:
+    """Every class of a compressor, for type checkers: at run time names are looked up in the same entries."""
+    lines = [target.split(":") for target in CLASSES.values()]
+    return "\n".join(f"    from {module} import {name} as {name}" for module, name in sorted(lines))
+
+
+_KINDS: dict[str, Callable[[Compressor], bool]] = {  # the first that fits
+    "Wrappers": lambda compressor: isinstance(compressor, Composed),
+    "Sparse methods": lambda compressor: compressor.is_sparse,
+    "Low rank": lambda compressor: isinstance(compressor, LowRankCompressor),
+    "Quantizers, and none": lambda compressor: True,
+}
+
+
+def compressor_classes() -> str:
+    """The reference of every class of a compressor."""
+    found: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for preset in sorted({type(each): each for each in PRESETS.values()}.values(), key=lambda each: each.name):
+        kind = next(kind for kind, fits in _KINDS.items() if fits(preset))
+        found[kind].append(f".. autoclass:: lowbit_strategy.{type(preset).__name__}")
+    parts = ["\n".join((f"## {kind}\n", "```{eval-rst}", *lines, "```")) for kind, lines in found.items()]
+    return "\n\n".join(reversed(parts))
+
+
+def controller_classes() -> str:
+    """The reference of every controller, with the ways to make one."""
+    lines = ["```{eval-rst}"]
+    for cls in sorted(CONTROLLERS.values(), key=lambda each: each.__name__):
+        lines.append(f".. autoclass:: lowbit_strategy.control.{cls.__name__}")
+        if made := [name for name, value in vars(cls).items() if isinstance(value, classmethod | staticmethod)]:
+            lines.append(f"   :members: {', '.join(made)}")
+    return "\n".join([*lines, "```"])
+
+
 def compressor_names() -> str:
     """All names in one sentence."""
     return (
@@ -384,8 +424,11 @@ TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         compiled_kernels,
+        compressor_classes,
+        compressor_imports,
         compressor_names,
         compressor_options,
+        controller_classes,
         controller_options,
         messages_in_series,
         module_operations,

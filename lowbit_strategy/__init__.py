@@ -17,6 +17,42 @@ if TYPE_CHECKING:
     from lowbit_strategy.exports import *  # noqa: F403
     from lowbit_strategy.local_steps import *  # noqa: F403
 
+    # table: compressor_imports
+    from lowbit_strategy.methods.composed import EF21 as EF21
+    from lowbit_strategy.methods.composed import ErrorFeedback as ErrorFeedback
+    from lowbit_strategy.methods.composed import Partition as Partition
+    from lowbit_strategy.methods.composed import Rotate as Rotate
+    from lowbit_strategy.methods.composed import WarmUp as WarmUp
+    from lowbit_strategy.methods.dense import Dense as Dense
+    from lowbit_strategy.methods.dgc import DGC as DGC
+    from lowbit_strategy.methods.efsignsgd import EFSignSGD as EFSignSGD
+    from lowbit_strategy.methods.exdyna import ExDyna as ExDyna
+    from lowbit_strategy.methods.exdyna import MiCRO as MiCRO
+    from lowbit_strategy.methods.loco import LoCo as LoCo
+    from lowbit_strategy.methods.powersgd import PowerSGD as PowerSGD
+    from lowbit_strategy.methods.qsgd import QSGD as QSGD
+    from lowbit_strategy.methods.randomk import RandomK as RandomK
+    from lowbit_strategy.methods.signsgd import SignSGD as SignSGD
+    from lowbit_strategy.methods.topk import TopK as TopK
+    from lowbit_strategy.methods.zoo.acpsgd import ACPSGD as ACPSGD
+    from lowbit_strategy.methods.zoo.adacomp import AdaComp as AdaComp
+    from lowbit_strategy.methods.zoo.atomo import ATOMO as ATOMO
+    from lowbit_strategy.methods.zoo.deft import DEFT as DEFT
+    from lowbit_strategy.methods.zoo.eden import EDEN as EDEN
+    from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ as GradiVeQ
+    from lowbit_strategy.methods.zoo.gspar import GSpar as GSpar
+    from lowbit_strategy.methods.zoo.gtopk import GTopK as GTopK
+    from lowbit_strategy.methods.zoo.natural import NaturalCompression as NaturalCompression
+    from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD as OneBitSGD
+    from lowbit_strategy.methods.zoo.scalecom import ScaleCom as ScaleCom
+    from lowbit_strategy.methods.zoo.sharedscale import MultiScale as MultiScale
+    from lowbit_strategy.methods.zoo.sharedscale import SharedScale as SharedScale
+    from lowbit_strategy.methods.zoo.sharedscale import TernGrad as TernGrad
+    from lowbit_strategy.methods.zoo.sidco import SIDCo as SIDCo
+    from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD as SketchedSGD
+    from lowbit_strategy.methods.zoo.threelc import ThreeLC as ThreeLC
+    # end of table
+
 serve()
 
 _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
@@ -34,7 +70,9 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
 
 
 def _look_up(name: str) -> object:
-    """The name of `exports`. What needs a framework is in that framework's module, so that nothing here imports one.
+    """A name that has an entry, or one of `exports`.
+
+    What needs a framework is in that framework's module, so that nothing here imports one.
 
     Raises:
         AttributeError: There is no such name. If there is a hint it is an ImportError for an import statement, which
@@ -50,20 +88,27 @@ def _look_up(name: str) -> object:
     from lowbit_strategy import leaves
     from lowbit_strategy.options.conversion import nearest
 
-    if name in leaves.NAMES:
-        try:
-            globals()[name] = leaves.load(leaves.NAMES[name], name)
-        except leaves.MissingPart as lacking:
-            raise error(str(lacking)) from None
-        return globals()[name]
     offered = _offered()
     if name in offered:
         globals()[name] = offered[name]
         return offered[name]
+    if (target := _targets().get(name)) is not None:
+        try:
+            return leaves.load(target, name)
+        except leaves.MissingPart as lacking:
+            raise error(str(lacking)) from None
     known = {each.lower(): each for each in (*offered, *_IN_FRAMEWORKS)}
     if (near := nearest(name.lower(), known)) is not None:
         raise error(f"lowbit_strategy has no {name!r}; did you mean {known[near]!r}?")
     raise missing
+
+
+def _targets() -> dict[str, str]:
+    """Names that have an entry, and where they are: compressors' classes and parts that can be left out."""
+    from lowbit_strategy import leaves
+    from lowbit_strategy.methods.entries import CLASSES
+
+    return CLASSES | leaves.NAMES
 
 
 def _offered() -> dict[str, object]:
@@ -71,9 +116,9 @@ def _offered() -> dict[str, object]:
 
     names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
     offered = {each: getattr(exports, each) for each in names}
-    there = {each: target for each, target in leaves.NAMES.items() if leaves.is_present(target)}
-    offered |= {each: leaves.load(target, each) for each, target in there.items()}
-    return offered | {"__all__": list(offered)}
+    targets = {each: target for each, target in _targets().items() if leaves.is_present(target)}
+    offered |= {each: leaves.load(target, each) for each, target in targets.items()}
+    return offered | {"__all__": sorted(offered)}
 
 
 if not TYPE_CHECKING:  # type checkers know every name, and would take any other for one

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.leaves import RULES, load
+from lowbit_strategy.methods.entries import ENTRIES
 
 if TYPE_CHECKING:
     from lowbit_strategy.methods._base.compressor import Compressor
@@ -27,14 +28,7 @@ _REGISTRIES = {
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lowbit_strategy.lightning_fabric"),
 }
 
-# The keys of PRESETS, which a test compares: importing those takes a second.
-COMPRESSORS = [
-    "acpsgd", "adacomp", "atomo", "deft", "dense", "dgc", "eden", "ef21", "efsignsgd", "errorfeedback", "exdyna",
-    "gradiveq", "gspar", "gtopk", "loco", "loco1", "loco2", "loco3", "loco4", "loco_ternary", "loco_uniform",
-    "micro", "multiscale",
-    "naturalcompression", "onebitsgd", "partition", "powersgd", "qsgd", "randomk", "rotate", "scalecom", "sharedscale",
-    "sidco", "signsgd", "signum", "sketchedsgd", "terngrad", "threelc", "topk", "warmup",
-]  # fmt: skip
+COMPRESSORS = list(ENTRIES)
 _AUTO = "lowbit"  # the package chooses
 
 # As Lightning registers its own "ddp".

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowbit_strategy.control.accordion import Accordion, AccordionBatch
-from lowbit_strategy.control.adaqs import AdaQS
+from lowbit_strategy.control.accordion import Accordion as Accordion
+from lowbit_strategy.control.accordion import AccordionBatch as AccordionBatch
+from lowbit_strategy.control.adaqs import AdaQS as AdaQS
 from lowbit_strategy.control.base import (
     Controller,
     Decision,
@@ -19,36 +20,15 @@ from lowbit_strategy.control.base import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.gravac import GraVAC
-from lowbit_strategy.control.guard import Bounds, Guard
-from lowbit_strategy.control.schedule import Phase, Schedule
-from lowbit_strategy.control.static import Static
+from lowbit_strategy.control.gravac import GraVAC as GraVAC
+from lowbit_strategy.control.guard import Bounds as Bounds
+from lowbit_strategy.control.guard import Guard as Guard
+from lowbit_strategy.control.schedule import Phase as Phase
+from lowbit_strategy.control.schedule import Schedule as Schedule
+from lowbit_strategy.control.static import Static as Static
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
-__all__ = [
-    "CONTROLLERS",
-    "Accordion",
-    "AccordionBatch",
-    "AdaQS",
-    "Bounds",
-    "Controller",
-    "Decision",
-    "EndToEnd",
-    "Energy",
-    "GraVAC",
-    "Guard",
-    "Phase",
-    "Probe",
-    "Progress",
-    "Schedule",
-    "State",
-    "Static",
-    "Switch",
-    "Telemetry",
-    "group_of",
-    "register_controller",
-]
-
+# One import and one line here for each.
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "accordion": Accordion,
     "accordion_batch": AccordionBatch,
@@ -58,6 +38,23 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "schedule": Schedule,
     "static": Static,
 }
+__all__ = [
+    "CONTROLLERS",
+    "Bounds",
+    "Controller",
+    "Decision",
+    "EndToEnd",
+    "Energy",
+    "Phase",
+    "Probe",
+    "Progress",
+    "State",
+    "Switch",
+    "Telemetry",
+    "group_of",
+    "register_controller",
+    *(controller.__name__ for controller in CONTROLLERS.values()),
+]
 
 
 def register_controller(name: str, controller: Callable[..., Controller]) -> None:

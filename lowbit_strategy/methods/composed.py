@@ -31,9 +31,9 @@ from lowbit_strategy.methods._base.feedback import (
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo, LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 
 Rule = tuple[Selector, Compressor]

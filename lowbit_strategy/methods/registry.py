@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from lowbit_strategy import leaves
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
-from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
-from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.powersgd import PowerSGD
-from lowbit_strategy.methods.qsgd import QSGD
-from lowbit_strategy.methods.randomk import RandomK
-from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.acpsgd import ACPSGD
-from lowbit_strategy.methods.zoo.adacomp import AdaComp
-from lowbit_strategy.methods.zoo.atomo import ATOMO
-from lowbit_strategy.methods.zoo.deft import DEFT
-from lowbit_strategy.methods.zoo.eden import EDEN
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ
-from lowbit_strategy.methods.zoo.gspar import GSpar
-from lowbit_strategy.methods.zoo.gtopk import GTopK
-from lowbit_strategy.methods.zoo.natural import NaturalCompression
-from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
-from lowbit_strategy.methods.zoo.scalecom import ScaleCom
-from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, TernGrad
-from lowbit_strategy.methods.zoo.sidco import SIDCo
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
-from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
-from lowbit_strategy.methods.zoo.threelc import ThreeLC
+from lowbit_strategy.methods.entries import ENTRIES
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
     Conversion,
@@ -48,35 +25,17 @@ from lowbit_strategy.options.conversion import (
     types_of,
 )
 
-_WITH_DEFAULTS = (
-    ACPSGD, ATOMO, AdaComp, DEFT, Dense, EDEN, EF21, EFSignSGD, ErrorFeedback, ExDyna, GradiVeQ, GSpar, GTopK, LoCo,
-    MiCRO, MultiScale, NaturalCompression, OneBitSGD, Partition, PowerSGD, QSGD, RandomK, Rotate, ScaleCom, SharedScale,
-    SIDCo, SignSGD, SketchedSGD, TernGrad, ThreeLC, TopK, WarmUp,
-)  # fmt: skip
 
-# Below 4 bits LoCo is never reset: the residual then holds several gradients, which a reset would lose.
-_UNIT_GAIN = LoCo(bits=3, codebook="unit_gain", block_size=64, reset_steps=None)
+def _present() -> dict[str, Compressor]:
+    """The presets whose files are there."""
+    found = {}
+    for name, entry in ENTRIES.items():
+        with contextlib.suppress(leaves.MissingPart):
+            found[name] = leaves.load(entry.target, name)(**entry.options)
+    return found
 
-PRESETS: dict[str, Compressor] = {
-    **{compressor.name: compressor() for compressor in _WITH_DEFAULTS},
-    "dgc": DGC(warmup_steps=100),
-    "loco1": replace(
-        _UNIT_GAIN,
-        bits=1,
-        block_size=32,
-        return_beta=0.5,
-        return_bits=2,
-        return_codebook="ternary_unit_gain",
-        return_block_size=64,
-    ),
-    "loco2": replace(_UNIT_GAIN, bits=2, return_beta=0.8),
-    "loco3": _UNIT_GAIN,
-    "loco4": LoCo(),
-    "loco_ternary": replace(_UNIT_GAIN, bits=2, codebook="ternary_unit_gain", return_beta=0.8),
-    "loco_uniform": LoCo(codebook="uniform"),  # as published
-    "signum": SignSGD(momentum=0.9),
-}
-PRESETS = dict(sorted(PRESETS.items()))
+
+PRESETS: dict[str, Compressor] = _present()
 
 
 @configuration
@@ -124,11 +83,14 @@ def preset(name: str) -> Compressor:
 
     Raises:
         ValueError: There is none; the message has the nearest name.
+        MissingPart: Its file is not there.
     """
     key = name.lower()
     if key == Auto.name:
         return Auto()
     if key not in PRESETS:
+        if key in ENTRIES:
+            leaves.load(ENTRIES[key].target, key)  # raises: its file is not there
         if key in _others:
             raise ValueError(f"{name!r} is no compressor: {_others[key]}")
         known = sorted((*PRESETS, Auto.name))

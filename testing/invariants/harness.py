@@ -19,16 +19,16 @@ from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.signsgd import SignSGD
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.zoo.eden import EDEN
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale, TernGrad
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
 from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import lowbit_strategy
-from lowbit_strategy import OUTER_RULES, PRESETS, autoload, custom_loop, exports, leaves
+from lowbit_strategy import OUTER_RULES, autoload, custom_loop, exports, leaves
 from lowbit_strategy.leaves import RULES
-from lowbit_strategy.register import COMPRESSORS
+from lowbit_strategy.methods.entries import CLASSES
 from testing.processes.scripts import REPOSITORY, environment, run_script
 
 _LOADED = "sorted(name for name in sys.modules if name.partition('.')[0] in ('lowbit_strategy', 'wrapt'))"
@@ -36,7 +36,6 @@ def test_the_entry_point() -> None:
 
 
 def test_names_are_those_of_the_registries() -> None:
-    assert sorted(COMPRESSORS) == sorted(PRESETS)
     assert sorted(RULES) == sorted(OUTER_RULES)
 
 
@@ -81,7 +80,8 @@ show(type(StrategyRegistry.get('loco_ddp')).__module__)
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     torch, without_a_section, lightning, accelerate, asked = show(_IMPORTS)
     assert torch == LIGHT
-    assert lightning == sorted([*LIGHT, "lowbit_strategy.leaves", "lowbit_strategy.register"])
+    names = ["leaves", "methods", "methods.entries", "register"]
+    assert lightning == sorted([*LIGHT, *(f"lowbit_strategy.{name}" for name in names)])
     assert accelerate == []
     assert asked == "lowbit_strategy.lightning"
     launch = ["lowbit_strategy.config_file", "lowbit_strategy.config_file.accelerate_hooks"]
@@ -209,9 +209,10 @@ def test_zipped(broken: Path) -> None:
 
 def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
     assert {"LoCo", "OUTER_RULES", "__version__", "from_options"} <= set(lowbit_strategy.__all__)
+    entries = leaves.NAMES | CLASSES
     for name in lowbit_strategy.__all__:
         assert getattr(lowbit_strategy, name) is (
-            getattr(exports, name) if name not in leaves.NAMES else leaves.load(leaves.NAMES[name], name)
+            leaves.load(entries[name], name) if name in entries else getattr(exports, name)
         )
     assert set(lowbit_strategy.__all__) <= set(dir(lowbit_strategy))
     with pytest.raises(ImportError, match="lowbit_strategy has no 'Loco'; did you mean 'LoCo'"):

@@ -41,6 +41,11 @@ LEAVES = {  # one row per leaf
     "advisor": Leaf(("advisor",), command("advise", "--params", "1e9"), "lowbit advise needs lowbit_strategy.advisor"),
     "report": Leaf(("report",), command("report", "runs"), "lowbit report needs lowbit_strategy.report"),
     "doctor": Leaf(("doctor",), command("doctor", "--strict"), "lowbit doctor needs lowbit_strategy.doctor"),
+    "zoo": Leaf(
+        ("methods/zoo",),
+        "from lightning import Trainer; Trainer(strategy='eden_ddp', accelerator='cpu', devices=1, logger=False)",
+        "eden needs lowbit_strategy.methods.zoo, which this installation lacks",
+    ),
     "functional": Leaf(
         ("functional.py",), "import lowbit_strategy.functional", "No module named 'lowbit_strategy.functional'"
     ),

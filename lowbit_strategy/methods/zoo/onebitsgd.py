@@ -17,7 +17,7 @@ from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 
 _MEAN_NBYTES = 4  # both means, bfloat16

@@ -14,15 +14,15 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, WarmUp
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS, from_options
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.signsgd import SignSGD
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale, SharedScale, TernGrad
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
 from testing.worlds.one_tensor import OneTensor
 
 WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [

@@ -19,12 +19,12 @@ from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReduce
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale, TernGrad
 from testing.sign_blocks import blocks, scaled_sign

@@ -32,7 +32,7 @@ def test_tables_of_the_pages_are_current(tables: ModuleType) -> None:
         text = page.read_text(encoding="utf-8")
         assert tables.filled(text) == text, page.name
         used += text
-    assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in used] == []
+    assert [name for name in tables.TABLES if f" table: {name}" not in used] == []
 
 
 def test_a_table_that_is_out_of_date_is_found(tables: ModuleType) -> None:

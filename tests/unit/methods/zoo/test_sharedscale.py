@@ -11,7 +11,7 @@ from testing.worlds.one_tensor import OneTensor, gaussian
 
 BLOCK = 64
 SHAPE = (6, 50)
-Z, STEPS = 5.5, 150  # as in tests/unit/codecs/test_quantizers.py
+Z, STEPS = 5.5, 150  # as in tests/unit/methods/zoo/test_quantizers.py
 
 
 def gradients(world_size: int) -> list[torch.Tensor]:

@@ -21,9 +21,9 @@ from lowbit_strategy.kernels.format import ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.methods.signsgd import SignCodec
 from lowbit_strategy.methods.zoo.natural import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
-from lowbit_strategy.methods.zoo.signsgd import SignCodec
 
 Z = 5.5
 DRAWS = 400

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.signsgd import SignSGD
 from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
-from lowbit_strategy.methods.zoo.signsgd import SignSGD
 from testing.sign_blocks import BLOCK, blocks, scaled_sign, two_means
 from testing.worlds.one_tensor import OneTensor, gaussian
 
