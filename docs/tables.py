@@ -127,10 +127,12 @@ def _compressor(value: Compressor) -> str:
 
 
 def _options(function: Any, *, without: Iterable[str] = ()) -> str:
-    """A row per option: name, what a file may give, default, meaning."""
+    """A row per option: name, what a file may give, default, meaning. A class's own come before its bases'."""
     texts = _texts_of(function) if isinstance(function, type) else arguments(function)
     kinds, rows = types_of(function), ["| key | value | default | |", "|---|---|---|---|"]
-    for name, option in inspect.signature(function).parameters.items():
+    own = getattr(function, "__annotations__", {})
+    options = sorted(inspect.signature(function).parameters.items(), key=lambda option: option[0] not in own)
+    for name, option in options:
         if name in without:
             continue
         default = option.default

@@ -7,7 +7,7 @@ from lowbit_strategy.codecs.base import Codec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, TwoPrecisionCompressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
@@ -27,6 +27,7 @@ __all__ = [
     "StatefulCodec",
     "StepContext",
     "TensorSpec",
+    "TwoPrecisionCompressor",
     "configuration",
     "ordered_nbytes",
     "register_compressor",

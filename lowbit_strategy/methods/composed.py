@@ -45,11 +45,9 @@ class Composed(Compressor):
 
     Args:
         exempt: More exempt parameters.
-        high_precision: Not used: the other compressors decide.
     """
 
     exempt: tuple[Selector, ...] = ()
-    high_precision: tuple[Selector, ...] = ()
 
     @property
     @abstractmethod

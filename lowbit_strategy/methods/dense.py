@@ -23,7 +23,6 @@ class Dense(Compressor):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     exempt: tuple[Selector, ...] = ()
-    high_precision: tuple[Selector, ...] = ()
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return CodecPair(DenseCodec(self.dtype))

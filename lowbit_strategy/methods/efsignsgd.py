@@ -8,14 +8,14 @@ from typing import ClassVar
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.options.configuration import configuration
 
 
 @configuration
-class EFSignSGD(Compressor):
+class EFSignSGD(TwoPrecisionCompressor):
     """One bit per element, with full error feedback on both hops.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
@@ -30,7 +30,6 @@ class EFSignSGD(Compressor):
         block_size: Elements that share a magnitude, a power of two; a layer in the publication. Smaller: less error,
             16 / block_size more bits.
         residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Per code of embeddings and output heads.
 
     References:
         Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
@@ -41,10 +40,9 @@ class EFSignSGD(Compressor):
 
     block_size: int = 256
     residual: ResidualDtype = "float32"
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
 
     def conserving(self) -> EFSignSGD:

@@ -19,7 +19,7 @@ from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_bits
-from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
+from lowbit_strategy.methods._base.compressor import REFERENCE, TwoPrecisionCompressor
 from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype, residual_arenas
 from lowbit_strategy.options.configuration import configuration
 
@@ -92,7 +92,7 @@ class LoCoCodec(StatefulCodec):
 
 
 @configuration
-class LoCo(Compressor):
+class LoCo(TwoPrecisionCompressor):
     """Low-bit gradients, the error fed back through a moving average.
 
     Every step, for each block of each parameter, on every rank:
@@ -139,7 +139,6 @@ class LoCo(Compressor):
         return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for the downlink; None:
             the uplink's. At least `bits`; for parameters of high precision, at least the uplink's codes. A downlink
             error is the same on all ranks: it is not averaged.
-        high_precision_bits: Bits of embeddings and output heads, which have most of the error.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
@@ -161,10 +160,9 @@ class LoCo(Compressor):
     return_bits: int | None = None
     return_codebook: Codebook | None = None
     return_block_size: int | None = None
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         self._check_codebook("codebook", self._values(self.codebook, self.bits), self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         bits, codebook, _ = self._downlink

@@ -9,13 +9,13 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
 
 
 @configuration
-class QSGD(Compressor):
+class QSGD(TwoPrecisionCompressor):
     """Every bucket on an even grid between minus and plus its norm, rounded at random without bias.
 
     With ``s = 2**(bits-1) - 1``, for each bucket v:
@@ -29,7 +29,6 @@ class QSGD(Compressor):
         bits: Per code, 2 to 8. One bit less means four times the variance.
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size more bits per element.
         return_bits: Per code on the downlink; None: `bits`.
-        high_precision_bits: Per code of embeddings and output heads.
 
     References:
         Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,
@@ -42,10 +41,9 @@ class QSGD(Compressor):
     bits: int = 4
     block_size: int = 128
     return_bits: int | None = None
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         check_codes(
             self.block_size,
             bits=self.bits,

@@ -19,7 +19,7 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.compressor import Assignment, TwoPrecisionCompressor
 from lowbit_strategy.methods._base.feedback import MomentumCodec, average_
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
@@ -91,7 +91,7 @@ class VoteCodec(StatefulCodec):
 
 
 @configuration
-class SignSGD(Compressor):
+class SignSGD(TwoPrecisionCompressor):
     """The sign of the sum of signs.
 
     1. every rank sends the signs of its gradient, eight to a byte, with the mean magnitude of each block; with
@@ -110,7 +110,6 @@ class SignSGD(Compressor):
         scale: ``mean_abs`` or ``one``.
         momentum: Weight of the old average, in [0, 1); 0 votes with gradients; 0.9 as published. Costs 4 bytes per
             parameter on every rank. The optimizer should have no momentum then (``SGD(momentum=0)``).
-        high_precision_bits: Per code of embeddings and output heads, rounded without bias.
 
     References:
         Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,
@@ -123,16 +122,15 @@ class SignSGD(Compressor):
     block_size: int = 256
     scale: VoteScale = "mean_abs"
     momentum: float = 0.0
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
-        assignment = Compressor.exempted(self, spec)
+        assignment = super().exempted(spec)
         return None if assignment is None else assignment._replace(method=self._averaged(DenseCodec()))
 
     def method(self, spec: TensorSpec) -> CodecPair:

@@ -247,7 +247,7 @@ def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
         if isinstance(value, Compressor):
             options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             for field in _SELECTOR_FIELDS:
-                found += zip(itertools.repeat(field), options.pop(field))
+                found += zip(itertools.repeat(field), options.pop(field, ()))
             waiting[:0] = options.values()
         elif isinstance(value, tuple):
             if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a Partition's rule

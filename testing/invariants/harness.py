@@ -86,10 +86,12 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
 
 def everything(compressor: Compressor) -> Compressor:
     """The same compressor with no parameter exempt or at high precision, also in the compressors that it wraps."""
-    changes: dict[str, Any] = {"exempt": (), "high_precision": ()}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(compressor):
         value = getattr(compressor, field.name)
-        if isinstance(value, Compressor):
+        if field.name in ("exempt", "high_precision"):
+            changes[field.name] = ()
+        elif isinstance(value, Compressor):
             changes[field.name] = everything(value)
         elif isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
             changes[field.name] = tuple((part[0], everything(part[1])) for part in value)

@@ -39,7 +39,7 @@ from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, scenarios
 
 _CPU = torch.device("cpu")
-_ALL = {"exempt": (), "high_precision": ()}
+_ALL = {"exempt": ()}
 
 TRAINED: dict[str, Compressor] = {
     "topk": TopK(density=0.05),
@@ -164,7 +164,7 @@ DEFINED: dict[str, Compressor] = {
     "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, **_ALL),
     "topk": TopK(density=0.07, **_ALL),
     "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
-    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), high_precision=()),
+    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",)),
 }
 
 

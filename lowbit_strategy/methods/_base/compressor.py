@@ -94,7 +94,6 @@ class Compressor(ABC):
     Args:
         exempt: Parameters that stay dense: names with wildcards (``"*.gate.*"``), the predicates ``"@vector"``
             (fewer than two dims), ``"@small"``, ``"@embedding"``, ``"@head"``, or functions of a `TensorSpec`.
-        high_precision: Parameters that get the method of high precision, likewise. Exemption goes first.
     """
 
     name: ClassVar[str]
@@ -102,19 +101,13 @@ class Compressor(ABC):
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
-    high_precision: tuple[Selector, ...] = ("@embedding", "@head")
 
     def __post_init__(self) -> None:
         validate_selectors("exempt", self.exempt)
-        validate_selectors("high_precision", self.high_precision)
 
     @abstractmethod
     def method(self, spec: TensorSpec) -> Method:
-        """The method of a parameter that is neither exempt nor of high precision."""
-
-    def high_precision_method(self, spec: TensorSpec) -> Method | None:
-        """The method of embeddings and heads; None where the compressor treats them like the rest."""
-        return None
+        """The method of a parameter that is not exempt."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:  # noqa: B027 (most have nothing to check)
         """Raises:
@@ -177,12 +170,34 @@ class Compressor(ABC):
         return None if selector is None else Assignment(DENSE, "exempt", describe(selector))
 
     def assign(self, spec: TensorSpec) -> Assignment:
-        if (assignment := self.exempted(spec)) is not None:
-            return assignment
+        return self.exempted(spec) or Assignment(self.method(spec), "compressed", self.name)
+
+
+@configuration
+class TwoPrecisionCompressor(Compressor):
+    """A compressor with a second method, of more bits, for parameters that have much of the error.
+
+    Args:
+        high_precision: Parameters that get more bits, chosen as in `exempt`, which goes first.
+        high_precision_bits: Per code of these parameters.
+    """
+
+    high_precision: tuple[Selector, ...] = ("@embedding", "@head")
+    high_precision_bits: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_selectors("high_precision", self.high_precision)
+
+    @abstractmethod
+    def high_precision_method(self, spec: TensorSpec) -> Method:
+        """The method of a parameter of `high_precision`."""
+
+    def assign(self, spec: TensorSpec) -> Assignment:
         selector = matching(self.high_precision, spec)
-        if selector is not None and (method := self.high_precision_method(spec)) is not None:
-            return Assignment(method, "high_precision", describe(selector))
-        return Assignment(self.method(spec), "compressed", self.name)
+        if selector is None or self.exempted(spec) is not None:
+            return super().assign(spec)
+        return Assignment(self.high_precision_method(spec), "high_precision", describe(selector))
 
 
 @configuration

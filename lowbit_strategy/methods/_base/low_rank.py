@@ -17,7 +17,7 @@ from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.checks import check_positive
-from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor, Selector
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.configuration import configuration
 
@@ -127,13 +127,11 @@ class LowRankCompressor(ReducingCompressor):
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for more than
             two columns). Relative, so the scale of gradients makes no difference.
-        high_precision: Not used.
     """
 
     rank: int = 4
     min_compression_rate: float = 2.0
     epsilon: float = 1e-8
-    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)

@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
@@ -99,7 +99,7 @@ _BITS = (1, 2, 3, 4)
 
 
 @configuration
-class EDEN(Compressor):
+class EDEN(TwoPrecisionCompressor):
     """Rotates blocks, codes them with values fitted to a Gaussian, and scales them to an exact inner product.
 
     For each block x, on every rank, and again at the owner for the mean (DDP):
@@ -120,7 +120,6 @@ class EDEN(Compressor):
         beta: Weight of the old error in the residual, as in `LoCo`, on both hops. 0: classic error feedback, with the
             scale of least error. None: no residual; a constant gradient then keeps a bias.
         residual: With `beta`: ``float32`` costs 4 bytes per parameter on every rank, ``int8`` one.
-        high_precision_bits: Per code of embeddings and output heads.
 
     References:
         Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", 2021, arXiv 2105.08339, section 4;
@@ -135,10 +134,9 @@ class EDEN(Compressor):
     return_bits: int | None = None
     beta: float | None = 0.8
     residual: ResidualDtype = "float32"
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         for field in ("bits", "return_bits"):
             if (bits := getattr(self, field)) not in _BITS and (field == "bits" or bits is not None):
                 raise ValueError(f"{field} must be an integer from 1 to 4, got {bits!r}")

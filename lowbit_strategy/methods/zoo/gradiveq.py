@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.checks import check_positive
-from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor, Selector
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.low_rank import observe_, product, store_error_
 from lowbit_strategy.methods._base.positions import ResidualReducer
 from lowbit_strategy.methods._base.reducer import ReducerState
@@ -58,12 +58,9 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
     slice_size: int = 64
     ratio: int = 8
     period: int = 100
-    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        if self.high_precision:
-            raise ValueError("high_precision must be left out: all parameters have the same basis")
         for name in ("slice_size", "ratio", "period"):
             check_positive(name, getattr(self, name))
         if self.slice_size % self.ratio:

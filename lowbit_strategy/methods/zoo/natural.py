@@ -15,7 +15,7 @@ from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Compressor, Selector
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
 
@@ -116,7 +116,6 @@ class NaturalCompression(Compressor):
 
     bits: int = 8
     block_size: int = 512
-    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)

@@ -20,7 +20,7 @@ from lowbit_strategy.kernels.integers import pack_bits, pack_integers, packed_nb
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.checks import check_codes
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration
@@ -240,7 +240,7 @@ class SharedScaleReducer(Reducer):
 
 
 @configuration
-class SharedScale(Compressor):
+class SharedScale(TwoPrecisionCompressor):
     """All ranks round to the same grid, so that their integers can be summed exactly.
 
     With ``s = 2**(bits-1) - 1``:
@@ -257,7 +257,6 @@ class SharedScale(Compressor):
     Args:
         bits: Per code, 2 to 8.
         block_size: Elements that share w, a power of two; a tensor in the publication.
-        high_precision_bits: Per code of embeddings and output heads.
 
     References:
         arXiv 2109.12497, 2021, on quantizers for all-reduce: QSGD with a shared maximum norm.
@@ -267,10 +266,9 @@ class SharedScale(Compressor):
 
     bits: int = 4
     block_size: int = 512
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         check_codes(self.block_size, bits=self.bits, high_precision_bits=self.high_precision_bits)
 
     def method(self, spec: TensorSpec) -> SharedScaleReducer:
@@ -345,7 +343,7 @@ class MultiScale(SharedScale):
 
 
 @configuration
-class TernGrad(Compressor):
+class TernGrad(TwoPrecisionCompressor):
     """Gradients as -1, 0 and 1 times a scaler, rounded without bias.
 
     For each block, on every rank:
@@ -361,7 +359,6 @@ class TernGrad(Compressor):
     Args:
         block_size: Elements that share a scaler and a clipping bound, a power of two; a layer in the publication.
         clip_sigmas: Smaller: less variance, more bias. None: no clipping.
-        high_precision_bits: Per code of embeddings and output heads.
 
     References:
         Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,
@@ -372,10 +369,9 @@ class TernGrad(Compressor):
 
     block_size: int = 1024
     clip_sigmas: float | None = 2.5
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
+        TwoPrecisionCompressor.__post_init__(self)
         check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
         if self.clip_sigmas is not None and not self.clip_sigmas > 0:
             raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")

@@ -194,6 +194,7 @@ def test_an_option_that_does_nothing_is_not_taken(name: str, option: str) -> Non
         from_options(name, {option: getattr(PRESETS[name], option)})
 
 
-def test_gradiveq_refuses_high_precision() -> None:
-    with pytest.raises(ValueError, match="high_precision must be left out: all parameters have the same basis"):
-        from_options("gradiveq", {"high_precision": ("@head",)})
+@pytest.mark.parametrize("name", ["gradiveq", "topk", "powersgd", "naturalcompression", "dense", "partition", "ef21"])
+def test_high_precision_is_an_option_only_where_there_is_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has no option 'high_precision'"):
+        from_options(name, {"high_precision": ("@head",)})

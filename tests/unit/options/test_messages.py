@@ -24,7 +24,7 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
         (lambda: untyped(LoCo)(bit=4), "LoCo has no option 'bit'; did you mean 'bits'? Known: exempt,"),
         (lambda: untyped(TopK)(k=10), "TopK has no option 'k'; did you mean 'density'?"),
         (lambda: untyped(DiLoCo)(steps=30), "DiLoCo has no option 'steps'; did you mean 'every'?"),
-        (lambda: untyped(PowerSGD)(xyz=1), "PowerSGD has no option 'xyz'. Known: exempt, high_precision, rank"),
+        (lambda: untyped(PowerSGD)(xyz=1), "PowerSGD has no option 'xyz'. Known: exempt, rank"),
         (
             lambda: untyped(CompressionMonitor)(every=50),
             "CompressionMonitor has no option 'every'; did you mean 'every_n_steps'? Known: every_n_steps, group_by",
