@@ -64,7 +64,7 @@ class RowCode:
                         )
                 wire_at += self._section_nbytes(codec, param)
             if codec is None:
-                self._exact.append((Segments(encode), Segments(decode)))
+                self._exact.append((self._joined(encode), self._joined(decode)))
             else:
                 self._coded.append((codec, Segments(encode), Segments(decode)))
         layout = [(codec, [param.agreed() for param in params]) for codec, params in parts]
@@ -74,6 +74,21 @@ class RowCode:
     def _section_nbytes(self, codec: Codec | None, param: ParamView) -> int:
         numel = param.row_numel
         return round_up(numel * self.dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT)
+
+    def _joined(self, rows: list[Segment]) -> Segments:
+        """Exempt parameters that lie one behind the other, in the row and in the message, are copied as one."""
+        joined: list[Segment] = []
+        for row in sorted(rows):
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and row.x_offset == last.x_offset + last.numel
+                and row.wire_offset == last.wire_offset + last.numel * self.dtype.itemsize
+            ):
+                joined[-1] = last._replace(numel=last.numel + row.numel)
+            else:
+                joined.append(row)
+        return Segments(joined)
 
     def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:
         """Write the message of one row: exempt parameters of `x_N`, the codes of `coded_N`."""

@@ -158,6 +158,18 @@ def test_types(coding: WeightCoding, dtype: torch.dtype) -> None:
         shards.step_(seed)
 
 
+def test_many_exempt_parameters_arrive_as_they_are() -> None:
+    """With neighbors that are copied with them and with ones that are not: padded in the message, or cut unevenly."""
+    sizes = (24, 48, 24, 5, 24, 25, 24, 24)
+    specs = [TensorSpec(f"v{at}", (size,)) for at, size in enumerate(sizes)]
+    specs.insert(2, TensorSpec("matrix", (24, 32)))
+    for world_size in (1, 2, 3):
+        shards = Shards(WeightCode(bits=8), world_size, specs)
+        found = shards.gather()
+        for at in range(len(sizes)):
+            assert torch.equal(found[f"v{at}"], shards.values[f"v{at}"])
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_differences_by_definition_and_errors_do_not_add_up(bits: int) -> None:
     shards = Shards(WeightDelta(bits=bits), 3)
