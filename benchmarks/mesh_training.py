@@ -1,33 +1,73 @@
-"""A small GPT on four ranks, tensor parallelism x FSDP2: LoCo over the data-parallel dim, and stock.
+"""A small GPT on four ranks, LoCo over the data-parallel dims of a mesh, and stock.
 
-Blocks' two-layer networks are parallel over two ranks, everything is sharded over the other two.
+Blocks' two-layer networks are parallel over two ranks (tensor parallelism), beside FSDP2, HSDP or DDP over the other
+two; or each sequence is split over two ranks (context parallelism), whose weights FSDP2 shards over all four.
 
     python -m benchmarks.mesh_training --json benchmarks/results/mesh_training.json
+    python -m benchmarks.mesh_training --layout hsdp --json benchmarks/results/mesh_training_hsdp.json
 """
 
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.custom_loop import compress
-from recipes.gpt import GPT
+from recipes.gpt import GPT, Block
 from recipes.text import standard_library
 from testing.processes.ranks import run_ranks
 
 CONTEXT, BATCH, LEARNING_RATE, LAST = 64, 8, 2e-3, 20
+
+
+class Layout(str, Enum):
+    fsdp, hsdp, ddp, cp = "fsdp", "hsdp", "ddp", "cp"
+
+
+class ContextBlock(Block):
+    """Attention over a sequence of which each rank of `mesh` has an equal part."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, C = x_BTC.shape
+        qkv = self.qkv(self.attention_norm(x_BTC)).view(B, T, 3, self.heads, C // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        k, v = (torch.cat(all_gather(each.contiguous(), self.mesh.get_group()), dim=2) for each in (k, v))
+        rows = torch.arange(T)[:, None] + T * self.mesh.get_local_rank()
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=rows >= torch.arange(k.shape[2]))
+        x_BTC = x_BTC + self.attention_out(attended.transpose(1, 2).reshape(B, T, C))
+        return x_BTC + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTC))))
+
+
+class ContextGPT(GPT):
+    """The same model, given this rank's part of each sequence."""
+
+    mesh: DeviceMesh
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        length = tokens_BT.shape[1]
+        start = length * self.mesh.get_local_rank()
+        x_BTC = self.embedding(tokens_BT) + self.position.weight[start : start + length]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits_BTV: Tensor = self.head(self.norm(x_BTC))
+        return logits_BTV
 
 
 def batch(tokens: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -43,21 +83,46 @@ def identical(values: Tensor, group: Any) -> bool:
     return all(torch.equal(values, other) for other in others)
 
 
-def train(compressed: bool, steps: int) -> dict[str, Any]:
+def wrapped(layout: Layout) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMesh | None]:
+    """The model; dims whose ranks have other sequences, those that share weights, and that of parts of sequences."""
     torch.manual_seed(0)
     model = GPT(width=64, depth=2, heads=4, context=CONTEXT)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()})
+    if layout is Layout.cp:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model.__class__, model.mesh = ContextGPT, mesh["cp"]
+        for block in model.blocks:
+            block.__class__, block.mesh = ContextBlock, mesh["cp"]
+        dims = mesh["dp", "cp"]._flatten("dp_cp")
+    else:
+        shape, names = ((2, 1, 2), ("dp", "shard", "tp")) if layout is Layout.hsdp else ((2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()})
+        dims = mesh["dp", "shard"] if layout is Layout.hsdp else mesh["dp"]
+    if layout is Layout.ddp:
+        return DistributedDataParallel(model, device_mesh=dims), mesh["dp"], dims, None
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh["dp"])
+        fully_shard(part, mesh=dims)
+    same = mesh["dp"] if layout is Layout.hsdp else dims
+    return model, mesh["dp"], same, mesh["cp"] if layout is Layout.cp else None
+
+
+def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
+    model, different, same, context = wrapped(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     session = compress(model, optimizer, LoCo()) if compressed else None
     before = 0 if session is None else session.sync.ranks.peers.sent_nbytes
-    text, place = standard_library("train"), mesh["dp"].get_local_rank()
+
+    def own(seed: int, text: Tensor) -> tuple[Tensor, Tensor]:
+        whole = batch(text, seed)
+        if context is None:
+            return whole
+        inputs, targets = (each.chunk(2, dim=1)[context.get_local_rank()] for each in whole)
+        return inputs, targets
+
     losses = []
     for step in range(steps):
-        tokens, targets = batch(text, 2 * step + place)
+        tokens, targets = own(2 * step + different.get_local_rank(), standard_library("train"))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -66,40 +131,46 @@ def train(compressed: bool, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": losses}
     if session is not None:
         found["sent_nbytes"] = (session.sync.ranks.peers.sent_nbytes - before) / steps
-        found["planned_nbytes"] = session.sync.plan().sent_nbytes
+        transfers = session.sync.plan().gradients
+        found["planned_nbytes"] = sum(message.total_nbytes for each in transfers for message in each.messages)
     model.eval()
     with torch.no_grad():
-        held_out = [batch(standard_library("validation"), seed) for seed in range(8)]
+        held_out = [own(seed, standard_library("validation")) for seed in range(8)]
         found["validation"] = sum(F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y in held_out) / 8
     if session is not None:
         session.close()
     for part in model.modules():
         if hasattr(part, "unshard"):
             part.unshard()
-    whole = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
-    found["identical"] = all(identical(values, mesh["dp"].get_group()) for values in whole)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    held = params if layout is Layout.ddp else list(model.parameters())
+    whole = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in held]
+    found["identical"] = all(identical(values, same.get_group()) for values in whole)
     return found
 
 
-def both(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+def both(rank: int, world_size: int, layout: Layout, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"stock": train(False, steps), "loco": train(True, steps)}
+    return {"stock": train(layout, False, steps), "loco": train(layout, True, steps)}
 
 
 def main(
+    layout: Annotated[Layout, typer.Option(help="what carries gradients, or cp: context parallelism")] = Layout.fsdp,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 200,
     json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
         "benchmarks/results/mesh_training.json"
     ),
 ) -> None:
     """Train with LoCo and without."""
-    ranks = run_ranks(both, 4, steps, timeout=1500)
-    result: dict[str, Any] = {"steps": steps}
+    ranks = run_ranks(both, 4, layout, steps, timeout=1500)
+    result: dict[str, Any] = {"steps": steps, "layout": layout.value}
     for way in ("stock", "loco"):
-        first, second = (ranks[at][way] for at in (0, 2))  # the data-parallel ranks of the first column
-        last = [sum(each["losses"][-LAST:]) / LAST for each in (first, second)]
-        result[way] = {"last_losses": sum(last) / 2, "validation": first["validation"]}
-        result[way]["identical"] = all(rank[way]["identical"] for rank in ranks)
+        each = [rank[way] for rank in ranks]  # of tensor-parallel ranks two have the same losses
+        result[way] = {
+            "last_losses": sum(sum(rank["losses"][-LAST:]) / LAST for rank in each) / 4,
+            "validation": sum(rank["validation"] for rank in each) / 4,
+            "identical": all(rank["identical"] for rank in each),
+        }
     for key in ("last_losses", "validation"):
         result[f"{key}_ratio"] = result["loco"][key] / result["stock"][key]
     result |= {key: ranks[0]["loco"][key] for key in ("sent_nbytes", "planned_nbytes")}

@@ -72,11 +72,6 @@ MEASURED = {
     "diloco": Measured("local", 30.024, 0.824),
 }
 COMPARED = tuple(name for name in MEASURED if name in PRESETS)
-_SQUARES_LINES = {
-    "ddp": 'strategy=LowBitDDPStrategy("{}", second_moment=True)',
-    "fsdp": 'strategy=LowBitFSDPStrategy("{}", second_moment=True)',
-    "hsdp": 'strategy=LowBitFSDPStrategy("{}", shard_size="node", second_moment=True)',
-}
 ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 # Times as fast, at the best end of the range, from which measuring is worth it. That end assumes that everything favors
 # compression at once. Where compression paid although the likely figure said no, it was 1.65 or more.
@@ -193,24 +188,46 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
                 continue
             else:
                 plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], squares=squares)
-            ours.append(_ours(name, plan, workload.held_per_param, situation, against))
+            ours.append(_ours(name, plan, workload, situation, against))
         found += ours if situation is None else sorted(ours, key=lambda choice: choice.seconds)
     return found
 
 
 def _ours(
-    name: str, plan: StepPlan, held: int, situation: Situation | None, against: Callable[[float], float] | None
+    name: str,
+    plan: StepPlan,
+    workload: Workload,
+    situation: Situation | None,
+    against: Callable[[float], float] | None,
 ) -> SetupOption:
-    """`held`: bytes per parameter; `against`: the framework's own, over the bandwidth."""
-    preset, measured = name.removesuffix(SQUARES), MEASURED[name]
+    """`against`: the framework's own, over the bandwidth that one part of the model has."""
+    preset, measured, held = name.removesuffix(SQUARES), MEASURED[name], workload.held_per_param
     full = f"{preset}_{plan.layout}"
-    line = _SQUARES_LINES[plan.layout].format(preset) if name.endswith(SQUARES) else f'strategy="{full}"'
+    line = _line(name, plan, workload.tensor_parallel)
     full += name.removeprefix(preset)
     if situation is None or against is None:
         return SetupOption(full, line, plan, held, measured=measured)
     own = situation.coding_as(preset)
     even = break_even(over_bandwidth(plan, own.cluster, own.compute_s), against, measured.times)
+    even = None if even is None else even * workload.tensor_parallel
     return SetupOption(full, line, plan, held, own.predicted(plan), measured, even)
+
+
+def _line(name: str, plan: StepPlan, tensor_parallel: int) -> str:
+    """What a user writes."""
+    preset = name.removesuffix(SQUARES)
+    if name == preset and tensor_parallel == 1:
+        return f'strategy="{preset}_{plan.layout}"'
+    given = [f'"{preset}"' if plan.round_plan is None else f'outer="{preset}"']
+    if tensor_parallel > 1 and plan.layout != "ddp":
+        given.append(f"tensor_parallel_size={tensor_parallel}")
+    if plan.layout == "hsdp":
+        given.append('shard_size="node"')
+    if name != preset:
+        given.append("second_moment=True")
+    if tensor_parallel > 1 and plan.layout == "ddp":
+        return f"compress(model, optimizer, {', '.join(given)})"
+    return f"strategy=LowBit{'DDP' if plan.layout == 'ddp' else 'FSDP'}Strategy({', '.join(given)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +317,7 @@ def _how(situation: Situation, workload: Workload, layout: Layout) -> str:
     nodes = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if workload.nodes > 1 else ""
     each = " on each of two machines" if workload.nodes > 1 else ""
     return (
-        f"`torchrun {nodes}--nproc-per-node {workload.ranks_per_node} --no-python lowbit bench --out links.json`{each}"
+        f"`torchrun {nodes}--nproc-per-node {workload.on_a_node} --no-python lowbit bench --out links.json`{each}"
         f" takes {BENCH_MINUTES} minutes and narrows this (then --bench links.json)"
     )
 

@@ -31,6 +31,9 @@ Nodes = Annotated[int | None, typer.Option(min=1, max=100_000, help="Machines. D
 RanksPerNode = Annotated[
     int | None, typer.Option(min=1, max=128, help="Processes on each. Default: 8, or as measured.")
 ]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, max=128, help="Ranks of a node that have a part of every matrix each.")
+]
 PrecisionName = Annotated[
     str | None,
     typer.Option(
@@ -47,6 +50,7 @@ def advise(
     hf_config: HFConfig = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
+    tensor_parallel: TensorParallel = 1,
     machine: Annotated[str | None, typer.Option(help="A machine of the table, such as p4d or home-1gbit.")] = None,
     link: Annotated[str | None, typer.Option(help="Bandwidth of a node to the others. Default: 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Between nodes, one way. Default: 0.1ms.")] = None,
@@ -89,9 +93,10 @@ def advise(
         if ranks_per_node is None:
             ranks_per_node = 8 if known is None else known["gpus"]
             assumed += ["8 ranks on each"] if known is None else []
-        workload = _workload(number, model, hf_config, nodes, ranks_per_node, precision)
+        workload = _workload(number, model, hf_config, nodes, ranks_per_node, tensor_parallel, precision)
         on_cpu = cpu or (measured is not None and measured.cluster.gloo)
         situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu, rdma=rdma)
+        situation = situation.at({"link": 1 / tensor_parallel})  # each part's messages have as much of it
         if on_cpu:
             far = is_far(situation.cluster.inter_node.latency_s)
             workload = replace(workload, device_type="cpu", far=far)
@@ -113,13 +118,15 @@ def estimate(
     hf_config: HFConfig = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
+    tensor_parallel: TensorParallel = 1,
     precision: PrecisionName = None,
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
     with errors_of("estimate"):
         number = _number(params, model, hf_config)
-        workload = _workload(number, model, hf_config, nodes or 2, ranks_per_node or 8, precision)
+        ranks = ranks_per_node or 8
+        workload = _workload(number, model, hf_config, nodes or 2, ranks, tensor_parallel, precision)
         from lowbit_strategy.advisor.advice import kept, setup_options
 
         found = setup_options(workload)
@@ -156,17 +163,19 @@ def _workload(
     hf_config: Path | None,
     nodes: int,
     ranks_per_node: int,
+    tensor_parallel: int,
     precision: str | None,
 ) -> Any:
     """Raises:
-    ValueError: The model cannot be built, or there is no such precision.
+    ValueError: The model cannot be built, there is no such precision, or parts of it do not fit on a node.
     """
     from lowbit_strategy.advisor.workload import PRECISIONS, Workload, transformer
 
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"--precision {precision!r} is not known: give one of {', '.join(PRECISIONS)}")
     if number is not None:
-        return Workload(transformer(number), nodes, ranks_per_node, *PRECISIONS[precision or "bf16-mixed"])
+        specs, held = transformer(number), PRECISIONS[precision or "bf16-mixed"]
+        return Workload.in_parts(tensor_parallel, specs, nodes, ranks_per_node, *held)
     from lowbit_strategy.model.parameters import describe_parameters
 
     module = _on_meta(_maker(model) if model is not None else _from_hf(hf_config))
@@ -176,7 +185,7 @@ def _workload(
     if precision is None:
         largest = max(param.element_size() for param in module.parameters())
         precision = "bf16-true" if largest == 2 else "bf16-mixed"
-    return Workload(specs, nodes, ranks_per_node, *PRECISIONS[precision])
+    return Workload.in_parts(tensor_parallel, specs, nodes, ranks_per_node, *PRECISIONS[precision])
 
 
 def _maker(name: str) -> Callable[[], Any]:
@@ -238,7 +247,8 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
         "inputs": {
             "parameters": workload.numel,
             "nodes": workload.nodes,
-            "ranks_per_node": workload.ranks_per_node,
+            "ranks_per_node": workload.on_a_node,
+            "tensor_parallel": workload.tensor_parallel,
             "compared_with": workload.baseline,
             "held_nbytes_per_parameter": workload.held_per_param,
             "memory_nbytes": situation.memory_nbytes,
@@ -251,7 +261,8 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
 
 
 def _title(workload: Any) -> str:
-    return f"{rounded(workload.numel / 1e6)} million parameters, {workload.nodes} x {workload.ranks_per_node} ranks"
+    parts = "" if workload.tensor_parallel == 1 else f" on each of {workload.tensor_parallel} tensor-parallel ranks"
+    return f"{rounded(workload.numel / 1e6)} million parameters{parts}, {workload.nodes} x {workload.on_a_node} ranks"
 
 
 def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:

@@ -77,14 +77,15 @@ class Workload:
     """What is to be trained, and where.
 
     Args:
-        specs: Parameters.
+        specs: Parameters, or a rank's parts of them with tensor parallelism.
         nodes: Machines.
-        ranks_per_node: Processes on each.
+        ranks_per_node: Processes on each, over which gradients are a mean.
         itemsize: Bytes of an element of weights and gradients as they travel without compression: 2 for bf16, 4 for
             float32. What compression is compared with.
         held_per_param: Bytes that a rank holds per parameter: weight, gradient and the two moments of Adam.
         device_type: Device type of the ranks.
         far: Whether messages between machines take so long that all are to travel at once, as they do on CPU.
+        tensor_parallel: Ranks of a node that have a part of every matrix each. Their messages share the node's link.
     """
 
     specs: Sequence[TensorSpec]
@@ -94,6 +95,32 @@ class Workload:
     held_per_param: int = HELD_PER_PARAM
     device_type: str = "cuda"
     far: bool = False
+    tensor_parallel: int = 1
+
+    @classmethod
+    def in_parts(
+        cls, num_parts: int, specs: Sequence[TensorSpec], nodes: int, num_ranks: int, itemsize: int, held: int
+    ) -> Workload:
+        """With tensor parallelism over `num_parts` of the `num_ranks` of a node: matrices are cut into as many rows.
+
+        Raises:
+            ValueError: They are no divisor of those.
+        """
+        if num_ranks % num_parts:
+            raise ValueError(
+                f"--tensor-parallel {num_parts} does not divide the {num_ranks} ranks of a node: parts of a model are"
+                " exchanged in every layer, and belong on one machine"
+            )
+        parts = [
+            spec if spec.ndim < 2 else replace(spec, shape=(-(-spec.shape[0] // num_parts), *spec.shape[1:]))
+            for spec in specs
+        ]
+        return cls(parts, nodes, num_ranks // num_parts, itemsize, held, tensor_parallel=num_parts)
+
+    @property
+    def on_a_node(self) -> int:
+        """All processes on a machine."""
+        return self.ranks_per_node * self.tensor_parallel
 
     @property
     def world_size(self) -> int:

@@ -47,6 +47,7 @@ from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.mesh import (
     Rows,
     data_parallel_rows,
+    describe_dims,
     group_of,
     is_hybrid,
     model_group,
@@ -113,8 +114,9 @@ def attach_ddp(
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
     size, far, intra = prepared.node_size, options.far_links, options.intra
+    dims = describe_dims(getattr(model, "device_mesh", None))
     ranks = make_ranks(
-        group, prepared.topology, size, device, everyone=everyone, own_world=own_world, far=far, intra=intra
+        group, prepared.topology, size, device, everyone=everyone, own_world=own_world, far=far, intra=intra, dims=dims
     )
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_whole_model(model.module, sync)
@@ -227,9 +229,10 @@ def attach_fsdp(
     topology = find_topology(group)
     prepared = replace(prepared, specs=tuple(describe_parameters(module)))  # as they are on the mesh
     prepared = on_ranks(prepared, topology, _shard_size(prepared.options, groups[0], rows, topology))
-    size, is_hsdp = prepared.shard_size, prepared.shard_size is not None
+    is_hsdp = prepared.shard_size is not None
     far, intra = prepared.options.far_links, prepared.options.intra
-    ranks = make_ranks(group, topology, size or prepared.node_size, device, everyone=everyone, far=far, intra=intra)
+    size, dims = prepared.shard_size or prepared.node_size, describe_dims(mesh or groups[0].param_group.mesh_info.mesh)
+    ranks = make_ranks(group, topology, size, device, everyone=everyone, far=far, intra=intra, dims=dims)
     meet = None if prepared.options.outer is None else prepared.options.outer.attach
     if is_hsdp:
         if prepared.options.elastic is not None:  # all ranks share one model, which is one replica

@@ -163,6 +163,21 @@ def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch
     return made[key]
 
 
+def describe_dims(mesh: DeviceMesh | None) -> str:
+    """Which dims of the whole mesh gradients are compressed over; empty if it has one dim, or dims without names.
+
+    Args:
+        mesh: Of the data-parallel dims, of which the second one of two shards.
+    """
+    if mesh is None or (own := mesh.mesh_dim_names) is None:
+        return ""
+    root: Any = mesh._get_root_mesh()
+    sizes = dict(zip(root.mesh_dim_names or (), root.mesh.shape, strict=False))
+    dims = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    inside = "".join(f", exact over {name}" for name, size in zip(own[1:], mesh.shape[1:], strict=True) if size > 1)
+    return f"{' x '.join(dims)}, compressed over {own[0]}{inside}" if len(dims) > 1 else ""
+
+
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
     """None: it has none."""
     backend: Any = (group or c10d._get_default_group())._get_backend(device)

@@ -222,6 +222,7 @@ class Ranks:
         own: Groups that were made for this value, which `destroy` ends.
         column: Which part of the model this rank and those have over which its gradients are a mean, by the other dims
             of a mesh, such as tensor parallelism.
+        dims: Those of the mesh, in words; empty if there is one.
         comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
 
     Attributes:
@@ -240,6 +241,7 @@ class Ranks:
     comes_and_goes: bool = False
     intra: int | None = None
     column: int = 0
+    dims: str = ""
     rank: int = field(init=False, compare=False)
     world_size: int = field(init=False, compare=False)
     topology: Topology = field(init=False, compare=False)
@@ -299,6 +301,7 @@ def make_ranks(
     own_world: bool = False,
     far: bool | None = None,
     intra: int | None = None,
+    dims: str = "",
 ) -> Ranks:
     """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks of `group`.
 
@@ -311,6 +314,7 @@ def make_ranks(
         own_world: Make a group of the ranks of `group`, too, because another thread uses it.
         far: Whether peers are far apart, on CPU; None: measure it.
         intra: See `Ranks`.
+        dims: Likewise.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
@@ -330,7 +334,7 @@ def make_ranks(
         agreed = GroupComm(everyone)
         column = sorted(set(gathered(members[0], everyone))).index(members[0])
     if size is None:
-        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own), column=column)
+        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own), column=column, dims=dims)
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
@@ -344,6 +348,7 @@ def make_ranks(
         own=(*own, intra_node, peers),
         intra=intra,
         column=column,
+        dims=dims,
     )
 
 

@@ -42,12 +42,14 @@ class Report:
         compressor: That the plan is of.
         device: Where kernels run.
         step_index: Optimizer steps completed.
+        dims: Those of the mesh, where it has several.
     """
 
     plan: StepPlan
     compressor: Compressor
     device: torch.device
     step_index: int = 0
+    dims: str = ""
 
     @property
     def groups(self) -> list[Group]:
@@ -91,6 +93,7 @@ class Report:
         kind, period = ("gradient", "step") if rounds is None else (rounds.sends, "round")
         ranks = describe_ranks(plan.topology)
         lines = [f"lowbit_strategy: compressed {kind} {what} over {ranks}, kernels: {self.kernels}"]
+        lines += [f"  mesh: {self.dims}"] if self.dims else []
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
@@ -185,7 +188,7 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
 
 def build_report(sync: GradientSync) -> Report:
     """What an engine does from now on."""
-    return Report(sync.plan(), sync.compressor, sync.device, sync.step_index)
+    return Report(sync.plan(), sync.compressor, sync.device, sync.step_index, sync.ranks.dims)
 
 
 def _has_kernels(method: Method) -> bool:

@@ -27,6 +27,7 @@ from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.meshes import (
@@ -62,6 +63,7 @@ def beside_stock(folder: Path, layout: str) -> Facts:
         if session is not None:
             counted = session.sync.ranks.peers.sent_nbytes - before
             facts = session.sync.ranks.topology, session.sync.ranks.world.world_size
+            (dims,) = [line for line in build_report(session.sync).render().splitlines() if "mesh: " in line]
             session.close()
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, (run.mesh.mesh.flatten().tolist(), weights["loco"]))
@@ -70,9 +72,18 @@ def beside_stock(folder: Path, layout: str) -> Facts:
         "losses": losses,
         "bytes": (counted, 5 * planned["coded"]),
         "ranks": facts,
-        "sharded": layout in ("fsdp", "cp"),
+        "dims": dims.removeprefix("  mesh: "),
+        "layout": layout,
         "everyone": everyone,
     }
+
+
+DIMS = {
+    "fsdp": "dp 2 x tp 2, compressed over dp",
+    "hsdp": "replicate 2 x tp 2, compressed over replicate",
+    "ddp": "dp 2 x tp 2, compressed over dp",
+    "cp": "dp 2 x cp 2, compressed over dp_cp",
+}
 
 
 @scenarios(beside_stock, world_size=4, layout=LAYOUTS, slow=all_but(layout=LAYOUTS))
@@ -89,7 +100,8 @@ def test_beside_stock(facts: list[Facts]) -> None:
         members, _ = each["everyone"][rank]
         assert (topology.world_size, num_all) == (len(members), 4)
         _, own = each["everyone"][rank]
-        if not each["sharded"]:
+        assert each["dims"] == DIMS[each["layout"]]
+        if each["layout"] not in ("fsdp", "cp"):
             assert all(equal(own, each["everyone"][other][1]) for other in members)
         if few:  # a norm, which tensor parallelism replicates
             assert torch.equal(own[0], each["everyone"][rank ^ 1][1][0])

@@ -69,6 +69,21 @@ def test_what_is_assumed_comes_first_and_in_json_with_its_range() -> None:
     assert found["gain"]["low"] <= found["gain"]["likely"] <= found["gain"]["high"]
 
 
+def test_parts_of_a_tensor_parallel_model_send_as_much_less_and_share_the_link() -> None:
+    given = ("--params", "1e9", "--nodes", "4", "--ranks-per-node", "8", "--link", "10gbit", "--json")
+    whole, part = (json.loads(invoke("advise", *given, *more)[1]) for more in ((), ("--tensor-parallel", "8")))
+    assert (part["inputs"]["ranks_per_node"], part["inputs"]["tensor_parallel"]) == (8, 8)
+    assert part["inputs"]["parameters"] == pytest.approx(whole["inputs"]["parameters"] / 8, rel=0.01)
+    of_whole, of_part = ({each["name"]: each for each in found["choices"]} for found in (whole, part))
+    assert of_part["fsdp, bf16"]["sent_nbytes"] < of_whole["fsdp, bf16"]["sent_nbytes"] / 7
+    for name in ("fsdp, bf16", "loco_fsdp"):  # as many bytes leave a node, of all parts together
+        assert of_part[name]["step"]["seconds"] == pytest.approx(of_whole[name]["step"]["seconds"], rel=0.35)
+    assert of_part["loco_fsdp"]["line"] == 'strategy=LowBitFSDPStrategy("loco", tensor_parallel_size=8)'
+    code, output = invoke("estimate", "--params", "1e9", "--tensor-parallel", "3")
+    assert code == 2
+    assert "--tensor-parallel 3 does not divide the 8 ranks of a node" in output
+
+
 def test_nothing_is_said_of_links_that_there_are_not() -> None:
     given = ("advise", "--params", "1e8", "--nodes", "1")
     first, *others = invoke(*given)[1].splitlines()
