@@ -330,7 +330,7 @@ def rows_of_zeros() -> str:
     found: dict[str, list[str]] = {"all": [], "of embeddings and output heads": [], "none": []}
     for name, compressor in PRESETS.items():
         kept = [
-            all(map(compressor.phase(_LATE).assign(spec).method.keeps_zeros, (spec, replace(spec, sharded=True))))
+            all(map(compressor.phase(_LATE).assign(spec).method.keeps_zero_rows, (spec, replace(spec, sharded=True))))
             for spec in (_MATRIX, _EMBEDDING)
         ]
         found["all" if all(kept) else "of embeddings and output heads" if kept[1] else "none"].append(f"`{name}`")

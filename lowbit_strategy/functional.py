@@ -115,7 +115,7 @@ def all_reduce(
 ) -> Tensor:
     """The mean or sum over ranks, bit-identical on all of them. Its gradient is reduced in the same way.
 
-    1. the tensor is cut into one chunk per rank; each is coded and sent to its owner
+    1. the tensor is cut into one share per rank; each is coded and sent to its owner
     2. the owner decodes and adds in rank order, and codes the result
     3. all ranks gather and decode the results
 

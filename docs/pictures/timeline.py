@@ -55,11 +55,11 @@ def draw_timeline() -> None:
 
 
 def draw_layout() -> None:
-    """One parameter of 1,000 elements on 3 ranks, blocks of 128: chunks of 384."""
+    """One parameter of 1,000 elements on 3 ranks, blocks of 128: shares of 384."""
     figure, axes = canvas(10.5, 5.6)
     rows = (
         (83, "parameter", "layers.0.weight, N = 1,000 elements, flat"),
-        (62, "cut", "W = 3 chunks of 3 whole blocks (384 elements); rank r owns chunk r"),
+        (62, "cut", "W = 3 shares of 3 whole blocks (384 elements); rank r owns share r"),
         (41, "bucket", "an entry: name and offset; with its cut it is a slot"),
         (20, "arena", "residuals of all parameters of one codec, whole blocks"),
         (0, "message", "bytes to one owner: header, then codes and scales of each parameter"),
@@ -68,8 +68,8 @@ def draw_layout() -> None:
         axes.text(1, y + 9, name, weight="bold", va="center", fontsize=9)
         axes.text(13, y + 14.5, text, fontsize=7.5, va="bottom", color=GRAY)
     box(axes, 38, 86, 30, 8, "1,000 elements", GRAY, fontsize=8)
-    chunks = ((38, 11.5, "chunk 0: 384"), (49.5, 11.5, "chunk 1: 384"), (61, 7, "2: 232"))
-    for (x, width, text), color in zip(chunks, (BLUE, GREEN, ORANGE), strict=True):
+    shares = ((38, 11.5, "share 0: 384"), (49.5, 11.5, "share 1: 384"), (61, 7, "2: 232"))
+    for (x, width, text), color in zip(shares, (BLUE, GREEN, ORANGE), strict=True):
         box(axes, x, 65, width, 8, text, color, fontsize=7.5)
         box(axes, x, 44, width, 8, "", color)
     box(axes, 13, 44, 25, 8, "other parameters", GRAY, fontsize=7.5)
@@ -87,7 +87,7 @@ def draw_layout() -> None:
     axes.text(43, -1.2, "wire_offset", ha="center", fontsize=7.5)
     for start, end in (((55, 65), (55, 52)), ((55, 44), (61, 31)), ((61, 23), (52, 11))):
         arrow(axes, start, end, lw=1, mutation_scale=8, color=GREEN)
-    axes.text(89, 40, "a segment joins\nthe places of one\nchunk: x_offset,\nnumel, state_offset,\nwire_offset",
+    axes.text(89, 40, "a segment joins\nthe places of one\nshare: x_offset,\nnumel, state_offset,\nwire_offset",
               fontsize=7.5, color=GREEN, va="top")  # fmt: skip
     axes.set_ylim(-4, 100)
     save(figure, "layout")

@@ -33,7 +33,7 @@ _NAME = re.compile(
     r"step-(?P<step>\d+)-rank-(?P<rank>\d+)-of-(?P<world_size>\d+)-(?P<run>[0-9a-f]+)\.(?P<skipped>\d+)-"
     r"(?P<end>[0-9a-f]+\.(?:pt|part))"
 )
-_CHUNK = 1 << 20
+_READ_NBYTES = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
@@ -121,8 +121,8 @@ def _short(digest: Any) -> str:
 
 def _checksum(file: IO[bytes]) -> str:
     digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
+    while part := file.read(_READ_NBYTES):
+        digest.update(part)
     return _short(digest)
 
 

@@ -1,6 +1,6 @@
 """A codec turns floats into a fixed number of bytes and back; it knows no ranks.
 
-It serves one hop of a method: the uplink, to the owner of a chunk, or the downlink, from the owner. A `Codec` keeps
+It serves one hop of a method: the uplink, to the owner of a share, or the downlink, from the owner. A `Codec` keeps
 nothing, so what it does not send is lost; a `StatefulCodec` is a codec with what it keeps between steps.
 """
 
@@ -91,15 +91,15 @@ class Arena(NamedTuple):
 class Codec(ABC):
     """float[n] <-> uint8[wire_nbytes(n)].
 
-    A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; the versions that work on
-    the segments of a bucket have defaults that loop over them. What codes a whole bucket at once is a `BucketCodec`.
+    A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; `encode_` and `decode_sum_`,
+    which serve a bucket in place, loop over its segments. What codes a whole bucket at once is a `BucketCodec`.
     """
 
     in_one_pass: ClassVar[bool] = False  # a kernel's, without temporary memory per element; else parts take turns
 
     @property
     def block_size(self) -> int:
-        """Elements that are coded together: chunks start on multiples of it."""
+        """Elements that are coded together: shares start on multiples of it."""
         return 1
 
     @property
@@ -143,29 +143,14 @@ class Codec(ABC):
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        """Encode each segment of `x` at its place in `wire`; set `flag` to 1 on inf or NaN."""
-        for row in segments.rows:
-            piece = x[row.x_offset : row.x_offset + row.numel]
-            encoded = self.encode(piece, seed=seed ^ row.salt)
-            wire[row.wire_offset : row.wire_offset + encoded.numel()] = encoded
-            flag |= (~piece.isfinite().all()).to(flag.dtype)
-
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        """``out[segment] = alpha * decode_sum(rows' bytes of the segment)``."""
-        for row in segments.rows:
-            rows = wire_WB[:, row.wire_offset : row.wire_offset + self.wire_nbytes(row.numel)]
-            total = self.decode_sum(rows.contiguous(), row.numel)
-            out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
-
     def stateless(self) -> Codec:
         """This codec, without what a `StatefulCodec` keeps."""
         return self
 
     # -- one hop of a method --------------------------------------------------------------------------------------
 
-    def chunks(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-        """What is encoded or decoded at a time."""
+    def batches(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
+        """The segments in the portions that are encoded or decoded at a time."""
         return (segments,) if self.in_one_pass else parts_of(segments, device)
 
     @property
@@ -180,21 +165,28 @@ class Codec(ABC):
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        """Write the codes of `x` plus the residual into `wire`, and keep what was not sent in `state`.
+        """Write the codes of a bucket's segments, plus the residual where there is one, into `wire`.
 
         Args:
             x: The bucket, 1-D.
             wire: uint8, 1-D: the messages.
             segments: Which elements of `x` go where in `wire`, and where their state begins.
-            state: Arenas.
+            state: Arenas; what was not sent is kept there. Empty for a codec without state.
             step: Counter and seeds.
             flag: int32 [1], set to 1 where `x` is not finite.
         """
-        self.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
+        for row in segments.rows:
+            x_N = x[row.x_offset : row.x_offset + row.numel]
+            encoded = self.encode(x_N, seed=step.seed ^ row.salt)
+            wire[row.wire_offset : row.wire_offset + encoded.numel()] = encoded
+            flag |= (~x_N.isfinite().all()).to(flag.dtype)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        """``out = alpha * sum`` of what the W rows decode to, added in float32 in row order."""
-        self.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+        """``out = alpha * sum`` of what the W rows decode to, segment by segment, added in float32 in row order."""
+        for row in segments.rows:
+            rows = wire_WB[:, row.wire_offset : row.wire_offset + self.wire_nbytes(row.numel)]
+            total = self.decode_sum(rows.contiguous(), row.numel)
+            out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
 
     def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
         """What the others decode of this rank's last message, `state` being the sender's. For observers."""
@@ -204,18 +196,19 @@ class Codec(ABC):
 class BucketCodec(Codec):
     """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
 
-    It implements `encode_segments_` and `decode_sum_segments_`.
+    It implements `encode_` and `decode_sum_`.
     """
 
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
         wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
         flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        self.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+        segments = Segments([Segment(0, x_N.numel(), 0, 0)])
+        self.encode_(x_N.contiguous(), wire, segments, {}, StepContext(0, seed, 0), flag)
         return wire
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        self.decode_sum_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), {}, 1.0)
         return out
 
 
@@ -247,14 +240,16 @@ class DenseCodec(BucketCodec):
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
         return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)  # sparse methods code a message's values so
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
         encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         decode_sum_(wire_WB, out, segments, DenseFormat(self.dtype), alpha=alpha)
 
 
-class StatefulCodec(BucketCodec):
+class StatefulCodec(Codec):
     """A codec with a rule for what it keeps between steps, such as a residual.
 
     A frozen dataclass whose field `codec` makes the bytes; a subclass says what it encodes (`encode_`) and what it
@@ -286,16 +281,19 @@ class StatefulCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        self.codec.encode_segments_(x, wire, segments, seed=seed, flag=flag)
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        return self.codec.encode(x_N, seed=seed)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        return self.codec.decode_sum(wire_WB, numel)
 
     @abstractmethod
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None: ...
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
+        self.codec.decode_sum_(wire_WB, out, segments, {}, alpha)
 
     def stateless(self) -> Codec:
         """The codec alone, without its residual: for wrappers, which have a rule of their own.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec
+from lowbit_strategy.codecs.base import BucketCodec, StateTensors, StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import blocks as reference
@@ -56,8 +56,10 @@ class BlockCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=seed)
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
+        encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=step.seed)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec
+from lowbit_strategy.codecs.base import BucketCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.segments import Segments
 
@@ -39,7 +39,9 @@ class BlockwiseCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return -(-numel // self.block_size) * self.block_nbytes
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
         packed = pack_segments(segments, self.block_size)
         if not packed.numel:
             return
@@ -47,12 +49,12 @@ class BlockwiseCodec(BucketCodec):
         finite_K = h_KB.isfinite().all(-1)
         h_KB = torch.where(finite_K[:, None], h_KB, 0.0)
         payload_KC = self.encode_blocks(
-            h_KB, packed.valid(x.device), finite_K, lambda stream: packed.noise(seed, stream, x.device)
+            h_KB, packed.valid(x.device), finite_K, lambda stream: packed.noise(step.seed, stream, x.device)
         )
         packed.store_wire_(wire, payload_KC)
         flag |= (~finite_K.all()).to(flag.dtype)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         total = functools.reduce(Tensor.add_, self.decode_rows(wire_WB, segments))
         pack_segments(segments, self.block_size).spread_(total.mul_(alpha), out)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec
+from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
@@ -58,7 +58,9 @@ class ChunkTopK(BucketCodec):
         kept = self.num_kept(numel)
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
         table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
@@ -66,12 +68,12 @@ class ChunkTopK(BucketCodec):
         packed = pack_segments(segments, CHUNK_NUMEL).collect(x)
         positions_MK, values_MK = chunk_top_k(packed, places.kept_M, self.kept)
         values_K = values_MK.view(-1).index_select(0, places.slot_K)
-        self.values.encode_segments_(values_K, wire, table.values, seed=seed, flag=flag)
+        self.values.encode_(values_K, wire, table.values, {}, step, flag)
         positions_P = torch.nn.functional.pad(positions_MK.view(-1), (0, 1)).index_select(0, places.slot_P)
         parts = _pack_positions(positions_P).split(table.packed_nbytes)
         torch._foreach_copy_(table.position_bytes(wire), list(parts))
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
@@ -80,7 +82,7 @@ class ChunkTopK(BucketCodec):
         values_K = torch.empty(table.num_kept, dtype=torch.float32, device=out.device)
         for wire in wire_WB:
             positions_P = _unpack_positions(torch.cat(table.position_bytes(wire)))
-            self.values.decode_sum_segments_(wire[None], values_K, table.values, alpha=1.0)
+            self.values.decode_sum_(wire[None], values_K, table.values, {}, 1.0)
             total.index_add_(0, places.chunk_start_K + positions_P.index_select(0, places.pair_K), values_K)
         packing.spread_(total.mul_(alpha), out)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import BucketCodec, Codec
+from lowbit_strategy.codecs.base import BucketCodec, Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
@@ -70,15 +70,17 @@ class RotatedCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.rotation_size) * self.rotation_size)
 
-    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
         packed = pack_segments(segments, self.rotation_size)
         rotated = self._transformed(packed.collect(x))
-        self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
+        self.codec.encode_(rotated, wire, packed.padded_segments, {}, step, flag)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         packed = pack_segments(segments, self.rotation_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
-        self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
+        self.codec.decode_sum_(wire_WB, rotated, packed.padded_segments, {}, alpha)
         packed.spread_(self._transformed(rotated, inverse=True), out)
 
     def _transformed(self, x_N: Tensor, *, inverse: bool = False) -> Tensor:

@@ -1,10 +1,10 @@
 """Compressed reduce-scatter and all-reduce of one bucket, over any mix of codecs.
 
-reduce-scatter (the uplink): (1) every codec encodes each parameter's W chunks into W messages, scales inline; (2) one
-all-to-all of bytes; (3) the owner decodes the W contributions to its chunks and adds them in float32, in rank order.
+reduce-scatter (the uplink): (1) every codec encodes each parameter's W shares into W messages, scales inline; (2) one
+all-to-all of bytes; (3) the owner decodes the W contributions to its shares and adds them in float32, in rank order.
 
-all-reduce: the same, then the downlink: (4) the owner encodes the mean of its chunks, with a residual of its own;
-(5) one all-gather of bytes; (6) every rank decodes every chunk. All ranks decode the same bytes: results are
+all-reduce: the same, then the downlink: (4) the owner encodes the mean of its shares, with a residual of its own;
+(5) one all-gather of bytes; (6) every rank decodes every share. All ranks decode the same bytes: results are
 bit-identical.
 
 A message starts with a header: magic, a checksum of the layout, and under FSDP2 on the uplink a bit for each parameter
@@ -235,9 +235,9 @@ class CodedGroup(NamedTuple):
     """Parameters that the same codecs carry, and the codecs' state.
 
     Args:
-        uplink, uplink_state: To the owners of chunks.
+        uplink, uplink_state: To the owners of shares.
         downlink, downlink_state: From the owners, in an all-reduce. None: reduce-scatter, the owners keep the result.
-        block_size: A chunk's state is a whole number of blocks of both codecs.
+        block_size: A share's state is a whole number of blocks of both codecs.
         params: Where the parameters lie.
     """
 
@@ -344,7 +344,7 @@ class Exchange:
         Args:
             x: The bucket, 1-D contiguous, laid out as the groups' parameters say.
             out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
-                of the owned chunks, since FSDP2 divides afterwards, times `alpha`.
+                of the owned shares, since FSDP2 divides afterwards, times `alpha`.
             step: Counter and seeds.
             sent: float32, as `x`: filled with what the other ranks decode of this rank's messages, or None.
             marks: uint8, what this rank had no gradient of; afterwards what no rank had one of. None: it had all, and
@@ -416,10 +416,10 @@ class Exchange:
                 uplink_at += _section_nbytes(uplink, param)
                 downlink_at += 0 if downlink is None else _section_nbytes(downlink, param)
                 self._shard_numel += round_up(param.row_numel, ALIGNMENT)
-            sent, added = (uplink.chunks(Segments(rows), device) for rows in (send, own))
+            sent, added = (uplink.batches(Segments(rows), device) for rows in (send, own))
             self._uplinks.append(_Hop(uplink, uplink_state, sent, added))
             if downlink is not None:
-                sent, added = (downlink.chunks(Segments(rows), device) for rows in (back, gather))
+                sent, added = (downlink.batches(Segments(rows), device) for rows in (back, gather))
                 self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
 
 

@@ -1,6 +1,6 @@
 """What is reduced, and where it lies: parameters are cut over the ranks one by one, never by bucket.
 
-A parameter of n elements is cut into W chunks of ``row_numel`` elements; rank r owns flat elements
+A parameter of n elements is cut into W shares of ``row_numel`` elements; rank r owns flat elements
 ``[r * row_numel, (r + 1) * row_numel)`` as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
 so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
 
@@ -41,7 +41,7 @@ class TensorSpec:
             Otherwise all get the mean (all-reduce).
         whole_shape: Shape of the whole parameter, if `shape` is that of a part only.
         ranges: Of a part: start and length of each run of elements in the flat parameter; joined they are the part.
-        part_row_numel: Of a part that is sharded: elements of each rank's chunk of it, padding included.
+        part_row_numel: Of a part that is sharded: elements of each rank's share of it, padding included.
     """
 
     name: str
@@ -91,7 +91,7 @@ class TensorSpec:
         return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
 
     def row_numel(self, world_size: int, block_size: int) -> int:
-        """Elements of the chunk of each rank that reduces it, padding included."""
+        """Elements of the share of each rank that reduces it, padding included."""
         if not self.sharded:
             return round_up(-(-self.numel // world_size), block_size)
         if self.part_row_numel is not None and self.part_row_numel * world_size >= self.numel:  # a rank may try alone
@@ -107,9 +107,9 @@ def _part_of(
     """Shape and ranges of the part that number `index` of `count` ranks reduces, and the elements of a run's rows."""
     dims = shape or (1,)
     per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
-    num_chunks = count * num_runs
-    rows = -(-dims[row_dim] // num_chunks)
-    starts = [min(dims[row_dim], rows * chunk) for chunk in range(index, num_chunks, count)]
+    num_shares = count * num_runs
+    rows = -(-dims[row_dim] // num_shares)
+    starts = [min(dims[row_dim], rows * share) for share in range(index, num_shares, count)]
     lengths = [min(dims[row_dim] - start, rows) for start in starts]
     ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
     return (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :]), ranges, rows * per_row
@@ -122,13 +122,13 @@ class ParamView(NamedTuple):
     Args:
         spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
         world_size: Number of the ranks that it is cut over.
-        row_numel: Elements of each rank's chunk, padding included.
-        offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
+        row_numel: Elements of each rank's share, padding included.
+        offset: First element of the share of rank 0 in the bucket buffer; under FSDP2 also of the own share in the
             output buffer.
-        row_stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
-        state_offset: First element of the own chunk in state that holds one chunk of each parameter; in state of whole
+        row_stride: Elements from one rank's share to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
+        state_offset: First element of the own share in state that holds one share of each parameter; in state of whole
             parameters it is W times that.
-        out_offset: Reduce-scatter: first element of the own chunk in the output buffer. None: `offset`.
+        out_offset: Reduce-scatter: first element of the own share in the output buffer. None: `offset`.
         x: The gradient, once a bucket has come. All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r
             for rank r, padded with zeros.
         out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
@@ -154,7 +154,7 @@ class ParamView(NamedTuple):
         return self.spec.name
 
     def row_length(self, rank: int) -> int:
-        """Elements of the chunk of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
+        """Elements of the share of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
         return row_length(self.spec.numel, self.row_numel, rank)
 
     def agreed(self) -> tuple[Any, ...]:
@@ -195,13 +195,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def dim0_row_numel(shape: tuple[int, ...], world_size: int) -> int:
-    """FSDP2, and inside a node: elements of equal chunks of whole dim-0 rows."""
+    """FSDP2, and inside a node: elements of equal shares of whole dim-0 rows."""
     dim0 = shape[0] if shape else 1
     return -(-dim0 // world_size) * (math.prod(shape) // dim0) if dim0 else 0
 
 
 def row_length(numel: int, row_numel: int, rank: int) -> int:
-    """Number of elements that `rank` owns of `numel` elements in chunks of `row_numel`."""
+    """Number of elements that `rank` owns of `numel` elements in shares of `row_numel`."""
     return max(0, min(row_numel, numel - rank * row_numel))
 
 

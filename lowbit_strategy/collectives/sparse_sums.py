@@ -23,7 +23,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec
+from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
 from lowbit_strategy.collectives.layout import ALIGNMENT, round_up, salt_of
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
@@ -124,7 +124,7 @@ class ValueSum:
         rows: Reduce-scatter: elements of each parameter's rows. None: all-reduce.
         codec: Encodes the values.
         comm: Group to sum over.
-        seed: Stochastic codecs round with it.
+        step: Stochastic codecs round with its seed.
 
     Attributes:
         sent: Takes each parameter's own values as the others decode them.
@@ -138,9 +138,9 @@ class ValueSum:
         codec: Codec,
         comm: Comm,
         *,
-        seed: int,
+        step: StepContext,
     ) -> None:
-        self.codec, self.comm, self.seed = codec, comm, seed
+        self.codec, self.comm, self.step = codec, comm, step
         self.indices, self.rows = [part.indices for part in chosen], rows
         self.counts = [index.numel() for index in self.indices]
         self.exact = codec == _FLOATS
@@ -193,12 +193,12 @@ class ValueSum:
     def _encode_(self, values: Tensor, wire: Tensor, segments: Segments) -> None:
         if segments.rows:
             flag = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self.codec.encode_segments_(values, wire, segments, seed=self.seed, flag=flag)
+            self.codec.encode_(values, wire, segments, {}, self.step, flag)
 
     def _decode(self, wire_WB: Tensor, segments: Segments, numel: int) -> Tensor:
         out = torch.zeros(numel, dtype=torch.float32, device=self.device)
         if segments.rows:
-            self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=1.0)
+            self.codec.decode_sum_(wire_WB, out, segments, {}, 1.0)
         return out
 
     def run(self) -> Generator[Pending, None, tuple[list[Chosen], list[Chosen]]]:

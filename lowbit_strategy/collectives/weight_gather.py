@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, StepFlags, WireBuffers, layout_header
 from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up
@@ -95,7 +95,7 @@ class RowCode:
         wire_B[:HEADER_NBYTES] = self.header
         for codec, encode, _ in self._coded:
             if encode.rows:
-                codec.encode_segments_(coded_N, wire_B, encode, seed=0, flag=self._flag)
+                codec.encode_(coded_N, wire_B, encode, {}, StepContext(0, 0, 0), self._flag)
         for encode, _ in self._exact:
             if encode.rows:
                 torch._foreach_copy_(self._values(wire_B, encode), pieces_of(x_N, encode, "x_offset"))
@@ -104,7 +104,7 @@ class RowCode:
         """Write what is coded in all rows' messages into `out`, ``[W * N]``; the rest of it is left as it is."""
         for codec, _, decode in self._coded:
             if decode.rows:
-                codec.decode_sum_segments_(wires_WB.view(1, -1), out, decode, alpha=1.0)
+                codec.decode_sum_(wires_WB.view(1, -1), out, decode, {}, 1.0)
 
     def decode_exact_(self, wires_WB: Tensor, out: Tensor) -> None:
         """The same for exempt parameters."""

@@ -56,7 +56,7 @@ class GradientSync:
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who trains the model; nothing else may use `Ranks.peers` while buckets are in flight.
         device: Device of gradients.
-        scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
+        scatter: FSDP2's reduce-scatter (sum of the owned share) instead of DDP's all-reduce (mean).
         seed: Seed of all randomness; the same on all ranks.
         skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
         keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.

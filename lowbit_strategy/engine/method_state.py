@@ -309,7 +309,7 @@ class MethodState:
         return [tensor for store in self.stores.values() for tensor in store.state_tensors()]
 
     def row_numel(self, name: str) -> int:
-        """Elements of one rank's chunk of a parameter, padding included."""
+        """Elements of one rank's share of a parameter, padding included."""
         block_size = self.assignments[name].method.block_size
         return self.specs[name].row_numel(self._comm.world_size, block_size)
 

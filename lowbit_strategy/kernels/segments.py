@@ -14,7 +14,7 @@ CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a ca
 
 
 class Segment(NamedTuple):
-    """One contiguous piece: a parameter's chunk for one owner.
+    """One contiguous piece: a parameter's share for one owner.
 
     Args:
         x_offset: First element in the float buffer.

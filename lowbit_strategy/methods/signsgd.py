@@ -76,7 +76,7 @@ class VoteCodec(StatefulCodec):
             packed = pack_segments(segments, self.block_size)
             x = average_(packed, state, "momentum", packed.collect(x), self.momentum)
             segments = packed.segments
-        self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
+        self.codec.encode_(x, wire, segments, {}, step, flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         packed = pack_segments(segments, self.block_size)

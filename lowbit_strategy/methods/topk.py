@@ -45,7 +45,7 @@ class GatheredReducer(Reducer):
     def label(self) -> str:
         return f"{self.codec.label}, gathered"
 
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return self.codec.keeps_zeros
 
     def nearest(self) -> GatheredReducer:

@@ -265,7 +265,7 @@ def check_zeros(evidence: Sequence[Evidence], harness: InvariantHarness) -> list
             continue  # DDP's buckets hold no empty tensors
         method = assignments[spec.name].method
         found = float(largest[spec.name][_zero_rows(spec.name, spec.shape)].sum())
-        if method.keeps_zeros(dataclasses.replace(spec, sharded=sharded)) or spec.name == "tall":
+        if method.keeps_zero_rows(dataclasses.replace(spec, sharded=sharded)) or spec.name == "tall":
             if found:
                 failures.append(f"{spec.name}: zeros became up to {found:.1e}")
         else:

@@ -2,7 +2,7 @@
 
 One launch of processes per world size and layout serves all its selected tests. What is checked is in
 `testing/invariants`; methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean`,
-`keeps_zeros` and `fixed_size`. A case that does not apply to a configuration is not collected for it.
+`keeps_zero_rows` and `fixed_size`. A case that does not apply to a configuration is not collected for it.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class FeedbackCodec(StatefulCodec):
         e = self._read(packed, state)
         idle = packed.idle(g)
         h = torch.where(idle, 0.0, g + e)
-        self.codec.encode_segments_(h, wire, packed.segments, seed=step.seed, flag=flag)
+        self.codec.encode_(h, wire, packed.segments, {}, step, flag)
         sent = torch.zeros_like(h)
-        self.codec.decode_sum_segments_(wire.view(1, -1), sent, packed.segments, alpha=1.0)
+        self.codec.decode_sum_(wire.view(1, -1), sent, packed.segments, {}, 1.0)
         updated = (e * self.beta + (h - sent) * (1.0 - self.beta)) * self.decay
         keep = idle | ~updated.isfinite()
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
@@ -155,8 +155,8 @@ class FeedbackReducer(Reducer):
     def temporary_nbytes(self) -> float:
         return self.inner.temporary_nbytes
 
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
-        return self.inner.keeps_zeros(spec)
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
+        return self.inner.keeps_zero_rows(spec)
 
     def serves(self, spec: TensorSpec) -> bool:
         return self.inner.serves(spec)
@@ -262,7 +262,7 @@ class MomentumCodec(StatefulCodec):
             updated = (old + gradient) * self.momentum if self.nesterov else old * self.momentum + gradient
             added = updated + gradient if self.nesterov else updated
             packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
-        self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
+        self.codec.encode_(added, wire, packed.segments, {}, step, flag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class MarkovCodec(StatefulCodec):
         if self.momentum:
             v = average_(packed, state, "average", v, self.momentum)
         estimate = packed.collect_state(state["estimate"])
-        self.codec.encode_segments_(v - estimate, wire, packed.segments, seed=step.seed, flag=flag)
+        self.codec.encode_(v - estimate, wire, packed.segments, {}, step, flag)
         packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), packed)))
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
@@ -320,7 +320,7 @@ class MarkovCodec(StatefulCodec):
 
     def _decode(self, wire_1B: Tensor, packed: Packed) -> Tensor:
         sent = torch.zeros(packed.numel, dtype=torch.float32, device=wire_1B.device)
-        self.codec.decode_sum_segments_(wire_1B, sent, packed.segments, alpha=1.0)
+        self.codec.decode_sum_(wire_1B, sent, packed.segments, {}, 1.0)
         return sent
 
 

@@ -169,12 +169,12 @@ class Method(ABC):
 
     @property
     def block_size(self) -> int:
-        """Under DDP chunks start on multiples of it."""
+        """Under DDP shares start on multiples of it."""
         return 1
 
     @property
     def idle_numel(self) -> int | None:
-        """Elements of a chunk that send nothing if their gradients are all zero; None: the parameter as a whole."""
+        """Elements of a share that send nothing if their gradients are all zero; None: the parameter as a whole."""
         return None
 
     @property
@@ -207,7 +207,7 @@ class Method(ABC):
         return self.residual_gain is not None
 
     @abstractmethod
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         """Whether a row whose gradient has been zero on all ranks from the first step on comes out as zeros.
 
         Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
@@ -231,7 +231,7 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     """What a parameter's state, live or saved, has not sent yet: float32 ``[numel]``, in units of the gradient.
 
     A sender has not sent ``residual / residual_gain`` of its own gradient. An owner has not sent the same of the mean
-    of its chunk, and a sender's gradient is 1 / W of that mean. None where there is no residual.
+    of its share, and a sender's gradient is 1 / W of that mean. None where there is no residual.
     """
     numel: int = numbers["numel"]
     if not any("." in key for key in tensors):
@@ -261,14 +261,14 @@ def _without_padding(values: Tensor, numbers: Mapping[str, Any]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CodecPair(Method):
-    """The codec on the uplink, to the owner of a chunk, and the one on the downlink, from the owner (DDP only).
+    """The codec on the uplink, to the owner of a share, and the one on the downlink, from the owner (DDP only).
 
     Args:
         uplink: Codec of every rank's gradient.
         downlink: Codec of the mean; None: the same codec.
 
     Attributes:
-        block_size: What chunks and their state are cut to: whole blocks of both codecs.
+        block_size: What shares and their state are cut to: whole blocks of both codecs.
     """
 
     uplink: Codec
@@ -305,7 +305,7 @@ class CodecPair(Method):
     def conserves(self, spec: TensorSpec) -> bool:
         return all(hop.residual_gain is not None for hop in self.hops(spec))
 
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return all(hop.keeps_zeros for hop in self.hops(spec))
 
     def rests(self, spec: TensorSpec) -> bool:
@@ -338,7 +338,7 @@ class CodecStore(MethodStore):
 
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
         self._pair, self._is_sharded = pair, False
-        self._chunks: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one chunk each
+        self._shares: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one share each
         numbers: dict[str, dict[str, Any]] = {}
         state: ReducerState = {}
         of_all = {
@@ -352,20 +352,20 @@ class CodecStore(MethodStore):
             self._is_sharded = spec.sharded  # all of them are, or none
             row_numel = spec.row_numel(comm.world_size, block_size)
             start, end = end, end + round_up(row_numel, block_size)
-            self._chunks[name] = (start, end)
+            self._shares[name] = (start, end)
             numbers[name] = {"numel": spec.numel, "row_numel": row_numel} | of_all
             state[name] = {}
         self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
         arenas: list[Tensor] = []
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
             for key, arena in (codec.arenas() if isinstance(codec, StatefulCodec) else {}).items():
-                num_chunks = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
+                num_shares = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
                 unit = codec.block_size if arena.per_block else 1
-                values = torch.zeros(end * num_chunks // unit, dtype=arena.dtype, device=device)
+                values = torch.zeros(end * num_shares // unit, dtype=arena.dtype, device=device)
                 self._by_hop[hop][key] = values
                 arenas.append(values)
-                for name, (start, stop) in self._chunks.items():
-                    state[name][f"{hop}.{key}"] = values[start * num_chunks // unit : stop * num_chunks // unit]
+                for name, (start, stop) in self._shares.items():
+                    state[name][f"{hop}.{key}"] = values[start * num_shares // unit : stop * num_shares // unit]
         super().__init__(pair, state, numbers, device, arenas)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
@@ -376,7 +376,7 @@ class CodecStore(MethodStore):
             None if self._is_sharded else self._pair.downlink,
             self._by_hop["downlink"],
             self._pair.block_size,
-            tuple(param._replace(state_offset=self._chunks[param.name][0]) for param in params),
+            tuple(param._replace(state_offset=self._shares[param.name][0]) for param in params),
         )
 
     def park(self) -> None:

@@ -275,7 +275,7 @@ class CommonPositions(SparseCompressor):
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
         names = [view.spec.name for view in views]
         rows = [view.row_numel for view in views] if views[0].spec.sharded else None
-        exchange = ValueSum(names, chosen, rows, self.codec, comm, seed=step.seed)
+        exchange = ValueSum(names, chosen, rows, self.codec, comm, step=step)
         for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
             observe_(view, tensors.get("residual"), condition, part, sent)

@@ -33,7 +33,7 @@ class Reducer(Method):
         """Memory for a moment, of each element that is reduced at once, beside state; measured: benchmarks/LOG.md."""
         return 0.0
 
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return True  # what is not chosen is zero, and so are products with a row of zeros
 
     def nearest(self) -> Reducer:

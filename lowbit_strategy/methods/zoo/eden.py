@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StateTensors
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.packed import pack_segments
@@ -75,7 +75,7 @@ class EdenCodec(BlockwiseCodec):
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         return rotate(self._rotated(payload_KC), inverse=True)
 
-    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         packed = pack_segments(segments, self.block_size)
         total = torch.zeros(packed.num_blocks, self.block_size, dtype=torch.float32, device=out.device)
         for wire in wire_WB:

@@ -80,7 +80,7 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
     def label(self) -> str:
         return f"{self.kept} of {self.slice_size} principal components"
 
-    def keeps_zeros(self, spec: TensorSpec) -> bool:
+    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return False  # a slice may span two rows
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:

@@ -70,10 +70,10 @@ def test_segments_do_not_touch_each_other(name: str) -> None:
     wires = torch.zeros(3, wire_at, dtype=torch.uint8)
     flag = torch.zeros(1, dtype=torch.int32)
     for wire, x in zip(wires, sources, strict=True):
-        codec.encode_segments_(x, wire, segments, seed=7, flag=flag)
+        codec.encode_(x, wire, segments, {}, StepContext(0, 7, 0), flag)
     assert not flag.item()
     out = torch.full((x_at,), 9.0)
-    codec.decode_sum_segments_(wires, out, segments, alpha=0.5)
+    codec.decode_sum_(wires, out, segments, {}, 0.5)
     wanted = torch.full((x_at,), 9.0)
     for row in rows:
         pieces = [_largest(x[row.x_offset : row.x_offset + row.numel], codec) for x in sources]
@@ -91,7 +91,7 @@ def test_what_is_not_finite_arrives(name: str, bad: float) -> None:
     codec, x = ChunkTopK(0.001, VALUES[name]), _x(9000)
     x[5000] = bad
     flag, wire = torch.zeros(1, dtype=torch.int32), torch.zeros(codec.wire_nbytes(9000), dtype=torch.uint8)
-    codec.encode_segments_(x, wire, Segments([Segment(0, 9000, 0, 0)]), seed=1, flag=flag)
+    codec.encode_(x, wire, Segments([Segment(0, 9000, 0, 0)]), {}, StepContext(0, 1, 0), flag)
     assert flag.item() == 1
     assert not codec.decode_sum(wire[None], 9000)[5000].isfinite()
 

@@ -58,8 +58,8 @@ class Bucket:
             routes.append(CodedGroup(codec, {}, None if self.scatter else codec, {}, codec.block_size, slots))
         return routes
 
-    def chunk(self, slot: ParamView, rank: int) -> slice:
-        """Where the chunk that `rank` owns of a parameter lies in a buffer."""
+    def share(self, slot: ParamView, rank: int) -> slice:
+        """Where the share that `rank` owns of a parameter lies in a buffer."""
         start = slot.offset + rank * slot.row_stride
         return slice(start, start + slot.row_length(rank))
 
@@ -70,7 +70,7 @@ class Bucket:
             x = torch.zeros(self.numel)
             for slot, owner in itertools.product(self.slots, range(self.world.size)):
                 values = torch.randn(slot.row_length(owner), generator=generator)
-                x[self.chunk(slot, owner)] = values * (rank + 1)
+                x[self.share(slot, owner)] = values * (rank + 1)
             buffers.append(x.to(dtype))
         return buffers
 
@@ -87,10 +87,10 @@ class Bucket:
         return outs
 
     def owned(self, outs: Sequence[Tensor], slot: ParamView, rank: int) -> Tensor:
-        """What the ranks' results hold of the chunk of `rank`."""
+        """What the ranks' results hold of the share of `rank`."""
         if self.scatter:
             return outs[rank][slot.offset : slot.offset + slot.row_length(rank)]
-        return outs[0][self.chunk(slot, rank)]
+        return outs[0][self.share(slot, rank)]
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_codec_without_loss_gives_the_sum_in_rank_order(
     buffers = bucket.fill(dtype)
     outs = bucket.run(buffers)
     for slot, owner in itertools.product(bucket.slots, range(world_size)):
-        wanted = total([x[bucket.chunk(slot, owner)] for x in buffers]) * (1.0 if scatter else 1.0 / world_size)
+        wanted = total([x[bucket.share(slot, owner)] for x in buffers]) * (1.0 if scatter else 1.0 / world_size)
         assert torch.equal(bucket.owned(outs, slot, owner), wanted.to(dtype))
     if not scatter:
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -131,11 +131,11 @@ def test_owners_add_what_the_others_report_to_have_sent(parts: list[Part], world
     sent = [torch.zeros(bucket.numel) for _ in buffers]
     outs = bucket.run(buffers, sent)
     for (slot, codec), owner in itertools.product(bucket.slots.items(), range(world_size)):
-        chunk = bucket.chunk(slot, owner)
-        assert torch.equal(bucket.owned(outs, slot, owner), total([s[chunk] for s in sent]).to(dtype))
+        share = bucket.share(slot, owner)
+        assert torch.equal(bucket.owned(outs, slot, owner), total([s[share] for s in sent]).to(dtype))
         for x, s in zip(buffers, sent, strict=True):
-            error = (x[chunk].float() - s[chunk]).abs()
-            limit = 0.0 if codec == EXACT else float(x[chunk].float().abs().amax()) / 7 if error.numel() else 0.0
+            error = (x[share].float() - s[share]).abs()
+            limit = 0.0 if codec == EXACT else float(x[share].float().abs().amax()) / 7 if error.numel() else 0.0
             assert (error <= limit).all()
 
 
@@ -146,11 +146,11 @@ def test_all_ranks_decode_the_same_bits_within_two_quantization_steps(parts: lis
     outs = bucket.run(buffers)
     assert all(torch.equal(out, outs[0]) for out in outs)
     for slot, owner in itertools.product(bucket.slots, range(world_size)):
-        chunk = bucket.chunk(slot, owner)
+        share = bucket.share(slot, owner)
         if slot.row_length(owner):
-            mean = total([x[chunk] for x in buffers]) / world_size
-            largest = max(float(x[chunk].abs().amax()) for x in buffers)
-            assert ((outs[0][chunk] - mean).abs() <= 2 * largest / 7).all()
+            mean = total([x[share] for x in buffers]) / world_size
+            largest = max(float(x[share].abs().amax()) for x in buffers)
+            assert ((outs[0][share] - mean).abs() <= 2 * largest / 7).all()
 
 
 @given(parts, worlds, st.booleans())
@@ -179,7 +179,7 @@ def test_a_value_that_is_not_finite_reaches_its_owner_and_is_noted(value: float,
     bucket = Bucket([Part((40, 2), EXACT), Part((64, 3), COARSE)], 3, scatter=scatter)
     buffers = bucket.fill()
     for slot in bucket.slots:
-        buffers[1][bucket.chunk(slot, 2).start] = value
+        buffers[1][bucket.share(slot, 2).start] = value
     outs = bucket.run(buffers)
     for slot in bucket.slots:
         assert not bucket.owned(outs, slot, 2).isfinite().all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotated import RotatedCodec, cosines
 from lowbit_strategy.kernels.format import uniform
@@ -66,7 +66,7 @@ def test_the_second_message_makes_no_constants(codec: Codec) -> None:
     wire = torch.zeros(codec.wire_nbytes(4096), dtype=torch.uint8)
 
     def encode() -> None:
-        codec.encode_segments_(x, wire, segments, seed=0, flag=flag)
+        codec.encode_(x, wire, segments, {}, StepContext(0, 0, 0), flag)
 
     signs.cache_clear()
     assert "aten.bitwise_xor.Tensor" in operations_of(encode)  # signs are hashes

@@ -34,4 +34,4 @@ def test_slices_that_share_rows_do_not_keep_zeros_and_whole_slices_do() -> None:
     assert not row[:64].any()
     assert row[64:].any()
     spec = TensorSpec("matrix", (96, 96))
-    assert not any(compressor.method(spec).keeps_zeros(each) for each in (spec, replace(spec, sharded=True)))
+    assert not any(compressor.method(spec).keeps_zero_rows(each) for each in (spec, replace(spec, sharded=True)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.kernels.codebooks import lloyd_max
@@ -110,17 +110,17 @@ def test_segments_are_coded_as_tensors_of_their_own(name: str, dtype: torch.dtyp
     x = gaussian(400).to(dtype)
     rows = [Segment(10, 130, 0, 0, 5), Segment(200, 70, 192, 304, 6), Segment(300, 1, 320, 608, 7)]
     wire, flag = torch.zeros(800, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    codec.encode_segments_(x, wire, Segments(rows), seed=3, flag=flag)
+    codec.encode_(x, wire, Segments(rows), {}, StepContext(0, 3, 0), flag)
     assert not flag.item()
     out = torch.full((400,), 7.0)
-    codec.decode_sum_segments_(wire[None], out, Segments(rows), alpha=2.0)
+    codec.decode_sum_(wire[None], out, Segments(rows), {}, 2.0)
     for row in rows:
         alone = torch.zeros(800, dtype=torch.uint8)
-        codec.encode_segments_(x, alone, Segments([row]), seed=3, flag=flag)
+        codec.encode_(x, alone, Segments([row]), {}, StepContext(0, 3, 0), flag)
         used = slice(row.wire_offset, row.wire_offset + codec.wire_nbytes(row.numel))
         assert torch.equal(wire[used], alone[used])
         sent = torch.zeros(400)
-        codec.decode_sum_segments_(alone[None], sent, Segments([row]), alpha=1.0)
+        codec.decode_sum_(alone[None], sent, Segments([row]), {}, 1.0)
         where = slice(row.x_offset, row.x_offset + row.numel)
         assert torch.equal(out[where], sent[where] * 2.0)
     assert (out[:10] == 7.0).all()
@@ -133,7 +133,7 @@ def test_nonfinite_raises_the_flag(name: str) -> None:
     x[3] = torch.nan
     codec = CODECS[name]
     wire = torch.zeros(codec.wire_nbytes(64), dtype=torch.uint8)
-    codec.encode_segments_(x, wire, Segments([Segment(0, 64, 0, 0)]), seed=0, flag=flag)
+    codec.encode_(x, wire, Segments([Segment(0, 64, 0, 0)]), {}, StepContext(0, 0, 0), flag)
     assert flag.item() == 1
 
 
