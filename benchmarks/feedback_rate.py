@@ -1,7 +1,7 @@
 """Whether residuals should follow the learning rate: pairs of runs of the small GPT of `benchmarks/loss_over_bytes.py`.
 
 Error feedback as first published adds the learning rate times the gradient to its residual; here residuals are in units
-of the gradient. One run of each pair rescales the residual by old over new whenever the rate changes.
+of the gradient, unless ``follows_rate=True`` rescales them. Peak rates are the best without compression.
 
     python -m benchmarks.feedback_rate --json benchmarks/results/feedback_rate.json
 
@@ -20,19 +20,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loss_over_bytes import Run, Setting, train
+from benchmarks.loss_over_bytes import Run, Setting, best_rate, run_once
 from benchmarks.runs import Runs, mean_and_error
+from benchmarks.simulated import DENSE
 
-METHODS = ("topk", "powersgd", "onebitsgd", "efsignsgd", "loco", "dgc")
-RATES = {"adamw": 4e-3, "sgd": 0.3}
+METHODS = ("topk", "powersgd", "onebitsgd", "efsignsgd", "loco")
 
 
 def table(runs: Runs[Run]) -> Table:
     """The loss with residuals that follow less the loss without, mean and standard error over seeds."""
     result = Table("compressor", "optimizer", "schedule", "difference", "lower in")
-    for method, optimizer, schedule in dict.fromkeys((run.variant, run.optimizer, run.schedule) for run in runs.runs):
+    cells = dict.fromkeys((run.variant, run.optimizer, run.schedule) for run in runs.runs if run.follows_rate)
+    for method, optimizer, schedule in cells:
         chosen = runs.of(variant=method, optimizer=optimizer, schedule=schedule)
-        loss = {(run.seed, run.follows_rate): run.validation_loss for run in chosen}
+        rate = next(run.learning_rate for run in chosen if run.follows_rate)
+        loss = {(run.seed, run.follows_rate): run.validation_loss for run in chosen if run.learning_rate == rate}
         seeds = [seed for seed, follows in loss if follows and (seed, False) in loss]
         differences = [loss[seed, True] - loss[seed, False] for seed in seeds]
         wins = f"{sum(each < 0 for each in differences)} of {len(differences)}"
@@ -49,12 +51,14 @@ def main(
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))
     runs = Runs(json_path, setting, Run)
-    for schedule, seed, name in itertools.product(("cosine", "drops"), range(seeds), method or METHODS):
-        for (optimizer, rate), follows in itertools.product(RATES.items(), (False, True)):
-            key = {"variant": name, "optimizer": optimizer, "schedule": schedule, "follows_rate": follows}
-            if runs.get(**key, seed=seed) is None:
-                options = {"optimizer_name": optimizer, "schedule": schedule, "follows_rate": follows}
-                runs.add(train(name, rate, seed, setting, **options))  # type: ignore[arg-type]
+    best = {
+        optimizer: best_rate(runs, setting, variant=DENSE, optimizer=optimizer, schedule="cosine")
+        for optimizer in ("sgd", "adamw")
+    }
+    cells = itertools.product(range(seeds), best.items(), method or METHODS, ("cosine", "drops"), (False, True))
+    for seed, (optimizer, rate), name, schedule, follows in cells:
+        key = {"variant": name, "optimizer": optimizer, "schedule": schedule}
+        run_once(runs, setting, learning_rate=rate, seed=seed, follows_rate=follows, **key)
     Console(width=140).print(table(runs))
 
 

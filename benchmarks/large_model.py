@@ -26,9 +26,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks.outer_steps import Local, Variant
-from benchmarks.quality import DENSE, Exchange, parse
 from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.second_moment import HALF
+from benchmarks.simulated import DENSE, Exchange, parse
 from benchmarks.weights import Weights
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.methods.weight_codings import as_weights

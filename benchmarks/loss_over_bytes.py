@@ -1,9 +1,10 @@
-"""Loss over bytes of all compressors with defaults: a GPT of 0.1 M parameters on Python source, two simulated ranks.
+"""Loss over bytes of all compressors with defaults: a GPT of 53,000 parameters on Python source, two simulated ranks.
 
-The learning rate of each is chosen on seed 0 from a small grid; then it trains with more seeds. All see the same
-initial weights and batches. Ranks are simulated in one process with the real engines, as in `benchmarks/quality.py`.
+The learning rate of each is chosen on seed 0: from `FIRST` on rates are doubled or halved until the best one lies
+between two others. Then it trains with more seeds at that rate. All see the same initial weights and batches.
 
     python -m benchmarks.loss_over_bytes --json benchmarks/results/loss_over_bytes.json
+    python docs/pictures/loss_over_bytes.py
 
 Results are added to the JSON file as they come, and what is there already is not run again.
 """
@@ -11,8 +12,11 @@ Results are added to the JSON file as they come, and what is there already is no
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,33 +24,37 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.nn import functional as F
 
-from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.methods._base.compressor import Compressor
+from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from lowbit_strategy.methods.composed import WarmUp, Wrapper
-from lowbit_strategy.methods.registry import PRESETS, from_options
+from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.plan.occasional import needs_squares
 from recipes.gpt import GPT
 from recipes.text import standard_library
 
-Schedule = Literal["cosine", "drops", "constant"]
-RATES = (3e-3, 6e-3)
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["cosine", "drops"]
+FIRST = {"adamw": 8e-3, "sgd": 0.4}
+LIMITS = 1e-4, 10.0
+# Momentum is AdamW's own; the warm-up of authors is a tenth of the run.
+DGC = 'dgc {"momentum": 0, "warmup_steps": 20}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """What all runs of one file share."""
 
-    width: int = 56
-    depth: int = 2
-    heads: int = 4
-    context: int = 32
+    width: int = 48
+    depth: int = 1
+    heads: int = 2
+    context: int = 16
     batch: int = 8
     workers: int = 2
-    steps: int = 80
-    warmup_steps: int = 8
-    validation_windows: int = 512
+    steps: int = 200
+    warmup_steps: int = 20
+    validation_windows: int = 768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +63,7 @@ class Run:
 
     Attributes:
         bits: Sent per element of the compressed parameters and hop.
-        all_bits: Sent per element of the model and hop, headers and exempt parameters included.
+        all_bits: Sent per element of the model and hop, all that travels included.
     """
 
     variant: str
@@ -70,20 +78,11 @@ class Run:
     seconds: float
 
 
-def parse(variant: str) -> Compressor:
-    """``name`` or ``name {JSON options}``. DGC's warm-up is a tenth of the run, as its authors' is."""
-    name, _, options = variant.partition(" ")
-    compressor = from_options(name, json.loads(options) if options else {})
-    return replace(compressor, warmup_steps=8) if name == "dgc" else compressor  # type: ignore[call-arg]
-
-
 def rate_at(step: int, schedule: Schedule, setting: Setting) -> float:
-    """Share of the peak: warm-up, then a cosine to 0.01, or tenfold drops at a half and three quarters, or constant."""
+    """Share of the peak: warm-up, then a cosine to 0.01, or tenfold drops at a half and three quarters."""
     if schedule == "cosine":
         return warmup_then_cosine(step, setting, floor=0.01)
     rise = min(1.0, (step + 1) / setting.warmup_steps)
-    if schedule == "constant":
-        return rise
     return rise * 0.1 ** sum(step >= share * setting.steps for share in (0.5, 0.75))
 
 
@@ -93,11 +92,11 @@ def train(
     seed: int,
     setting: Setting,
     *,
-    optimizer_name: str = "adamw",
+    optimizer_name: Optimizer = "adamw",
     schedule: Schedule = "cosine",
     follows_rate: bool = False,
 ) -> Run:
-    """The whole run; deterministic.
+    """The whole run; deterministic. Adam's second moment is corrected where it is by default.
 
     Args:
         variant: See `parse`.
@@ -106,33 +105,24 @@ def train(
         setting: What all runs share.
         optimizer_name: ``adamw``, or ``sgd`` with a momentum of 0.9.
         schedule: See `rate_at`.
-        follows_rate: Residuals are divided by what the rate is multiplied by.
+        follows_rate: Residuals follow the learning rate.
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = GPT(setting.width, setting.depth, setting.heads, setting.context)
-    parameters = list(model.parameters())
-    exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)
-    optimizer: Any = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1)
-    if optimizer_name == "sgd":
-        optimizer = torch.optim.SGD(parameters, momentum=0.9)
-    text = standard_library("train")
-    order = torch.Generator().manual_seed(10_000 + seed)
-    rate = 0.0
-    for step in range(setting.steps):
-        gradients = []
-        for _ in range(setting.workers):
-            starts = torch.randint(text.numel() - setting.context - 1, (setting.batch,), generator=order)
-            gradients.append(torch.autograd.grad(_loss(model, text, starts, setting.context), parameters))
-        before, rate = rate, learning_rate * rate_at(step, schedule, setting)
-        if follows_rate and before:
-            for sync in exchange.syncs:
-                sync.state.rescale_(before / rate)
-        for parameter, mean in zip(parameters, exchange.mean(gradients), strict=True):
-            parameter.grad = mean.clone()
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+    compressor, is_adam = parse(variant), optimizer_name == "adamw"
+    corrects = is_adam and needs_squares(compressor, describe_parameters(model))
+    exchange = Exchange(model, compressor, setting.workers, "ddp", seed, follows_rate=follows_rate, corrects=corrects)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    if is_adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def rate(step: int) -> float:
+        return learning_rate * rate_at(step, schedule, setting)
+
+    for _ in training(model, exchange, optimizer, standard_library("train"), setting, rate, seed):
+        pass
+    loss = validation_loss(model, standard_library("validation"), setting.validation_windows, setting.context)
     return Run(
         variant=variant,
         optimizer=optimizer_name,
@@ -140,70 +130,129 @@ def train(
         follows_rate=follows_rate,
         learning_rate=learning_rate,
         seed=seed,
-        validation_loss=_validation_loss(model, setting),
-        bits=exchange.codec_bits(),
-        all_bits=exchange.bits_per_element(setting.steps),
-        seconds=time.perf_counter() - started,
+        validation_loss=round(loss, 5) if loss == loss else 99.0,  # it has diverged
+        bits=round(exchange.codec_bits(), 4),
+        all_bits=round(exchange.bits_per_element(setting.steps), 4),
+        seconds=round(time.perf_counter() - started, 1),
     )
-
-
-def _loss(model: GPT, text: torch.Tensor, starts: torch.Tensor, context: int) -> torch.Tensor:
-    windows = text[starts[:, None] + torch.arange(context + 1)].long()
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def _validation_loss(model: GPT, setting: Setting) -> float:
-    text, num = standard_library("validation"), setting.validation_windows
-    starts = torch.arange(num) * ((text.numel() - setting.context - 1) // num)
-    return _loss(model, text, starts, setting.context).item()
 
 
 def all_defaults() -> list[str]:
     """Every compressor by name, except wrappers of others and second names."""
     wrappers = {name for name, each in PRESETS.items() if isinstance(each, (Wrapper, WarmUp)) and name != "ef21"}
-    return ["dense", *sorted(PRESETS.keys() - wrappers - {"dense", "loco4", "partition"})]
+    names = sorted(PRESETS.keys() - wrappers - {DENSE, "loco4", "partition"})
+    return [DENSE, *(DGC if name == "dgc" else name for name in names)]
 
 
-def best_rate(runs: Runs[Run], variant: str) -> float:
-    return min(runs.of(variant=variant, seed=0), key=lambda run: run.validation_loss).learning_rate
+def search(first: float, loss_at: Callable[[float], float]) -> float:
+    """The rate of least loss among powers of two times `first`: both its neighbors are worse, unless it is at
+    `LIMITS`.
+    """
+    losses = {rate: loss_at(rate) for rate in (first, 2 * first, first / 2)}
+    while LIMITS[0] < (best := min(losses, key=losses.__getitem__)) < LIMITS[1]:
+        missing = [rate for rate in (2 * best, best / 2) if rate not in losses]
+        if not missing:
+            break
+        losses |= {rate: loss_at(rate) for rate in missing}
+    return best
 
 
-def table(runs: Runs[Run], seeds: int) -> Table:
-    """Means over seeds at each compressor's best rate, the fewest bits first."""
-    rows = []
+def best_rate(runs: Runs[Run], setting: Setting, **key: Any) -> float:
+    """By runs of seed 0, which are made where they are missing."""
+
+    def loss_at(rate: float) -> float:
+        return run_once(runs, setting, learning_rate=rate, seed=0, follows_rate=False, **key).validation_loss
+
+    return search(FIRST[key["optimizer"]], loss_at)
+
+
+def run_once(runs: Runs[Run], setting: Setting, **key: Any) -> Run:
+    """The run with these fields, made if it is missing."""
+    if (found := runs.get(**key)) is None:
+        options = {name: key[name] for name in ("schedule", "follows_rate")}
+        found = train(
+            key["variant"], key["learning_rate"], key["seed"], setting, optimizer_name=key["optimizer"], **options
+        )
+        runs.add(found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A compressor at its best rate: the losses of all seeds."""
+
+    variant: str
+    rate: float
+    bits: float
+    all_bits: float
+    losses: list[float]
+
+    @property
+    def name(self) -> str:
+        return self.variant.partition(" ")[0]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses)
+
+    @property
+    def error(self) -> float:
+        """Of the mean."""
+        return statistics.stdev(self.losses) / math.sqrt(len(self.losses)) if len(self.losses) > 1 else 0.0
+
+
+def is_beaten(point: Point, others: list[Point]) -> bool:
+    """Whether another one sends less, and its loss is lower on every seed."""
+    return any(
+        each.all_bits <= point.all_bits and all(a < b for a, b in zip(each.losses, point.losses, strict=True))
+        for each in others
+        if each is not point
+    )
+
+
+def points(runs: Runs[Run]) -> list[Point]:
+    """Of runs that are all there; the fewest bits first."""
+    found = []
     for variant in dict.fromkeys(run.variant for run in runs.runs):
-        rate = best_rate(runs, variant)
-        chosen = [run for run in runs.of(variant=variant, learning_rate=rate) if run.seed < seeds]
+        first = runs.of(variant=variant, seed=0)
+        rate = min(first, key=lambda run: run.validation_loss).learning_rate
+        chosen = sorted(runs.of(variant=variant, learning_rate=rate), key=lambda run: run.seed)
         losses = [run.validation_loss for run in chosen]
-        rows.append((chosen[0].bits, chosen[0].all_bits, variant, rate, sum(losses) / len(losses), losses))
+        found.append(Point(variant, rate, chosen[0].bits, chosen[0].all_bits, losses))
+    return sorted(found, key=lambda point: point.all_bits)
+
+
+def read(path: Path) -> Runs[Run]:
+    """The runs of a file, in its own setting."""
+    return Runs(path, Setting(**json.loads(path.read_text())["setting"]), Run)
+
+
+def table(found: list[Point]) -> Table:
     result = Table("compressor", "bits", "all bits", "rate", "mean loss", "losses")
-    for bits, all_bits, variant, rate, mean, losses in sorted(rows):
-        every = " ".join(f"{loss:.4f}" for loss in losses)
-        result.add_row(variant, f"{bits:.2f}", f"{all_bits:.2f}", f"{rate:g}", f"{mean:.4f}", every)
+    for each in found:
+        losses = " ".join(f"{loss:.4f}" for loss in each.losses)
+        result.add_row(
+            each.variant, f"{each.bits:.2f}", f"{each.all_bits:.2f}", f"{each.rate:g}", f"{each.mean:.4f}", losses
+        )
     return result
 
 
 def main(
     variant: Annotated[list[str] | None, typer.Option(help="preset, or 'name {JSON options}'; default: all")] = None,
     seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1 at the best rate")] = 3,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
     changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))
     runs = Runs(json_path, setting, Run)
-    variants = variant or all_defaults()
-    for rate in RATES:
-        for name in variants:
-            if runs.get(variant=name, learning_rate=rate, seed=0) is None:
-                runs.add(train(name, rate, 0, setting))
-    for seed in range(1, seeds):
-        for name in variants:
-            rate = best_rate(runs, name)
-            if runs.get(variant=name, learning_rate=rate, seed=seed) is None:
-                runs.add(train(name, rate, seed, setting))
-    Console(width=140).print(table(runs, seeds))
+    for name in variant or all_defaults():
+        key = {"variant": name, "optimizer": optimizer, "schedule": "cosine"}
+        rate = best_rate(runs, setting, **key)
+        for seed in range(1, seeds):
+            run_once(runs, setting, learning_rate=rate, seed=seed, follows_rate=False, **key)
+    Console(width=140).print(table(points(runs)))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.quality import DENSE, Exchange, Layout, parse
 from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
+from benchmarks.simulated import DENSE, Exchange, Layout, parse
 from benchmarks.small_models import make_model, text_of
 
 VALIDATION_WINDOWS = 2048

@@ -14,32 +14,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.collectives.layout import dim0_row_numel
-from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.engine.engine import GradientSync
+from benchmarks.simulated import DENSE, Exchange, Layout, parse, training, validation_loss
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.registry import from_options
-from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.ranks.ranks import Ranks
 from recipes.gpt import GPT
 from recipes.text import standard_library
-from testing.worlds.simulated import SimulatedWorld
 
-Layout = Literal["ddp", "fsdp"]
-DENSE = "dense"
 VALIDATION_WINDOWS = 256
 
 
@@ -73,68 +62,6 @@ class Run:
     seconds: float
 
 
-class Exchange:
-    """The gradients of W simulated ranks, reduced in one bucket."""
-
-    def __init__(self, model: nn.Module, compressor: Compressor, workers: int, layout: Layout, seed: int) -> None:
-        self.world = SimulatedWorld(workers)
-        self.specs = describe_parameters(model)
-        self.layout = layout
-        self.syncs = [
-            GradientSync(
-                compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), scatter=layout == "fsdp", seed=seed
-            )
-            for comm in self.world.comms
-        ]
-        at, entries = 0, []
-        for spec in self.specs:
-            entries.append((spec.name, at))
-            at += spec.numel if layout == "ddp" else dim0_row_numel(spec.shape, workers)
-        self.bucket = BucketLayout(tuple(entries), row_numel=None if layout == "ddp" else at)
-        self.row_numel = at
-
-    def mean(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Every parameter's mean gradient as rank 0 (FSDP2: its owners) has it."""
-        if self.layout == "ddp":
-            buffers = [torch.cat([g.reshape(-1) for g in rank]) for rank in gradients]
-            self.world.reduce(self.syncs, self.bucket, buffers, buffers)
-            parts = buffers[0].split([spec.numel for spec in self.specs])
-            return [part.view(spec.shape) for part, spec in zip(parts, self.specs, strict=True)]
-        buffers = [self._rows(rank).view(-1) for rank in gradients]
-        outs = [torch.empty(self.row_numel) for _ in gradients]
-        self.world.reduce(self.syncs, self.bucket, buffers, outs)
-        rows_WN = torch.stack(outs) / len(outs)
-        means = []
-        for spec, (_, at) in zip(self.specs, self.bucket.entries, strict=True):
-            row = dim0_row_numel(spec.shape, len(outs))
-            whole = rows_WN[:, at : at + row].reshape(-1)
-            means.append(whole[: spec.numel].view(spec.shape))
-        return means
-
-    def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        parts = []
-        for gradient, spec in zip(gradients, self.specs, strict=True):
-            row_numel = dim0_row_numel(spec.shape, self.world.size)
-            padding = row_numel * self.world.size - spec.numel
-            parts.append(F.pad(gradient.reshape(-1), (0, padding)).view(self.world.size, -1))
-        return torch.cat(parts, 1)
-
-    def bits_per_element(self, steps: int) -> float:
-        """On the wire, per hop and element of the model, exempt and high-precision ones and headers included."""
-        sent = sum(comm.sent_nbytes for comm in self.world.comms) / self.world.size
-        numel = sum(spec.numel for spec in self.specs)
-        hops = (2 if self.layout == "ddp" else 1) * (self.world.size - 1) / self.world.size
-        return 8 * sent / steps / numel / hops
-
-    def codec_bits(self) -> float:
-        """The same for compressed parameters alone, by the methods' accounting."""
-        sync = self.syncs[0]
-        names = [name for name, assignment in sync.state.assignments.items() if assignment.kind == "compressed"]
-        numel = sum(sync.specs[name].numel for name in names)
-        hops = (2 if self.layout == "ddp" else 1) * (self.world.size - 1) / self.world.size
-        return 8 * sum(sync.state.sent_nbytes(name) for name in names) / max(numel, 1) / hops
-
-
 def train(variant: str, compressor: Compressor, layout: Layout, seed: int, setting: Setting) -> Run:
     """The whole run; deterministic."""
     torch.manual_seed(seed)
@@ -142,52 +69,23 @@ def train(variant: str, compressor: Compressor, layout: Layout, seed: int, setti
     exchange = Exchange(model, compressor, setting.workers, layout, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     text = standard_library("train")
-    order = torch.Generator().manual_seed(10_000 + seed)
-    losses: list[float] = []
     started = time.perf_counter()
-    for step in range(setting.steps):
-        gradients, loss_sum = [], 0.0
-        for _ in range(setting.workers):
-            starts = torch.randint(text.numel() - setting.context - 1, (setting.batch,), generator=order)
-            loss = _loss(model, text, starts, setting.context)
-            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-            loss_sum += loss.item()
-        losses.append(loss_sum / setting.workers)
-        for parameter, mean in zip(model.parameters(), exchange.mean(gradients), strict=True):
-            parameter.grad = mean.clone()
-        for group in optimizer.param_groups:
-            group["lr"] = setting.learning_rate * warmup_then_cosine(step, setting, floor=0.1)
-        optimizer.step()
+
+    def rate(step: int) -> float:
+        return setting.learning_rate * warmup_then_cosine(step, setting, floor=0.1)
+
+    losses = [step.loss for step in training(model, exchange, optimizer, text, setting, rate, seed)]
     last = losses[-setting.averaged_steps :]
     return Run(
         variant=variant,
         layout=layout,
         seed=seed,
         train_loss=sum(last) / len(last),
-        validation_loss=_validation_loss(model, setting.context),
+        validation_loss=validation_loss(model, standard_library("validation"), VALIDATION_WINDOWS, setting.context),
         bits_per_element=exchange.bits_per_element(setting.steps),
         codec_bits=exchange.codec_bits(),
         seconds=time.perf_counter() - started,
     )
-
-
-def _loss(model: GPT, text: Tensor, starts: Tensor, context: int) -> Tensor:
-    windows = text[starts[:, None] + torch.arange(context + 1)].long()
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def _validation_loss(model: GPT, context: int) -> float:
-    text = standard_library("validation")
-    starts = torch.arange(VALIDATION_WINDOWS) * ((text.numel() - context - 1) // VALIDATION_WINDOWS)
-    losses = [_loss(model, text, part, context).item() for part in starts.split(32)]
-    return sum(losses) / len(losses)
-
-
-def parse(variant: str) -> Compressor:
-    """``name`` or ``name {JSON options}``."""
-    name, _, options = variant.partition(" ")
-    return from_options(name, json.loads(options) if options else {})
 
 
 class Results(Runs[Run]):

@@ -25,13 +25,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.low_bits import LEARNING_RATES
-from benchmarks.quality import DENSE, Exchange, parse
 from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
+from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from benchmarks.small_models import make_model, text_of
-from lowbit_strategy.engine.second_moment import SecondMoment
 from recipes.gpt import GPT
 
 HALF = 'dense {"dtype":"bfloat16"}'
@@ -106,30 +104,20 @@ def train(kind: str, rate: float, variant: str, correction: Correction, seed: in
     """The whole run; deterministic."""
     torch.manual_seed(seed)
     model = model_of(kind, setting.context)
-    parameters = list(model.parameters())
-    exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)
+    exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed, corrects=correction == "squares")
     highest = RATES[kind] * rate
-    optimizer = torch.optim.AdamW(parameters, lr=highest, betas=(0.9, BETA2), weight_decay=0.1)
-    ours = [SecondMoment(sync, model) for sync in exchange.syncs if correction == "squares"]
-    text, order = text_of(kind, "train"), torch.Generator().manual_seed(10_000 + seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, BETA2), weight_decay=0.1)
+
+    def rate_of(step: int) -> float:
+        return highest * warmup_then_cosine(step, setting, floor=0.0 if setting.decays else 1.0)
+
     losses, ratios = [], []
-    for step in range(setting.steps):
-        gradients = []
-        for _ in range(setting.workers):
-            starts = torch.randint(text.numel() - setting.context - 1, (setting.batch,), generator=order)
-            gradients.append(torch.autograd.grad(loss_of(model, text, starts, setting.context), parameters))
-        exact = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
-        means = exact if variant == DENSE else exchange.mean(gradients)
-        for param, mean in zip(parameters, means, strict=True):
-            param.grad = mean.clone()
-        ratios.append(energy(exact) / energy(means))
-        for group in optimizer.param_groups:
-            group["lr"] = highest * warmup_then_cosine(step, setting, floor=0.0 if setting.decays else 1.0)
-        optimizer.step()
-        if ours:
-            ours[0].correct_(optimizer)
-        if (step + 1) % setting.evaluate_every == 0:
-            losses.append(round(validation_loss(model, kind, setting), 5))
+    for number, step in enumerate(training(model, exchange, optimizer, text_of(kind, "train"), setting, rate_of, seed)):
+        exact = [torch.stack(each).mean(0) for each in zip(*step.gradients, strict=True)]
+        ratios.append(energy(exact) / energy(step.means))
+        if (number + 1) % setting.evaluate_every == 0:
+            loss = validation_loss(model, text_of(kind, "validation"), setting.windows, setting.context)
+            losses.append(round(loss, 5))
     return Run(
         model=kind,
         rate=rate,
@@ -143,18 +131,6 @@ def train(kind: str, rate: float, variant: str, correction: Correction, seed: in
 
 def energy(tensors: list[Tensor]) -> float:
     return sum(x.square().sum().item() for x in tensors)
-
-
-def loss_of(model: nn.Module, text: Tensor, starts: Tensor, context: int) -> Tensor:
-    windows = text[starts[:, None] + torch.arange(context + 1)].long()
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, kind: str, setting: Setting) -> float:
-    text = text_of(kind, "validation")
-    starts = torch.arange(setting.windows) * ((text.numel() - setting.context - 1) // setting.windows)
-    return loss_of(model, text, starts, setting.context).item()
 
 
 def extra_steps(run: Run, dense: Run, share: float) -> float | None:
@@ -245,7 +221,7 @@ def main(
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
     setting = Setting(workers=workers, decays=decays, steps=steps, batch=batch, context=context)
-    chosen = [case for case in CASES if cases is None or ":".join(case) in cases.split(",")]
+    chosen = CASES if cases is None else [tuple(case.rsplit(":", 1)) for case in cases.split(",")]
     results = Runs(json_path, setting, Run)
     for seed in map(int, seeds.split(",")):
         for kind in model or ["mixer", "recurrent", "lstm"]:

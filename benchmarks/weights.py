@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.simulated import Exchange
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weight_sync import WeightSync

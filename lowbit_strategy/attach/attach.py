@@ -364,6 +364,7 @@ def make_engine(
         skips_overflow=has_scaler,
         keeps_copies=options.rollback,
         max_residual=options.max_residual,
+        follows_rate=options.follows_rate,
     )
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()

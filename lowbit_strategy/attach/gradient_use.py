@@ -35,6 +35,7 @@ class GradientUse:
         stepped: Parameters that optimizers have stepped since the last step ended.
         check_optimizer: Raises a ValueError if an optimizer cannot be served.
         ddp_of: Gives DDP around the model, if it is wrapped in it.
+        optimizers: Gives the optimizers; unless set, those that have stepped.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
@@ -44,6 +45,7 @@ class GradientUse:
         self._sync = sync
         self._name(dict(named_parameters(module)))
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # have stepped
+        self.optimizers: Callable[[], Iterable[Optimizer]] = lambda: self._optimizers
         self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
@@ -62,6 +64,12 @@ class GradientUse:
         """This model's parameters that `optimizer` steps."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(param)]: param for param in params if id(param) in self._names}
+
+    def rates(self) -> dict[str, float]:
+        """The learning rate of each parameter that an optimizer steps."""
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        found = {id(param): group["lr"] for group in groups for param in group["params"]}
+        return {name: float(found[each]) for each, name in self._names.items() if each in found}
 
     def any_owner(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, or one that has stepped before, steps a parameter of this model."""

@@ -118,12 +118,13 @@ class Session:
         return replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
-        """In rounds: register the state that differs between ranks, to be saved with their weights.
+        """Tell who steps. In rounds their state differs between ranks, and is saved with the ranks' weights.
 
         Args:
             optimizers: Gives the optimizers; those that step no parameter of this model are left out.
             scaler: Gives the gradient scaler, or None.
         """
+        self._use.optimizers = optimizers
 
         def own() -> dict[str, Any]:
             owned = [each for each in optimizers() if self.owns(each)]
@@ -177,7 +178,7 @@ class Session:
             if loss is not None:
                 self.pace.observe_loss(loss)
             return
-        self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
+        self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun), rates=self._use.rates)
         self._use.note_delivered()
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:

@@ -57,6 +57,8 @@ class SyncOptions:
         max_residual: Largest norm of a parameter's residual, in norms of its gradient: without it what a spike leaves
             decays slowly where gradients are clipped. Measured: 3 for quantizers, one over the density for sparse
             methods. None: no bound.
+        follows_rate: Residuals follow the learning rate, as in error feedback as first published: when the rate halves,
+            they double, so that what was not sent counts at the rate of its own step. Not with `outer`.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
@@ -87,8 +89,8 @@ class SyncOptions:
             noise would otherwise enlarge. Below the best learning rate, and where it decays, one bit then needs far
             fewer steps. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank scales
             its own to the size it has for the ranks' mean gradient, and nothing is sent or kept: see `MeanMoment`.
-            None: enabled where LoCo's codes have two bits or fewer, until an optimizer steps that is not like Adam;
-            off with `outer`, and for two levels under DDP.
+            None: enabled where codes with error feedback have two bits or fewer, until an optimizer steps that is not
+            like Adam; off with `outer`, and for two levels under DDP.
     """
 
     seed: int = 0
@@ -96,6 +98,7 @@ class SyncOptions:
     on_missing_residual: OnMissingResidual | None = None
     rollback: bool = True
     max_residual: float | None = None
+    follows_rate: bool = False
     check_digest: bool = True
     two_level: bool | None = None
     intra: int | None = None
@@ -114,6 +117,8 @@ class SyncOptions:
             raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
         if self.max_residual is not None and not self.max_residual > 0:
             raise ValueError(f"max_residual must be a positive number or None, got {self.max_residual!r}")
+        if self.follows_rate and self.outer is not None:
+            raise ValueError("follows_rate=True does not go with outer, whose residuals are of weights: leave it out")
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:

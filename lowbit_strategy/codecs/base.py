@@ -21,6 +21,7 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _SEED = 0x5EED
+FEW_BITS = 3  # fewer per element, scales included: codes of one and two bits, and ternary ones
 
 
 def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
@@ -146,6 +147,14 @@ class Codec(ABC):
     def stateless(self) -> Codec:
         """This codec, without what a `StatefulCodec` keeps."""
         return self
+
+    @property
+    def has_few_bits(self) -> bool:
+        """Whether an optimizer of Adam's kind pays for its noise with steps, since the noise adds its square to the
+        second moment. Measured: codes of two bits or fewer that keep what they have not sent; not those that keep
+        nothing.
+        """
+        return False
 
     # -- one hop of a method --------------------------------------------------------------------------------------
 
@@ -277,6 +286,12 @@ class StatefulCodec(Codec):
     @property
     def keeps_zeros(self) -> bool:
         return self.codec.keeps_zeros
+
+    @property
+    def has_few_bits(self) -> bool:
+        numel = 64 * self.block_size
+        keeps_unsent = not self.arenas().keys().isdisjoint(("residual", "estimate"))
+        return keeps_unsent and 8 * self.codec.wire_nbytes(numel) < FEW_BITS * numel
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)

@@ -14,6 +14,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
+from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.engine.interfaces import (
     Listeners,
     PartState,
@@ -61,6 +62,7 @@ class GradientSync:
         skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
         keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
         max_residual: Largest norm of a residual, in norms of the parameter's gradient; None: any.
+        follows_rate: Residuals follow the learning rate (`FollowedRates`).
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
@@ -89,6 +91,7 @@ class GradientSync:
         skips_overflow: bool = False,
         keeps_copies: bool = True,
         max_residual: float | None = None,
+        follows_rate: bool = False,
     ) -> None:
         self.device, self.scatter, self.seed = device, scatter, seed
         self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
@@ -117,6 +120,10 @@ class GradientSync:
         self._max_residual = max_residual
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
+        self._followed_rates: FollowedRates | None = None
+        if follows_rate:
+            self._followed_rates = FollowedRates(self.state, self.transactions)
+            self.save_with("rates", self._followed_rates)
         self.use(compressor)
 
     @property
@@ -209,13 +216,20 @@ class GradientSync:
         """Which step this is, for errors."""
         return f"optimizer step {self.step_index + 1}" + f", backward pass {self._num_passes}" * (self._num_passes > 1)
 
-    def begin_step(self, loss_scale: float | None = None, *, steps_per_reduction: int = 1) -> None:
+    def begin_step(
+        self,
+        loss_scale: float | None = None,
+        *,
+        steps_per_reduction: int = 1,
+        rates: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         """Before the first backward pass of a step, on all ranks; further calls do nothing until it has ended.
 
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
                 as it was.
             steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
+            rates: Gives the learning rate of each parameter, for ``follows_rate``.
         """
         if self.has_begun:
             return
@@ -229,6 +243,8 @@ class GradientSync:
                 self.state.rescale_(loss_scale / self.loss_scale)
                 self.transactions.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
+        if self._followed_rates is not None and rates is not None:
+            self._followed_rates.follow(rates())
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
         self.listeners.begin_step(StepPhase.RECORD)

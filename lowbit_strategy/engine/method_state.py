@@ -119,9 +119,10 @@ class CarryOver:
         yield
         self.waiting = waiting
 
-    def rescale_(self, factor: float) -> None:
-        for each in self.waiting.values():
-            each.factor *= factor
+    def rescale_(self, factor: float, names: Iterable[str] | None = None) -> None:
+        """None: of all parameters."""
+        for name in self.waiting if names is None else self.waiting.keys() & set(names):
+            self.waiting[name].factor *= factor
 
     def forget(self) -> None:
         self.waiting, self._added = {}, {}
@@ -322,6 +323,12 @@ class MethodState:
         for store in self.stores.values():
             store.rescale_(factor)
         self.carryover.rescale_(factor)
+
+    def rescale_residual_(self, name: str, factor: float) -> None:
+        """What has not been sent yet of one parameter, leftovers included, times `factor`; other state stays."""
+        store = self.store(name)
+        store.method.rescale_residual_(store.tensors(name), factor)
+        self.carryover.rescale_(factor, [name])
 
     @property
     def nbytes(self) -> int:

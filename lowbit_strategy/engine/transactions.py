@@ -95,6 +95,11 @@ class Transactions:
         for name, (_, mean) in self._aside.items():
             self._state.store(name).method.rescale_({name: mean}, factor)
 
+    def rescale_residual_(self, name: str, factor: float) -> None:
+        """The learning rate of one parameter, none of whose reductions is open, has changed."""
+        if name in self._aside:
+            self._state.store(name).method.rescale_residual_(self._aside[name][1], factor)
+
     @contextmanager
     def taken_back(self) -> Iterator[None]:
         """Inside, the state is as before all open reductions, whose gradients no checkpoint has."""

@@ -310,10 +310,9 @@ class ExDyna(CommonPositions):
             tensors["sizes"] = torch.zeros(MAX_BLOCKS, dtype=torch.int16, device=device)
         return state
 
-    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
-        Reducer.rescale_(self, state, factor)
-        for tensors in state.values():
-            tensors["threshold"].mul_(factor)
+    def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
+        Reducer.rescale_residual_(self, tensors, factor)
+        tensors["threshold"].mul_(factor)  # what it is compared with is mostly residual
 
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

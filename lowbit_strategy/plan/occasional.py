@@ -10,14 +10,12 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair, Method
-from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
-FEW_BITS = 2
 _LATE = 1 << 20  # in steps: after any warm-up
 _CODES = CodecPair(BlockCodec(uniform(4, 128)))
 
@@ -29,9 +27,8 @@ def served(assignments: Mapping[str, Assignment]) -> list[str]:
 
 
 def few_bits(assignments: Mapping[str, Assignment]) -> bool:
-    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps: measured of LoCo's."""
-    codecs = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
-    return any(isinstance(codec, LoCoCodec) and codec.fmt.bits <= FEW_BITS for codec in codecs)
+    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps."""
+    return any(each.method.has_few_bits for each in assignments.values())
 
 
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:

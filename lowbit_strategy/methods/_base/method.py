@@ -198,6 +198,13 @@ class Method(ABC):
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
 
+    def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
+        """What has not been sent yet of one parameter counts as `factor` times as much; other state stays."""
+        for hop in HOPS:
+            key = f"{hop}residual_scale" if f"{hop}residual_scale" in tensors else f"{hop}residual"
+            if key in tensors:
+                tensors[key].mul_(factor)
+
     def description(self, spec: TensorSpec) -> str:
         """The `label`, with that of the downlink where it differs."""
         return self.label
@@ -212,6 +219,11 @@ class Method(ABC):
 
         Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
         """
+
+    @property
+    def has_few_bits(self) -> bool:
+        """The same as `Codec.has_few_bits`."""
+        return False
 
     def rests(self, spec: TensorSpec) -> bool:
         """Whether a gradient of zeros on all ranks leaves all state as it was."""
@@ -301,6 +313,10 @@ class CodecPair(Method):
     @property
     def residual_gain(self) -> float | None:
         return self.uplink.residual_gain
+
+    @property
+    def has_few_bits(self) -> bool:
+        return self.uplink.has_few_bits
 
     def conserves(self, spec: TensorSpec) -> bool:
         return all(hop.residual_gain is not None for hop in self.hops(spec))

@@ -64,8 +64,7 @@ class Reducer(Method):
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
         for tensors in state.values():
-            if "residual" in tensors:
-                tensors["residual_scale" if "residual_scale" in tensors else "residual"].mul_(factor)
+            self.rescale_residual_(tensors, factor)
 
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> MethodStore:
         gain = finite_gain(self.residual_gain)

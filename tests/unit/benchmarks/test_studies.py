@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import constant_gradient, large_model, low_bits, outer_steps, quality, second_moment, weights
+from benchmarks import constant_gradient, large_model, low_bits, outer_steps, quality, second_moment, simulated, weights
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ SHORT: dict[str, Any] = {"steps": 3, "warmup_steps": 1}
 
 def test_quality() -> None:
     setting = quality.Setting(width=32, depth=1, context=16, batch=2, **SHORT)
-    run = quality.train("loco", quality.parse("loco"), "ddp", 0, setting)
+    run = quality.train("loco", simulated.parse("loco"), "ddp", 0, setting)
     assert math.isfinite(run.validation_loss)
     assert run.bits_per_element > 0
 

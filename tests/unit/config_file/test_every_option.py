@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
     "on_missing_residual": "reset",
     "rollback": False,
     "max_residual": 3.0,
+    "follows_rate": True,
     "check_digest": False,
     "two_level": True,
     "intra": 8,

@@ -1,0 +1,50 @@
+"""Residuals in units of what an optimizer step makes of them: they are rescaled when the learning rate changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.transactions import Transactions
+
+GRAIN = 1 / 16  # in powers of two: scales of int8 residuals are bfloat16, and would not see smaller changes
+
+
+class FollowedRates:
+    """Error feedback as first published: the residual is the learning rate times what has not been sent.
+
+    A residual in units of the gradient is the same divided by the rate. So when the rate of a parameter goes from `a`
+    to `b`, its residual is multiplied by ``a / b``:
+
+    1. the rate that a parameter's residual is for is kept; at first it is the rate of the first step
+    2. once the rate differs from it by `GRAIN`, the residual is rescaled, and the new rate is kept
+    3. a rate of zero changes nothing: the residual is for the last one that was not zero
+    4. where a reduction is open, the parameter waits for the next step
+
+    Args:
+        state: What methods keep.
+        transactions: Which reductions are open.
+    """
+
+    def __init__(self, state: MethodState, transactions: Transactions) -> None:
+        self._state, self._transactions = state, transactions
+        self._rates: dict[str, float] = {}
+
+    def follow(self, rates: Mapping[str, float]) -> None:
+        """Before the first backward pass of a step, whose optimizers have these rates."""
+        for name, rate in rates.items():
+            if not rate > 0 or name in self._transactions.prepared:
+                continue
+            before = self._rates.setdefault(name, rate)
+            if abs(math.log2(rate / before)) >= GRAIN:
+                self._state.rescale_residual_(name, before / rate)
+                self._transactions.rescale_residual_(name, before / rate)
+                self._rates[name] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": dict(self._rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rates = dict(state["rates"])
