@@ -30,8 +30,8 @@ from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.second_moment import HALF
 from benchmarks.simulated import DENSE, Exchange, parse
 from benchmarks.weights import Weights
-from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.methods.weight_codings import as_weights
+from lowbit_strategy.second_moment.squares import SecondMoment
 from recipes.gpt import GPT
 from recipes.text import standard_library
 

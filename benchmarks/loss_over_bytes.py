@@ -30,7 +30,7 @@ from benchmarks.simulated import DENSE, Exchange, parse, training, validation_lo
 from lowbit_strategy.methods.composed import WarmUp, Wrapper
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.plan.occasional import needs_squares
+from lowbit_strategy.second_moment.planned import needs_squares
 from recipes.gpt import GPT
 from recipes.text import standard_library
 

@@ -33,8 +33,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.published import as_outer
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.model.mean_moment import correct_
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.second_moment.mean_moment import correct_
 from recipes.text import standard_library
 from testing.worlds.threaded import ThreadedWorld
 

@@ -37,6 +37,7 @@ ROOMS = {
     "telemetry": (0, 7.5, "observe, record, decide"),
     "elastic": (0, 2, "replicas come and go"),
     "local_steps": (1, 2, "outer=: rounds, anchors"),
+    "second_moment": (2, 2, "corrects Adam's"),
     "hooks": (2, 7.5, "DDP and FSDP2 hand over"),
     "engine": (1, 8.45, "buckets, state, steps"),
     "register": (2, 8.45, "strategy names"),

@@ -78,6 +78,7 @@ ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
 _RULES = "lowbit_strategy.local_steps:OUTER_RULES"
+_OF_SQUARES = "lowbit_strategy.second_moment.planned:Squares"
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
 
@@ -125,7 +126,7 @@ class SetupOption:
     def between_nbytes(self) -> float:
         """Bytes per step that leave the node, of one rank."""
         plan = self.plan
-        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
+        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.beside) / plan.every
 
     def held_nbytes(self, workload: Workload) -> int:
         """What a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
@@ -184,10 +185,11 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
                     continue
                 rule = leaves.load(_RULES, preset)[preset]
                 plan = plan_for(workload, layout, rule.compressor(), round_plan=rule.planned())
-            elif squares and layout == "ddp" and several:
+            elif squares and ((layout == "ddp" and several) or not leaves.is_present(_OF_SQUARES)):
                 continue
             else:
-                plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], squares=squares)
+                beside = leaves.load(_OF_SQUARES, name)() if squares else None
+                plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], beside=beside)
             ours.append(_ours(name, plan, workload, situation, against))
         found += ours if situation is None else sorted(ours, key=lambda choice: choice.seconds)
     return found

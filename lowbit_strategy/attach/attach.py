@@ -20,14 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.checks import IfOfAdamsKind, check_ddp, check_whole_model, one_replica
+from lowbit_strategy.attach.checks import check_ddp, check_whole_model, one_replica
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.overlap import OverlappedReducer
@@ -43,7 +42,6 @@ from lowbit_strategy.model.fsdp_sharding import (
     sharded_groups,
     sharded_parameters,
 )
-from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.mesh import (
     Rows,
     data_parallel_rows,
@@ -62,7 +60,6 @@ from lowbit_strategy.model.parameters import (
     settings_facts,
 )
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
-from lowbit_strategy.plan.occasional import served
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
 from lowbit_strategy.telemetry.startup_report import build_report
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
@@ -312,7 +309,8 @@ def _session(
 ) -> Session:
     """The session around a model's engine. `digest`: compares parameters; `meet`: lets ranks meet in rounds."""
     options, ranks = prepared.options, sync.ranks
-    follow_second_moment(sync, module, prepared)
+    if not ranks.alone:
+        prepared.companion.attach(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
     pace = None
     if meet is not None and not ranks.alone:
@@ -371,31 +369,6 @@ def make_engine(
     elif ranks.alone and ranks.logs:  # of replicas that come and go none is
         _log.warning("%s", one_replica(options))
     return prepared, sync
-
-
-def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
-    """Exchange squares of gradients if the options ask for it and there are several ranks."""
-    options = prepared.options
-    if sync.ranks.alone:
-        return
-    if options.outer is not None:
-        if options.second_moment:
-            sync.set_second_moment_correction(
-                MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
-            )
-        return
-    if not prepared.exchanges_squares:
-        return
-    if options.second_moment is None:
-        IfOfAdamsKind(sync, module)
-        return
-    if sync.ranks.logs and not served(sync.state.assignments):
-        _log.warning(
-            "second_moment=True corrects nothing: %s sends every gradient of this model as it is, or nearly. Leave it"
-            " out, unless a controller changes the compressor",
-            sync.compressor.name,
-        )
-    SecondMoment(sync, module)
 
 
 def _report(sync: GradientSync, options: SyncOptions) -> None:

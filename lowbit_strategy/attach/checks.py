@@ -9,13 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.second_moment import SecondMoment
-from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.mean_moment import check_second_moment, has_second_moment
 from lowbit_strategy.model.parameters import describe_parameters, named_parameters
 
 MANY_PASSES = 100  # of one step: more than anyone accumulates
@@ -113,10 +111,10 @@ def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: I
     ValueError: An optimizer's momentum does not go with the compressor's, it has not what the options need, or it
         exchanges weights itself where steps are local.
     """
+    companion = companion_of(options)
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
-        if options.second_moment:
-            check_second_moment(optimizer)
+        companion.check_optimizer(options, optimizer)
     if options.outer is not None:
         options.outer.check_optimizers(options, optimizers)
 
@@ -134,29 +132,6 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
             " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
             " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
         )
-
-
-class IfOfAdamsKind(SecondMoment):
-    """Corrects Adam's second moment until an optimizer has stepped that has none: ``second_moment=None``.
-
-    Which optimizers there are is known for certain when they have stepped. Ranks exchange squares from the first
-    backward pass on, as with ``second_moment=True``, so that nothing is missed; all of them stop in the same step.
-    """
-
-    def correct_(self, optimizer: Optimizer) -> None:
-        """It has stepped on what was reduced."""
-        if has_second_moment(optimizer):
-            super().correct_(optimizer)
-            return
-        self._sync.set_second_moment_correction(None)
-        self._sync.listeners.remove(self)
-        del self._sync.rank_state[self.name]
-        if self._sync.ranks.logs:
-            inform(
-                "%s keeps no exp_avg_sq, or not as Adam does: ranks exchange no squares for it from now on"
-                " (second_moment=False leaves it out from the start)",
-                type(optimizer).__name__,
-            )
 
 
 class ClippingWarning:

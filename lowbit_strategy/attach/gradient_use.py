@@ -13,7 +13,6 @@ from lowbit_strategy.attach.checks import check_synchronizes
 from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import (
     local_part,
     named_parameters,
@@ -53,8 +52,7 @@ class GradientUse:
         if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
             return
         self._name(params)
-        if self._sync.second_moment is not None:
-            self._sync.second_moment.name_parameters()
+        self._sync.follower.name_parameters()
 
     def _name(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
@@ -107,8 +105,8 @@ class GradientUse:
         if not stepped:
             return
         reduced = sync.rounds is not None or not sync.transactions.prepared.isdisjoint(stepped)
-        if sync.second_moment is not None and reduced and has_stepped(optimizer):
-            sync.second_moment.correct_(optimizer)
+        if reduced:
+            sync.follower.stepped(optimizer)
         if sync.rounds is None:
             self._settle({name: owned[name] for name in stepped})
             sync.commit(stepped)

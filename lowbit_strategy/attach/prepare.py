@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lowbit_strategy.attach.companion import Companion, companion_of
 from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -21,7 +22,7 @@ from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.registry import Auto, as_compressor
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.parameters import (
     bring_back,
@@ -35,7 +36,6 @@ from lowbit_strategy.model.parameters import (
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.occasional import needs_squares
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _log = logging.getLogger("lowbit_strategy")
@@ -49,6 +49,7 @@ class PreparedModel:
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
     scatter: bool
+    companion: Companion
     topology: Topology = Topology(1)  # noqa: RUF009 (frozen); this and the next are known once the model is attached
     shard_size: int | None = None
 
@@ -78,16 +79,6 @@ class PreparedModel:
         """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
         options = self.options
         return options.rollback and (options.outer is None or options.elastic is not None)
-
-    @property
-    def exchanges_squares(self) -> bool:
-        """Whether ranks exchange squares for Adam's second moment: as chosen, else where few bits need it."""
-        options = self.options
-        if options.outer is not None:
-            return False
-        if options.second_moment is not None:
-            return options.second_moment
-        return (self.scatter or self.node_size is None) and needs_squares(self.compressor, self.specs)
 
 
 def prepare(
@@ -125,7 +116,7 @@ def prepare(
             _log.warning("%s", sentence)
     _take_over(set(map(id, module.parameters())))
     unattached[module] = None
-    return PreparedModel(compressor, options, specs, scatter)
+    return PreparedModel(compressor, options, specs, scatter, companion_of(options))
 
 
 def checked_specs(
@@ -142,8 +133,7 @@ def checked_specs(
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
     refuse_sparse_gradients(module)
-    if isinstance(compressor, Auto) and options.second_moment:
-        raise ValueError("Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)")
+    companion_of(options).check_model(compressor, specs)
     if options.outer is not None:
         options.outer.check_model(compressor, specs)
     if not scatter:
@@ -155,17 +145,13 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     """A checked configuration on the ranks that there are.
 
     Raises:
-        ValueError: `two_level`, `intra` or `second_moment` does not suit them.
+        ValueError: An option does not suit them.
     """
-    options, scatter = prepared.options, prepared.scatter
+    options = prepared.options
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     prepared = replace(prepared, topology=topology, shard_size=shard_size)
-    if options.second_moment and prepared.node_size is not None and not scatter:
-        raise ValueError(
-            "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"
-            ' with shard_size="node"'
-        )
+    prepared.companion.check_ranks(prepared)
     if options.intra is not None and (obstacle := _nothing_inside(prepared)) is not None:
         raise ValueError(f"intra={options.intra} is not possible, because {obstacle}: leave it out")
     return prepared
@@ -216,22 +202,20 @@ def fit_to_memory(
         topology=ranks.topology,
         layout=prepared.layout,
         modules={} if sharded is None else module_layouts(sharded),
-        squares=prepared.exchanges_squares,
+        beside=prepared.companion.planned(prepared),
         copies=prepared.copies_residuals,
     )
     options, weights = prepared.options, prepared.weights
-    may = {"may_recode": options.weights is None, "may_uncorrect": options.second_moment is None}
-    found = list(memory_options(prepared.compressor, weights, setup, **may))
+    found = list(memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None))
     chosen = choose(found, room, limit)
     if chosen.differs and ranks.world.rank == 0:
         _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
     if chosen.weights != weights:
         options = replace(options, weights=chosen.weights)
-    if setup.squares and not chosen.squares:
-        options = replace(options, second_moment=False)
+    companion = prepared.companion if chosen.beside is setup.beside else prepared.companion.given_up()
     if setup.copies and not chosen.copies:
         options = replace(options, rollback=False)
-    return replace(prepared, compressor=chosen.compressor, options=options)
+    return replace(prepared, compressor=chosen.compressor, options=options, companion=companion)
 
 
 def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.replicas import Replicas
 from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
@@ -111,8 +112,7 @@ class SyncOptions:
     second_moment: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.second_moment and self.two_level:
-            raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
+        companion_of(self).check_options(self)
         if self.intra not in (None, 8):
             raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
         if self.max_residual is not None and not self.max_residual > 0:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.accelerate.options import check_served
+from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.autoload import VARIABLE
@@ -126,7 +127,8 @@ def plan(
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
     topology = Topology(planned.world_size, nodes)
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = on_ranks(PreparedModel(compressor, options, specs, planned.scatter), topology, shard_size)
+    prepared = PreparedModel(compressor, options, specs, planned.scatter, companion_of(options))
+    prepared = on_ranks(prepared, topology, shard_size)
     node_size = prepared.shard_size or prepared.node_size
     topology = replace(prepared.topology, node_size=node_size, intra=options.intra)
     chosen = Dense() if topology.num_peers == 1 else prepared.compressor
@@ -150,6 +152,7 @@ def plan(
         coding=prepared.weights,
         modules=modules,
         round_plan=None if options.outer is None else options.outer.planned(),
+        beside=prepared.companion.planned(prepared),
         copies=prepared.copies_residuals,
     )
     return Report(planned_run, chosen, device)

@@ -16,11 +16,11 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
 from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.engine.interfaces import (
+    Follower,
     Listeners,
     PartState,
     RankState,
     Rounds,
-    SecondMomentCorrection,
     Stateful,
     StepPhase,
 )
@@ -31,6 +31,7 @@ from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
@@ -76,7 +77,8 @@ class GradientSync:
             ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
-        second_moment: Corrects the optimizer's second moment after it has stepped; None: it is not corrected.
+        follower: Who follows gradients to the optimizers' steps.
+        beside: What ranks exchange beside gradients.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class GradientSync:
         self.part_state: dict[str, PartState] = {}
         self.steps_per_reduction = 1
         self.rounds: Rounds | None = None
-        self.second_moment: SecondMomentCorrection | None = None
+        self.follower, self.beside = Follower(), Beside()
         self._bind_ranks(ranks)
         self.state = MethodState(specs, ranks, device, sharded=scatter)
         self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
@@ -260,16 +262,14 @@ class GradientSync:
     def roll_back(self, names: Iterable[str] | None = None) -> None:
         """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun."""
         closed = self.transactions.roll_back(names)
-        if self.second_moment is not None:
-            self.second_moment.roll_back(closed)
+        self.follower.roll_back(closed)
         if names is None:
             self._clear_step()
 
     def set_aside(self, names: Iterable[str]) -> None:
         """The gradients of these parameters were cleared, on all ranks: `Transactions.settle` tells what for."""
         closed = self.transactions.set_aside(names)
-        if self.second_moment is not None:
-            self.second_moment.roll_back(closed)
+        self.follower.roll_back(closed)
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -283,8 +283,7 @@ class GradientSync:
     def withdraw(self, names: Iterable[str]) -> None:
         """No rank had a gradient of these parameters: their reductions, of zeros, have not been."""
         closed = self.transactions.withdraw(names)
-        if self.second_moment is not None:
-            self.second_moment.roll_back(closed)
+        self.follower.roll_back(closed)
 
     def _clear_step(self) -> None:
         self._entered.clear()
@@ -345,8 +344,7 @@ class GradientSync:
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
         self.transactions.keep(names)
-        if self.second_moment is not None:
-            self.second_moment.keep(names)
+        self.follower.keep(names)
         yield from stages
 
     def _bounding(self, bucket: Bucket, x: Tensor, out: Tensor, limit: float, stages: Stages) -> Stages:
@@ -425,9 +423,9 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
-    def set_second_moment_correction(self, second_moment: SecondMomentCorrection | None) -> None:
-        """Call it when an optimizer has stepped on what was reduced; None: stop."""
-        self.second_moment = second_moment
+    def follow(self, follower: Follower, beside: Beside) -> None:
+        """Call `follower` when an optimizer has stepped on what was reduced; `beside`: what ranks exchange for it."""
+        self.follower, self.beside = follower, beside
 
     def save_with(self, name: str, part: Stateful) -> None:
         """Save and restore `part`, the same on all ranks, with the residuals."""
@@ -466,7 +464,7 @@ class GradientSync:
             modules=None if weights is None else weights.layouts,
             round_plan=None if rounds is None else rounds.round_plan,
             device_type=self.device.type,
-            squares=self.second_moment is not None and self.second_moment.exchanges,
+            beside=self.beside,
             copies=self.transactions.keeps_copies,
         )
 

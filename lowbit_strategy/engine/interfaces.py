@@ -54,12 +54,10 @@ class PartState(Protocol):
         """The state is lost: begin again."""
 
 
-class SecondMomentCorrection(Protocol):
-    """Changes what an optimizer keeps. `exchanges`: ranks send something for it."""
+class Follower:
+    """Nobody. Who follows gradients to the optimizers' steps derives from this."""
 
-    exchanges: bool
-
-    def correct_(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped on what was reduced."""
 
     def keep(self, names: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import Auto
-from lowbit_strategy.model.mean_moment import check_decay
 from lowbit_strategy.options.configuration import configuration
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
@@ -173,8 +172,6 @@ class OuterRule(RoundRule):
     def check_optimizers(self, options: Any, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
             check_keeps_weights(optimizer)
-            if options.second_moment:
-                check_decay(optimizer)
 
     def check(self, assignments: Mapping[str, Assignment]) -> None:
         """Raises:

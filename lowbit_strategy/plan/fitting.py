@@ -6,7 +6,7 @@ Pure arithmetic on shapes, the same on all ranks: every rank computes what the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -14,6 +14,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.conversion import size
+from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -32,7 +33,7 @@ class Setup:
         topology: The ranks.
         layout: What wraps the model.
         modules: What FSDP2 gathers as one; empty under DDP.
-        squares: Whether ranks exchange squares of gradients.
+        beside: What ranks exchange beside gradients.
         copies: Whether what methods keep is copied before it changes.
     """
 
@@ -40,7 +41,7 @@ class Setup:
     topology: Topology
     layout: Layout
     modules: Mapping[str, ModuleLayout]
-    squares: bool = False
+    beside: Beside = field(default_factory=Beside)
     copies: bool = True
 
 
@@ -51,7 +52,7 @@ class MemoryOption:
     Args:
         compressor, weights: The way.
         memory: By purpose.
-        squares, copies: As in `Setup`.
+        beside, copies: As in `Setup`.
         differs: How from what was asked for, in words; empty: not at all.
         costs: What that costs, in words.
     """
@@ -59,7 +60,7 @@ class MemoryOption:
     compressor: Compressor
     weights: WeightCoding | None
     memory: Memory
-    squares: bool = False
+    beside: Beside = field(default_factory=Beside)
     copies: bool = True
     differs: str = ""
     costs: str = ""
@@ -70,7 +71,7 @@ class MemoryOption:
             ("residuals", memory.residuals),
             ("copies of them", memory.copies),
             ("weights between gathers", memory.weights),
-            ("Adam's second moment", memory.squares),
+            (self.beside.purpose, memory.beside),
             ("messages", memory.messages),
             ("coding by plain PyTorch", memory.working),
         )
@@ -79,7 +80,7 @@ class MemoryOption:
 
 
 def memory_options(
-    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, may_uncorrect: bool = False
+    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool
 ) -> Iterator[MemoryOption]:
     """List choices, from what was asked for down to what keeps least.
 
@@ -88,7 +89,6 @@ def memory_options(
         weights: Asked for, or the default for it.
         setup: See there.
         may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
-        may_uncorrect: Nobody has chosen to correct Adam's second moment: it may stay as it is.
     """
     yield memory_option(compressor, weights, setup)
     differs: list[str] = []
@@ -99,10 +99,10 @@ def memory_options(
         without = "residuals are not copied", "they are lost where gradients are thrown away"
         yield memory_option(compressor, weights, setup, *without)
         differs, costs = [[each] for each in without]
-    if may_uncorrect and setup.squares:
-        setup = replace(setup, squares=False)
-        differs.append("Adam's second moment is not corrected")
-        costs.append("more steps with Adam")
+    if (without_it := setup.beside.given_up) is not None:
+        setup = replace(setup, beside=Beside())
+        differs.append(without_it[0])
+        costs.append(without_it[1])
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
     if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
         weights = replace(weights, keep="nothing")
@@ -144,14 +144,14 @@ def memory_option(
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,
         modules=setup.modules or None,
-        squares=setup.squares,
+        beside=setup.beside,
         copies=setup.copies,
     )
     return MemoryOption(
         compressor=compressor,
         weights=weights,
         memory=plan.memory,
-        squares=setup.squares,
+        beside=setup.beside,
         copies=setup.copies,
         differs=differs,
         costs=costs,

@@ -12,6 +12,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import (
     Layout,
     ParamGroup,
@@ -28,7 +29,6 @@ from lowbit_strategy.plan.messages import (
     step_nbytes,
     under_way_nbytes,
 )
-from lowbit_strategy.plan.occasional import square_transfers, squares_nbytes
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout, kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
@@ -47,7 +47,7 @@ class Memory:
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
         rounds: What is kept from round to round, where ranks meet in rounds.
-        squares: For Adam's second moment, where ranks exchange squares of their gradients.
+        beside: For what ranks exchange beside gradients.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
             FSDP2 a rank otherwise holds its shard of them.
     """
@@ -58,13 +58,13 @@ class Memory:
     messages: int = 0
     working: int = 0
     rounds: int = 0
-    squares: int = 0
+    beside: int = 0
     accumulating: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all but `accumulating`, which depends on how the loop accumulates."""
-        kept = self.residuals + self.copies + self.weights + self.rounds + self.squares
+        kept = self.residuals + self.copies + self.weights + self.rounds + self.beside
         return kept + self.messages + self.working
 
 
@@ -80,7 +80,8 @@ class StepPlan:
         gradients: Transfers of every step, in the order in which backward produces them.
         weights: Transfers of every step: FSDP2's modules, in their order.
         rounds: Of every round, where ranks meet in rounds.
-        state: Per step or round, on average: for the optimizers' state, where it is averaged or made of squares.
+        beside: Per step or round, on average: beside gradients.
+        companion: What `beside` is for.
         round_plan: What `rounds` are of; None: every step reduces its gradients.
         memory: By purpose.
         coding: Coding of weights, if FSDP2 shards them.
@@ -94,7 +95,8 @@ class StepPlan:
     gradients: tuple[TransferGroup, ...]
     weights: tuple[TransferGroup, ...]
     rounds: tuple[TransferGroup, ...]
-    state: tuple[TransferGroup, ...]
+    beside: tuple[TransferGroup, ...]
+    companion: Beside
     round_plan: RoundPlan | None
     memory: Memory
     coding: WeightCoding | None
@@ -113,12 +115,12 @@ class StepPlan:
     @property
     def sent_nbytes(self) -> int:
         """Bytes sent to peers in a step, or in a round; framing aside."""
-        return step_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
+        return step_nbytes((self.rounds or self.gradients) + self.beside, "flat", "inter-node")
 
     @property
     def between_nbytes(self) -> int:
         """Part of `sent_nbytes` that leaves the node."""
-        return internode_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
+        return internode_nbytes((self.rounds or self.gradients) + self.beside, "flat", "inter-node")
 
     @property
     def intra_node_nbytes(self) -> int:
@@ -148,7 +150,7 @@ def make_plan(
     modules: Mapping[str, ModuleLayout] | None = None,
     round_plan: RoundPlan | None = None,
     device_type: str = "cuda",
-    squares: bool = False,
+    beside: Beside | None = None,
     copies: bool | None = None,
 ) -> StepPlan:
     """Args:
@@ -161,7 +163,7 @@ def make_plan(
     modules: What FSDP2 gathers as one, under FSDP2.
     round_plan: What ranks send in rounds, where gradients stay on their rank.
     device_type: Where gradients are coded.
-    squares: Whether ranks exchange squares of gradients.
+    beside: What ranks exchange beside gradients.
     copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
@@ -175,7 +177,8 @@ def make_plan(
     reduction = ReductionPlan(methods, by_name, topology, exact)
     gradients = gradient_transfers(reduced, reduction, layout, local=round_plan is not None)
     rounds = () if round_plan is None else alike(round_plan.transfers(methods, by_name, topology))
-    state = square_transfers(reduced, assignments, by_name, topology) if squares else ()
+    companion = Beside() if beside is None else beside
+    others = companion.transfers(reduced, assignments, by_name, topology)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
     max_in_flight = len(gradients) if waits else _max_buckets_in_flight(gradients, topology, layout)
@@ -195,18 +198,19 @@ def make_plan(
         gradients=gradients,
         weights=weights,
         rounds=rounds,
-        state=state,
+        beside=others,
+        companion=companion,
         round_plan=round_plan,
         memory=Memory(
             residuals=residuals,
             copies=residuals if copies else 0,
             weights=0 if coding is None else kept_nbytes(coding, modules, topology, layout),
-            messages=_messages_nbytes(gradients, weights, rounds, state, topology, layout, unsharded, max_in_flight)
+            messages=_messages_nbytes(gradients, weights, rounds, others, topology, layout, unsharded, max_in_flight)
             + (_mean_beside_nbytes(gradients, means) if layout == "fsdp" and device_type == "cuda" else 0),
             working=reduction.working_nbytes(coded, device_type)
             + (0 if round_plan is None else round_plan.working_nbytes(by_name)),
             rounds=0 if round_plan is None else round_plan.kept_nbytes(by_name),
-            squares=squares_nbytes(assignments, by_name, topology, copies=copies) if squares else 0,
+            beside=companion.kept_nbytes(assignments, by_name, topology, copies=copies),
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
@@ -230,7 +234,7 @@ def _messages_nbytes(
     gradients: Sequence[TransferGroup],
     weights: Sequence[TransferGroup],
     rounds: Sequence[TransferGroup],
-    state: Sequence[TransferGroup],
+    beside: Sequence[TransferGroup],
     topology: Topology,
     layout: Layout,
     unsharded: int,
@@ -240,9 +244,9 @@ def _messages_nbytes(
     nbytes = under_way_nbytes(gradients, max_in_flight)
     nbytes += under_way_nbytes(rounds, len(rounds) if topology.far else BUCKETS_OF_A_ROUND)
     nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and topology.far else 1)
-    nbytes += under_way_nbytes(state, 1)
+    nbytes += under_way_nbytes(beside, 1)
     if topology.far:
-        nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *state))
+        nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *beside))
     if layout == "fsdp" and topology.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
         nbytes += unsharded // topology.world_size + (unsharded if topology.node_size is None else 0)
     return nbytes

@@ -12,8 +12,7 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
-from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
-from lowbit_strategy.plan.occasional import few_bits
+from lowbit_strategy.plan.messages import binary_size, internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
@@ -97,17 +96,18 @@ class Report:
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
-                f" {size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
+                f" {binary_size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
             )
         if sent := plan.sent_nbytes:
             per_step, mean = sent / plan.every, ""
             fp32, bf16 = plan.uncompressed_nbytes(4), plan.uncompressed_nbytes(2)
             if rounds is not None:
-                lines.append(f"  {rounds.label}: a rank sends {size(sent)} per round of {plan.every} steps")
+                lines.append(f"  {rounds.label}: a rank sends {binary_size(sent)} per round of {plan.every} steps")
                 mean = " on average"
             lines.append(
-                f"  sent by a rank {size(per_step)}/step{mean}; fp32 {size(fp32)} ({fp32 / per_step:.1f}x),"
-                f" bf16 {size(bf16)} ({bf16 / per_step:.1f}x)"
+                f"  sent by a rank {binary_size(per_step)}/step{mean};"
+                f" fp32 {binary_size(fp32)} ({fp32 / per_step:.1f}x),"
+                f" bf16 {binary_size(bf16)} ({bf16 / per_step:.1f}x)"
             )
             lines += self._levels()
         else:
@@ -117,33 +117,17 @@ class Report:
         if plan.coding is not None and plan.topology.num_peers > 1:
             lines += self._weights(plan.coding)
         if rounds is not None:
-            lines.append(f"  memory per rank: {size(memory.rounds)} for {rounds.keeps}")
-        lines += self._second_moment()
+            lines.append(f"  memory per rank: {binary_size(memory.rounds)} for {rounds.keeps}")
+        lines += plan.companion.lines(plan)
         lines.append(
-            f"  memory per rank: {size(memory.residuals)} for residuals,{self._copies()}"
-            f" at most {size(self.buffer_nbytes)} for messages"
+            f"  memory per rank: {binary_size(memory.residuals)} for residuals,{self._copies()}"
+            f" at most {binary_size(self.buffer_nbytes)} for messages"
         )
         return "\n".join(lines)
 
     def _copies(self) -> str:
         copies = self.plan.memory.copies
-        return f" {size(copies)} for copies of them," if copies else ""
-
-    def _second_moment(self) -> list[str]:
-        """Whether Adam's is corrected, where it matters, and what that costs."""
-        plan = self.plan
-        if plan.memory.squares:
-            sent = step_nbytes(plan.state, "flat", "inter-node")
-            return [
-                f"  second moment: for Adam ranks exchange squares, {size(sent)}/step, and keep at most"
-                f" {size(plan.memory.squares)} per rank"
-            ]
-        if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
-            return []
-        why = "local steps" if plan.round_plan else "two levels" if plan.topology.node_size and not plan.scatter else ""
-        if not why:
-            return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
-        return [f"  second moment: left as it is, because of {why} (second_moment)"]
+        return f" {binary_size(copies)} for copies of them," if copies else ""
 
     def _levels(self) -> list[str]:
         """What travels inside a node and what between nodes; nothing where there is one node."""
@@ -152,14 +136,15 @@ class Report:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
         kind = "exact gradients" if topology.intra is None else f"gradients, summed from {topology.intra}-bit codes"
-        inside = f" and {size(exact)}/step of {kind}" if exact else ""
+        inside = f" and {binary_size(exact)}/step of {kind}" if exact else ""
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
-        return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{inside}{why}"]
+        between = binary_size(plan.between_nbytes)
+        return [f"  between nodes {between}/step, inside a node {binary_size(near)}/step{inside}{why}"]
 
     def _weights(self, used: WeightCoding) -> list[str]:
         """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""
         plan = self.plan
-        sent = size(plan.sent_nbytes + step_nbytes(plan.weights))
+        sent = binary_size(plan.sent_nbytes + step_nbytes(plan.weights))
         lines = [f"  weights: {_describe_weights(plan, used)}; {sent}/step in all"]
         exact = [name or "the model" for name, layout in plan.modules.items() if not layout.coded]
         if exact and used != Exact():
@@ -180,10 +165,10 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
     }
     units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
     kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
-    memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
+    memory = f"{binary_size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
     ours = plan.topology.has_nodes and coding != Exact()  # FSDP2's own gathers are not counted by node
-    between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
-    return f"{coding.label}, {keeps[coding.keep]}, {size(step_nbytes(units))}/step{between}, {memory}"
+    between = f" ({binary_size(internode_nbytes(units))} between nodes)" if ours else ""
+    return f"{coding.label}, {keeps[coding.keep]}, {binary_size(step_nbytes(units))}/step{between}, {memory}"
 
 
 def build_report(sync: GradientSync) -> Report:
@@ -202,11 +187,3 @@ def describe_ranks(topology: Topology) -> str:
         return f"{topology.num_peers} ranks"
     inside = "exact" if topology.intra is None else f"codes of {topology.intra} bits"
     return f"{topology.num_peers} groups of {topology.num_parts} ranks, {inside} inside a group"
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    raise AssertionError

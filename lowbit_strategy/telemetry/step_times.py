@@ -21,10 +21,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weight_codings import Exact
-from lowbit_strategy.plan.messages import step_nbytes
+from lowbit_strategy.plan.messages import binary_size, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
-from lowbit_strategy.telemetry.startup_report import size
 
 WARM_STEPS, TIMED_STEPS = 40, 10
 AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster than that is not worth having
@@ -179,7 +178,8 @@ def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:
     waited = "" if step.waited_s is None else f", {step.waited_s:.2g} s of it waiting for {what}"
     return (
         f"a step takes {step.seconds:.3g} s{waited} (median of steps {WARM_STEPS + 1} to {WARM_STEPS + TIMED_STEPS} on"
-        f" rank 0), and a rank sends {size(sent_nbytes)}; float32 would send {size(fp32)}, bfloat16 {size(bf16)}"
+        f" rank 0), and a rank sends {binary_size(sent_nbytes)}; float32 would send {binary_size(fp32)},"
+        f" bfloat16 {binary_size(bf16)}"
     )
 
 

@@ -54,6 +54,11 @@ LEAVES = {  # one row per leaf
         "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(elastic={})",
         "elastic needs lowbit_strategy.elastic",
     ),
+    "second moment": Leaf(
+        ("second_moment",),
+        "from lowbit_strategy.lightning import LowBitDDPStrategy; LowBitDDPStrategy(second_moment=True)",
+        "second_moment needs lowbit_strategy.second_moment",
+    ),
     "local steps": Leaf(
         ("local_steps",),
         "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(outer='diloco')",

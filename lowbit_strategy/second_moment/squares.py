@@ -30,13 +30,13 @@ from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.interfaces import Follower, StepPhase
 from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
-from lowbit_strategy.model.mean_moment import unsuitable
 from lowbit_strategy.model.parameters import flat_part, local_part, shaped
-from lowbit_strategy.plan.occasional import EVERY, SKETCH_NUMEL, methods_of_squares, served
+from lowbit_strategy.second_moment.mean_moment import has_stepped, unsuitable
+from lowbit_strategy.second_moment.planned import EVERY, SKETCH_NUMEL, NoSquares, Squares, methods_of_squares, served
 
 WINDOW = 8  # steps whose squares are added up for an exchange
 BLOCK = 128
@@ -131,7 +131,7 @@ class _ParamStats:
             old.copy_(torch.where(teaches, kept * old.float() + (1 - kept) * new, old))
 
 
-class SecondMoment:
+class SecondMoment(Follower):
     """Looks at gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
 
     Args:
@@ -142,7 +142,6 @@ class SecondMoment:
     name = "second_moment"
     traces = False
     accounts = True
-    exchanges = True
 
     def __init__(self, sync: GradientSync, module: nn.Module) -> None:
         self._sync = sync
@@ -153,13 +152,23 @@ class SecondMoment:
         self.name_parameters()
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _ParamStats] = {}
-        sync.set_second_moment_correction(self)
+        sync.follow(self, Squares())
         sync.listeners.add(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
 
     def name_parameters(self) -> None:
         """The model may have others than before."""
         self._names |= {id(param): name for name, param in sharded_parameters(self._module).items()}
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if has_stepped(optimizer):
+            self.correct_(optimizer)
+
+    def leave(self) -> None:
+        """Correct nothing from now on, on all ranks."""
+        self._sync.follow(Follower(), NoSquares())
+        self._sync.listeners.remove(self)
+        del self._sync.rank_state[self.name]
 
     def begin_step(self) -> SecondMoment:
         return self

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam
 
 from lowbit_strategy.collectives.comm import LocalComm
-from lowbit_strategy.model.mean_moment import MeanMoment, check_decay, correct_
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, correct_
 
 NUMEL = 4000
 
@@ -70,9 +70,9 @@ def test_nothing_is_corrected_where_there_is_one_rank_or_no_gradient() -> None:
     param.grad = torch.ones(8)
     optimizer.step()
     before = optimizer.state[param]["exp_avg_sq"].clone()
-    MeanMoment(lambda: 1).correct_(optimizer)
+    MeanMoment(lambda: 1).stepped(optimizer)
     assert torch.equal(optimizer.state[param]["exp_avg_sq"], before)
-    MeanMoment(lambda: 4).correct_(optimizer)
+    MeanMoment(lambda: 4).stepped(optimizer)
     assert not optimizer.state[idle]
 
 

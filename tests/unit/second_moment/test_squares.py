@@ -9,8 +9,8 @@ from lowbit_strategy import QSGD, preset
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.second_moment import SecondMoment, is_due
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.second_moment.squares import SecondMoment, is_due
 from testing.worlds.one_tensor import gaussian
 from testing.worlds.simulated import SimulatedWorld
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
 
+from lowbit_strategy.engine.interfaces import Follower
 from lowbit_strategy.model.parameters import local_part
 
 _DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient
 
 
-class MeanMoment:
+class MeanMoment(Follower):
     """Corrects ``exp_avg_sq`` after every local step.
 
     Adam divides by the root of ``v``, the average of squared gradients. With local steps a rank sees a part of the
@@ -30,23 +31,12 @@ class MeanMoment:
         num_ranks: Gives the ranks, or replicas, with local steps now; 1: nothing is corrected.
     """
 
-    exchanges = False
-
     def __init__(self, num_ranks: Callable[[], int]) -> None:
         self._num_ranks = num_ranks
 
-    def correct_(self, optimizer: Optimizer) -> None:
-        """Called after it has stepped on this rank's own gradients."""
-        correct_(optimizer, self._num_ranks())
-
-    def keep(self, names: Sequence[str]) -> None:
-        """There is no state."""
-
-    def roll_back(self, names: Iterable[str]) -> None:
-        """There is no state."""
-
-    def name_parameters(self) -> None:
-        """There are none."""
+    def stepped(self, optimizer: Optimizer) -> None:
+        if has_stepped(optimizer):
+            correct_(optimizer, self._num_ranks())
 
 
 @torch.no_grad()

@@ -1,0 +1,49 @@
+"""What ranks exchange and keep beside gradients, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import Assignment
+from lowbit_strategy.plan.gradients import ParamGroup
+from lowbit_strategy.plan.messages import TransferGroup
+from lowbit_strategy.ranks.ranks import Topology
+
+
+class Beside:
+    """Nothing. What something else sends and keeps derives from this.
+
+    Attributes:
+        purpose: What memory is for, in a few words.
+        given_up: How a run without it differs, and what that costs, in words; None: it cannot be given up.
+    """
+
+    purpose: str = ""
+    given_up: tuple[str, str] | None = None
+
+    def transfers(
+        self,
+        reduced: Sequence[ParamGroup],
+        assignments: Mapping[str, Assignment],
+        specs: Mapping[str, TensorSpec],
+        topology: Topology,
+    ) -> tuple[TransferGroup, ...]:
+        """What a step sends, on average."""
+        return ()
+
+    def kept_nbytes(
+        self,
+        assignments: Mapping[str, Assignment],
+        specs: Mapping[str, TensorSpec],
+        topology: Topology,
+        *,
+        copies: bool,
+    ) -> int:
+        """Memory for what is kept. `copies`: it is copied before a step changes it."""
+        return 0
+
+    def lines(self, plan: Any) -> list[str]:
+        """Of the start-up report, for a `StepPlan`."""
+        return []

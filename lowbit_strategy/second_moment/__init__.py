@@ -1,0 +1,1 @@
+"""Adam's second moment without what compression, or a smaller batch, adds to it."""

@@ -1,0 +1,107 @@
+"""``second_moment=``: where it is corrected, and how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lowbit_strategy.attach.companion import Companion
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.interfaces import Follower
+from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.registry import Auto
+from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, check_second_moment, has_second_moment
+from lowbit_strategy.second_moment.planned import NoSquares, Squares, needs_squares, served
+from lowbit_strategy.second_moment.squares import SecondMoment
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+class SecondMomentOption(Companion):
+    """Args:
+    chosen: Whether to correct it; None: where few bits need it, until an optimizer steps that is not like Adam.
+    """
+
+    def __init__(self, chosen: bool | None) -> None:
+        self._chosen = chosen
+
+    def check_options(self, options: Any) -> None:
+        if self._chosen and options.two_level:
+            raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
+
+    def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
+        if isinstance(compressor, Auto) and self._chosen:
+            raise ValueError(
+                "Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)"
+            )
+
+    def check_ranks(self, prepared: PreparedModel) -> None:
+        if self._chosen and prepared.node_size is not None and not prepared.scatter:
+            raise ValueError(
+                "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or"
+                ' FSDP2 with shard_size="node"'
+            )
+
+    def check_optimizer(self, options: Any, optimizer: Optimizer) -> None:
+        if self._chosen:
+            check_second_moment(optimizer)
+            if options.outer is not None:
+                check_decay(optimizer)
+
+    def planned(self, prepared: PreparedModel) -> Beside:
+        chosen = self._chosen
+        if chosen is None:  # as few bits need it
+            one_level = prepared.scatter or prepared.node_size is None
+            chosen = one_level and needs_squares(prepared.compressor, prepared.specs)
+        if prepared.options.outer is not None or not chosen:
+            return NoSquares()
+        return Squares(optional=self._chosen is None)
+
+    def given_up(self) -> SecondMomentOption:
+        return SecondMomentOption(False)
+
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
+        corrects_means = prepared.options.outer is not None and self._chosen
+        of_means = MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
+        sync.follow(of_means if corrects_means else Follower(), NoSquares())
+        if not isinstance(self.planned(prepared), Squares):
+            return
+        if self._chosen is None:
+            IfOfAdamsKind(sync, module)
+            return
+        if sync.ranks.logs and not served(sync.state.assignments):
+            _log.warning(
+                "second_moment=True corrects nothing: %s sends every gradient of this model as it is, or nearly. Leave"
+                " it out, unless a controller changes the compressor",
+                sync.compressor.name,
+            )
+        SecondMoment(sync, module)
+
+
+class IfOfAdamsKind(SecondMoment):
+    """Corrects Adam's second moment until an optimizer has stepped that has none: ``second_moment=None``.
+
+    Which optimizers there are is known for certain when they have stepped. Ranks exchange squares from the first
+    backward pass on, as with ``second_moment=True``, so that nothing is missed; all of them stop in the same step.
+    """
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """It has stepped on what was reduced."""
+        if has_second_moment(optimizer):
+            super().correct_(optimizer)
+            return
+        self.leave()
+        if self._sync.ranks.logs:
+            inform(
+                "%s keeps no exp_avg_sq, or not as Adam does: ranks exchange no squares for it from now on"
+                " (second_moment=False leaves it out from the start)",
+                type(optimizer).__name__,
+            )

@@ -1,0 +1,113 @@
+"""Squares of gradients for Adam's second moment, which travel in some steps only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
+from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
+from lowbit_strategy.plan.messages import TransferGroup, binary_size, step_nbytes
+from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.ranks.ranks import Topology
+
+EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
+SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
+_LATE = 1 << 20  # in steps: after any warm-up
+_CODES = CodecPair(BlockCodec(uniform(4, 128)))
+
+
+def served(assignments: Mapping[str, Assignment]) -> list[str]:
+    """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
+    exact = DENSE
+    return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
+
+
+def few_bits(assignments: Mapping[str, Assignment]) -> bool:
+    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps."""
+    return any(each.method.has_few_bits for each in assignments.values())
+
+
+def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
+    """The same of a compressor, at its start or after its last phase."""
+    return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
+
+
+def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
+    """How each parameter's roots travel."""
+    return {spec.name: _CODES for spec in specs}
+
+
+class NoSquares(Beside):
+    """Where second moments are left as they are, which is said where it matters."""
+
+    def lines(self, plan: StepPlan) -> list[str]:
+        if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
+            return []
+        two_levels = plan.topology.node_size and not plan.scatter
+        why = "local steps" if plan.round_plan else "two levels" if two_levels else ""
+        if not why:
+            return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
+        return [f"  second moment: left as it is, because of {why} (second_moment)"]
+
+
+class Squares(Beside):
+    """Args:
+    optional: Nobody has asked for it: it may be given up.
+    """
+
+    purpose = "Adam's second moment"
+
+    def __init__(self, *, optional: bool = False) -> None:
+        if optional:
+            self.given_up = "Adam's second moment is not corrected", "more steps with Adam"
+
+    def transfers(
+        self,
+        reduced: Sequence[ParamGroup],
+        assignments: Mapping[str, Assignment],
+        specs: Mapping[str, TensorSpec],
+        topology: Topology,
+    ) -> tuple[TransferGroup, ...]:
+        """After the first steps: roots of a bucket's squares, and sketches."""
+        names = list(served(assignments))
+        methods = methods_of_squares([specs[name] for name in names])
+        transfers = []
+        for each in reduced if topology.num_peers > 1 else ():
+            members = [specs[name] for name in each.names if name in names]
+            if members:
+                transfer = peer_transfer("squares", members, methods, topology)
+                sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), topology)
+                # beside messages: roots, and squares on their way into sums
+                memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
+                messages = (*transfer.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
+                transfers.append(replace(transfer, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))
+        return tuple(transfers)
+
+    def kept_nbytes(
+        self,
+        assignments: Mapping[str, Assignment],
+        specs: Mapping[str, TensorSpec],
+        topology: Topology,
+        *,
+        copies: bool,
+    ) -> int:
+        """Sums of squares, of whole gradients, and what is known of the own elements; of blocks a little."""
+        members = [specs[name] for name in served(assignments)]
+        numel = sum(spec.numel for spec in members)
+        own = numel // topology.num_peers if members and members[0].sharded else numel
+        return (4 if copies else 2) * numel + 2 * own + own // 8
+
+    def lines(self, plan: StepPlan) -> list[str]:
+        if not plan.memory.beside:
+            return NoSquares().lines(plan)
+        sent = step_nbytes(plan.beside, "flat", "inter-node")
+        return [
+            f"  second moment: for Adam ranks exchange squares, {binary_size(sent)}/step, and keep at most"
+            f" {binary_size(plan.memory.beside)} per rank"
+        ]
