@@ -36,7 +36,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from lowbit_strategy.model.mesh import is_hybrid, shard_group
+from lowbit_strategy.model.mesh import by_rows, is_hybrid, shard_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
@@ -208,9 +208,9 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
     else:
-        groups = sharded_groups(model)
-        group = shard_group(groups[0])
-        if sync_options.shard_size is None and is_hybrid(groups[0]):
+        own, *_ = next(iter(by_rows(sharded_groups(model), mesh).values()))
+        group = shard_group(own)
+        if sync_options.shard_size is None and is_hybrid(own):
             sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
     prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
     attach: Any = attach_ddp if is_ddp else attach_fsdp

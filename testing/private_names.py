@@ -145,7 +145,7 @@ PRIVATE_NAMES["torch"] = _listed(
     modules that were sharded together share one state, and only it gives their parameters in order
       called torch.distributed.fsdp:FSDPModule._get_fsdp_state(self)
     the layout of a reduce-scatter is that of its parameter group
-      read {_FSDP_STATE}._fsdp_param_group
+      read {_FSDP_STATE}._fsdp_param_groups
       read {_FSDP_GROUP}.fsdp_params
     HSDP's all-reduce over replicas cannot be replaced, so a mesh of two dims is taken for its second one
       set {_FSDP_GROUP}.mesh_info

@@ -8,14 +8,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,9 @@ from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.overlap import OverlappedReducer
@@ -44,11 +47,14 @@ from lowbit_strategy.model.fsdp_sharding import (
 )
 from lowbit_strategy.model.mesh import (
     Rows,
-    data_parallel_rows,
+    by_rows,
+    check_parts,
     describe_dims,
     group_of,
+    has_other_parts,
     is_hybrid,
     model_group,
+    name_of,
     rows_like,
     shard_group,
 )
@@ -60,8 +66,9 @@ from lowbit_strategy.model.parameters import (
     settings_facts,
 )
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.telemetry.startup_report import render_reports
 from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
 _log = logging.getLogger("lowbit_strategy")
@@ -129,7 +136,9 @@ def attach_ddp(
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
     meet = None if options.outer is None else options.outer.attach
-    session = _session(module, prepared, sync, everyone, hook=hook, digest=digest, choice=choice, ddp=model, meet=meet)
+    session = _session(
+        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet
+    )
     session.close_with(model)
     return session
 
@@ -218,35 +227,130 @@ def attach_fsdp(
     reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module, groups)
     device = _device_of(module, device)
-    rows = data_parallel_rows(groups, mesh)
-    if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(groups[0]):
+    by_mesh = by_rows(groups, mesh)
+    check_parts(by_mesh, groups, mesh)
+    (rows, own), *elsewhere = by_mesh.items()
+    prepared = _on_one_mesh(prepared) if elsewhere else prepared
+    if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
         rows = rows_like(rows[0])  # replicas are asked for, and the mesh of one dim does not show them
-    group = group_of([rank for row in rows for rank in row], shard_group(groups[0]), device)
+    group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
     everyone = _agreed(module, prepared, group, device, mesh, has_scaler=has_scaler)
     topology = find_topology(group)
-    prepared = replace(prepared, specs=tuple(describe_parameters(module)))  # as they are on the mesh
-    prepared = on_ranks(prepared, topology, _shard_size(prepared.options, groups[0], rows, topology))
+    prepared = on_ranks(prepared, topology, _shard_size(prepared.options, own[0], rows, topology))
     is_hsdp = prepared.shard_size is not None
-    far, intra = prepared.options.far_links, prepared.options.intra
-    size, dims = prepared.shard_size or prepared.node_size, describe_dims(mesh or groups[0].param_group.mesh_info.mesh)
-    ranks = make_ranks(group, topology, size, device, everyone=everyone, far=far, intra=intra, dims=dims)
+    ranks = _ranks(prepared, group, device, everyone, mesh or own[0].param_group.mesh_info.mesh)
+    others: dict[str, Ranks] = {}
+    for rows_too, found in elsewhere:
+        made = _ranks_beside(prepared, rows_too, found, device, everyone)
+        others |= {each.name: made for each in found}
+    groups = [each for each in groups if each in own or each.name in others]
+    of_params = _by_parameter(module, groups, others)
+    prepared = replace(prepared, specs=_exchanged(module, groups, rows))
     meet = None if prepared.options.outer is None else prepared.options.outer.attach
     if is_hsdp:
         if prepared.options.elastic is not None:  # all ranks share one model, which is one replica
             meet = prepared.options.elastic.register(prepared, module, group)
             ranks = ranks.coming_and_going()
-        _share_weights(module, ranks, device)
-    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, sharded=module)
+        _share_weights(module, ranks, of_params, device)
+    layouts = module_layouts(module, groups)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=of_params)
     check_whole_model(module, sync)
-    side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
-    wiring = FSDPWiring(module, groups, sync, side, mesh)
+    is_far = any(each.peers.is_far for each in sync.all_ranks)
+    side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or is_far else None
+    wiring = FSDPWiring(module, groups, sync, side, mesh, others)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
         wiring.give_back()
         choice = AutoChoice(prepared, sync, wiring, everyone)
-    digest = ParameterDigest(lambda: sharded_parameters(module), ranks.peers, device) if is_hsdp else None
-    return _session(module, prepared, sync, everyone, hook=wiring, digest=digest, choice=choice, meet=meet)
+    digests = _digests(module, sync) if is_hsdp else []
+    return _session(module, prepared, sync, everyone, hook=wiring, digests=digests, choice=choice, meet=meet)
+
+
+def _on_one_mesh(prepared: PreparedModel) -> PreparedModel:
+    """Parameters are on several meshes: what serves one alone is left out.
+
+    Raises:
+        ValueError: It was asked for.
+    """
+    options, auto = prepared.options, isinstance(prepared.compressor, Auto)
+    asked = {"Auto()": auto, "outer=": options.outer is not None, "second_moment=True": options.second_moment}
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"{what} serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
+                " another: leave it out"
+            )
+    return replace(prepared, companion=prepared.companion.given_up())
+
+
+def _ranks(
+    prepared: PreparedModel,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    everyone: dist.ProcessGroup | None,
+    mesh: DeviceMesh,
+) -> Ranks:
+    size, dims = prepared.shard_size or prepared.node_size, describe_dims(mesh)
+    far, intra = prepared.options.far_links, prepared.options.intra
+    return make_ranks(group, prepared.topology, size, device, everyone=everyone, far=far, intra=intra, dims=dims)
+
+
+def _ranks_beside(
+    prepared: PreparedModel,
+    rows: Rows,
+    found: Sequence[ShardedGroup],
+    device: torch.device,
+    everyone: dist.ProcessGroup | None,
+) -> Ranks:
+    """Who reduces what is on another mesh than the most parameters.
+
+    Raises:
+        ValueError: One of the two has replicas and the other has not.
+    """
+    size = len(rows[0]) if len(rows) > 1 or is_hybrid(found[0]) else None
+    if (size is None) != (prepared.shard_size is None):
+        one, other = ("sharded", "replicated, too") if size is None else ("replicated, too", "sharded")
+        raise ValueError(
+            f"{name_of(found[0])} is {one}, and the rest of the model is {other} (HSDP): give fully_shard a mesh of"
+            " (replicas, ranks that shard) for both"
+        )
+    group = group_of([rank for row in rows for rank in row], shard_group(found[0]), device)
+    prepared = on_ranks(prepared, find_topology(group), size)
+    return _ranks(prepared, group, device, everyone, found[0].param_group.mesh_info.mesh)
+
+
+def _by_parameter(module: nn.Module, groups: Sequence[ShardedGroup], others: Mapping[str, Ranks]) -> dict[str, Ranks]:
+    """`others`, by the name of a group, by that of a parameter."""
+    names = {id(param): name for name, param in sharded_parameters(module).items()}
+    return {
+        names[id(param.sharded_param)]: others[each.name]
+        for each in groups
+        if each.name in others
+        for param in each.param_group.fsdp_params
+    }
+
+
+def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], rows: Rows) -> tuple[TensorSpec, ...]:
+    """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh."""
+    shared = {id(param.sharded_param) for each in groups for param in each.param_group.fsdp_params}
+    alone = {id(param.sharded_param) for each in sharded_groups(module) for param in each.param_group.fsdp_params}
+    alone -= shared
+    left = {
+        name
+        for name, param in sharded_parameters(module).items()
+        if id(param) in alone or (id(param) not in shared and has_other_parts(param, ((dist.get_rank(),),), rows))
+    }
+    return tuple(spec for spec in describe_parameters(module) if spec.name not in left)
+
+
+def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
+    """HSDP: one for the ranks that have the same shards, mesh by mesh."""
+
+    def of(ranks: Ranks) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in sharded_parameters(module).items() if sync.state.ranks_of(name) is ranks}
+
+    return [ParameterDigest(functools.partial(of, ranks), ranks.peers, sync.device) for ranks in sync.all_ranks]
 
 
 def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology: Topology) -> int | None:
@@ -288,11 +392,14 @@ def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
     return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 
-def _share_weights(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks], device: torch.device) -> None:
     """HSDP: the ranks of a node share one model, and all replicas get the weights of the first."""
-    same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if not ParameterDigest(lambda: same, ranks.peers, device).agree():
-        broadcast_shards(module, ranks.peers.group)
+    held: dict[Comm, dict[str, Tensor]] = {ranks.peers: dict(module.named_buffers())}
+    for name, param in named_parameters(module):
+        held.setdefault(others.get(name, ranks).peers, {})[name] = param
+    for peers, same in held.items():
+        if not ParameterDigest(functools.partial(dict, same), peers, device).agree():
+            broadcast_shards(same.values(), peers.group)
 
 
 def _session(
@@ -302,12 +409,12 @@ def _session(
     group: dist.ProcessGroup | None,
     *,
     hook: Hook | None = None,
-    digest: ParameterDigest | None = None,
+    digests: Sequence[ParameterDigest] = (),
     choice: AutoChoice | None = None,
     ddp: DistributedDataParallel | None = None,
     meet: Callable[..., EveryStep] | None = None,
 ) -> Session:
-    """The session around a model's engine. `digest`: compares parameters; `meet`: lets ranks meet in rounds."""
+    """The session around a model's engine. `digests`: compare parameters; `meet`: lets ranks meet in rounds."""
     options, ranks = prepared.options, sync.ranks
     if not ranks.alone:
         prepared.companion.attach(sync, module, prepared)
@@ -321,7 +428,7 @@ def _session(
         options,
         group=group,
         hook=hook,
-        digest=digest if compares else None,
+        digests=digests if compares else (),
         pace=pace,
         shards=prepared.scatter,
         auto=choice,
@@ -345,12 +452,19 @@ def _refuse_join(**options: Any) -> Any:
 
 
 def make_engine(
-    prepared: PreparedModel, ranks: Ranks, device: torch.device, *, has_scaler: bool, sharded: nn.Module | None = None
+    prepared: PreparedModel,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    has_scaler: bool,
+    modules: Mapping[str, ModuleLayout] | None = None,
+    others: Mapping[str, Ranks] | None = None,
 ) -> tuple[PreparedModel, GradientSync]:
     """A prepared model, fitted to the memory, and its engine. A single rank only keeps the residuals that a checkpoint
-    brings along. `sharded`: the model under FSDP2.
+    brings along. `modules`: what FSDP2 gathers as one. `others`: see `GradientSync`.
     """
-    prepared = fit_to_memory(prepared, ranks, device, sharded)
+    fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
+    prepared = fit_to_memory(prepared, fewest, device, modules or {})
     options = prepared.options
     sync = GradientSync(
         Dense() if ranks.alone else prepared.compressor,
@@ -358,6 +472,7 @@ def make_engine(
         ranks,
         device,
         scatter=prepared.scatter and prepared.shard_size is None,
+        others=others,
         seed=options.seed,
         skips_overflow=has_scaler,
         keeps_copies=options.rollback,
@@ -376,7 +491,7 @@ def _report(sync: GradientSync, options: SyncOptions) -> None:
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
         return
     if sync.ranks.logs:
-        inform("%s", build_report(sync).render())
+        inform("%s", render_reports(sync))
         if options.outer is None:
             StepTimes(sync)
 

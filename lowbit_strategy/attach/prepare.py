@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from lowbit_strategy.attach.companion import Companion, companion_of
 from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -36,6 +35,7 @@ from lowbit_strategy.model.parameters import (
 from lowbit_strategy.options.conversion import size
 from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _log = logging.getLogger("lowbit_strategy")
@@ -178,7 +178,7 @@ def settings_of(options: SyncOptions) -> dict[str, object]:
 
 
 def fit_to_memory(
-    prepared: PreparedModel, ranks: Ranks, device: torch.device, sharded: nn.Module | None = None
+    prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]
 ) -> PreparedModel:
     """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
 
@@ -186,7 +186,7 @@ def fit_to_memory(
         prepared: As asked for.
         ranks: That train the model.
         device: Device of gradients.
-        sharded: The model under FSDP2.
+        modules: What FSDP2 gathers as one.
 
     Raises:
         ValueError: Nothing fits.
@@ -201,7 +201,7 @@ def fit_to_memory(
         specs=prepared.specs,
         topology=ranks.topology,
         layout=prepared.layout,
-        modules={} if sharded is None else module_layouts(sharded),
+        modules=modules,
         beside=prepared.companion.planned(prepared),
         copies=prepared.copies_residuals,
     )

@@ -37,8 +37,7 @@ from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.telemetry.startup_report import render_reports
 
 CHECKPOINT_KEY = "lowbit_strategy"
 
@@ -55,7 +54,7 @@ class Session:
         options: As given to `prepare`.
         group: All ranks: used to agree between steps. Unlike the engine's groups, it survives `close`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
-        digest: Compares parameters, if they are to be compared.
+        digests: Compare parameters, if they are to be compared.
         pace: When ranks meet; None: in every step.
         shards: FSDP2 shards the model; it sees in every step which parameters are trainable.
         auto: Picks the compressor, for `Auto`.
@@ -72,7 +71,7 @@ class Session:
         *,
         group: dist.ProcessGroup | None,
         hook: Hook | None = None,
-        digest: ParameterDigest | None = None,
+        digests: Iterable[ParameterDigest] = (),
         pace: EveryStep | None = None,
         shards: bool = False,
         auto: AutoChoice | None = None,
@@ -80,8 +79,8 @@ class Session:
         self.sync = sync
         self.options, self.group = options, group
         self.pace, self.shards, self.auto = EveryStep() if pace is None else pace, shards, auto
-        self._ranks: Ranks | None = sync.ranks  # whose own groups `close` destroys
-        self._digest = digest
+        self._ranks = sync.all_ranks  # whose own groups `close` destroys
+        self._digests = tuple(digests)
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync, group)
@@ -210,8 +209,7 @@ class Session:
             self._scale.read(scaler)
         if self.auto is not None and self.auto.is_baseline:
             return self.auto.end_step()
-        comm = self.sync.ranks.peers
-        if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
+        if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
             _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
@@ -219,8 +217,8 @@ class Session:
             self._use.settle_all()
         synchronized = self.sync.in_step
         counted = self.sync.end_step(stepped)
-        if self._digest is not None and synchronized and counted:
-            self._digest.after_step(self.sync.step_index)
+        for digest in self._digests if synchronized and counted else ():
+            digest.after_step(self.sync.step_index)
         if synchronized:
             self.pace.after_optimizer(optimizer)
         if self.auto is not None and counted:
@@ -305,7 +303,7 @@ class Session:
         self._use.stepped.clear()  # torch steps an optimizer to make the state that it loads into
         self.pace.resume()
         if self.replica is not None and self.sync.ranks.world.rank == 0:
-            inform("%s", build_report(self.sync).render())  # only now it is known how many there are
+            inform("%s", render_reports(self.sync))  # only now it is known how many there are
 
     def finish(self) -> None:
         """Training ends on this rank; call on all ranks, which have the same weights then."""
@@ -350,7 +348,7 @@ class Session:
             self.frozen.wrapped_anew()
             self.pace.wrapped_by(model)
         if specs and self.sync.ranks.logs:
-            inform("%d more parameters are trained now\n%s", len(specs), build_report(self.sync).render())
+            inform("%d more parameters are trained now\n%s", len(specs), render_reports(self.sync))
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
@@ -386,11 +384,11 @@ class Session:
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
         has_ended = self.pace.close() and has_ended
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None and has_ended:
+        all_ranks, self._ranks = self._ranks, []
+        for ranks in all_ranks if has_ended else ():
             ranks.destroy()
-            if self.sync.weights is not None:
-                self.sync.weights.comm.release(ranks.own)
+            for comm in () if self.sync.weights is None else self.sync.weights.comms:
+                comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is garbage-collected, instead of an earlier wrapper."""

@@ -37,7 +37,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     shard_any,
     sharded_groups,
 )
-from lowbit_strategy.model.mesh import data_parallel_rows
+from lowbit_strategy.model.mesh import by_rows
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
@@ -336,9 +336,8 @@ class FSDPConstructor(LowBitStrategy):
             ValueError: There are data loaders for other ranks already.
         """
         stock: Any = self
-        ranks = [
-            rank for row in data_parallel_rows(sharded_groups(module)[:1], self.data_parallel_mesh) for rank in row
-        ]
+        rows = next(iter(by_rows(sharded_groups(module), self.data_parallel_mesh)))
+        ranks = [rank for row in rows for rank in row]
         sampler = {"num_replicas": len(ranks), "rank": ranks.index(stock.global_rank)}
         if self._sampler not in (None, sampler):
             raise ValueError(

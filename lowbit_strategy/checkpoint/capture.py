@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,9 +46,9 @@ def _capture(sync: GradientSync) -> Saved:
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
-        "column": sync.ranks.column,
-        "place": [sync.ranks.rank, sync.ranks.world_size],
-        "topology": _topology(sync),
+        "columns": _columns(sync),
+        "places": [[ranks.rank, ranks.world_size] for ranks in sync.all_ranks],
+        "topologies": _topologies(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
         "loss_scale": sync.loss_scale,
@@ -67,18 +67,30 @@ def check_last_step(sync: GradientSync) -> None:
         RuntimeError: A rank has sent a message of another layout in one of the last steps.
     """
     sync.transactions.flags.raise_if_broken(sync.ranks.rank, waits=True)
-    for part in (sync.node_codes, sync.weights):
-        if part is not None:
-            part.flags.raise_if_broken(sync.ranks.rank, waits=True)
+    for part in sync.beside_buckets:
+        part.flags.raise_if_broken(sync.ranks.rank, waits=True)
 
 
-def _topology(sync: GradientSync) -> list[int]:
-    """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]``; replicas that come and go each
-    have their own.
+def _topologies(sync: GradientSync) -> list[list[int]]:
+    """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]`` of each mesh that parameters
+    are on; replicas that come and go each have their own.
     """
-    ranks = sync.ranks
-    parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.scatter)]
-    return [ranks.world.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts]
+    found = []
+    for ranks in sync.all_ranks:
+        parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.scatter)]
+        found.append([sync.ranks.world.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts])
+    return found
+
+
+def _columns(sync: GradientSync) -> list[int]:
+    """Which part of the model this rank has, by the mesh that it is on."""
+    return [ranks.column for ranks in sync.all_ranks]
+
+
+def _mesh_of(sync: GradientSync, name: str) -> int:
+    """The place of a parameter's mesh among all."""
+    own = sync.state.ranks_of(name)
+    return next(at for at, ranks in enumerate(sync.all_ranks) if ranks is own)
 
 
 def _reduced(sync: GradientSync) -> str:
@@ -106,6 +118,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     leftover, spec = sync.state.carryover.get(name), sync.specs[name]
     return {
         "shape": list(spec.whole.shape),
+        "mesh": _mesh_of(sync, name),
         "ranges": _ranges(spec),
         "memory_order": spec.memory_order,
         "tensors": _on_cpu(sync.state.tensors(name)),
@@ -144,7 +157,8 @@ def restore(
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
-    own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
+    own = (saved["topologies"], saved["columns"]) == (_topologies(sync), _columns(sync))
+    _, _, count, interleaved = saved["topologies"][0]
     num_shards = 1 if interleaved else count
     for name, rank_part in sync.rank_state.items():
         if name in saved["own"]:
@@ -167,17 +181,17 @@ def restore(
 
 
 def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], Saved]) -> Saved:
-    """What a rank saved that had the same part of the model as this one, by the other dims of its mesh, and its place
-    among those over which gradients are a mean. Usually it had this rank's number.
+    """What a rank saved that had the same parts of the model as this one, by the other dims of its meshes, and its
+    places among those over which gradients are a mean. Usually it had this rank's number.
 
     Raises:
         ValueError: None had this part.
     """
-    number, ranks = sync.ranks.world.rank % num_saved, sync.ranks
+    number, own = sync.ranks.world.rank % num_saved, sync.all_ranks
     for rank in (number, *range(num_saved)):
         saved = load_rank(rank)
-        place, num_places = saved["place"]
-        if (saved["column"], place) == (ranks.column, ranks.rank % num_places):
+        theirs = zip(saved["columns"], saved["places"], own, strict=False)
+        if all((column, at) == (ranks.column, ranks.rank % count) for column, (at, count), ranks in theirs):
             return saved
     raise ValueError(
         "the residuals beside the checkpoint are of a model in fewer parts: resume with the tensor-parallel size that"
@@ -190,8 +204,22 @@ def _everyones(
 ) -> Iterator[Mapping[str, Any]]:
     """For `PartState`."""
     yield saved["parts"][name]
-    for each in _of_column(sync, range(saved["world_size"]), load_rank):
-        yield each["parts"][name]
+    for each in map(load_rank, range(saved["world_size"])):
+        other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
+        yield _without(each["parts"][name], other)
+
+
+def _has_own_part(sync: GradientSync, name: str, entry: Saved, saved: Saved) -> bool:
+    """Whether the rank that saved had the same part of a parameter as this one, by the other dims of its mesh."""
+    own: bool = saved["columns"][entry["mesh"]] == sync.state.ranks_of(name).column
+    return own
+
+
+def _without(value: Any, names: Collection[str]) -> Any:
+    """Nested plain data without what is kept under these names."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without(each, names) for key, each in value.items() if key not in names}
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
@@ -271,7 +299,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, num_together, *_), new = saved["topology"], sync.ranks.world.world_size
+    (old, *_), new = saved["topologies"][0], sync.ranks.world.world_size
     if sync.ranks.logs:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:
@@ -281,11 +309,14 @@ def _change_world_size(
     if policy == "reset":
         return
     totals: dict[str, Tensor] = {}
-    for each in _of_column(sync, range(old), load_rank):
+    for each in map(load_rank, range(old)):
         for name, entry in each["parameters"].items():
+            if not _has_own_part(sync, name, entry, each):
+                continue
             if (unsent := _unsent(entry, sync.specs[name].memory_order)) is not None:
                 totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
+        _, num_together, *_ = saved["topologies"][saved["parameters"][name]["mesh"]]
         _carry_over_(sync, name, total / num_together)
 
 
@@ -312,7 +343,7 @@ def _shared_state(
 
 def _of_column(sync: GradientSync, ranks: Iterable[int], load_rank: Callable[[int], Saved]) -> Iterator[Saved]:
     """What those of `ranks` saved that had the same part of the model as this rank, by the other dims of its mesh."""
-    return (saved for rank in ranks if (saved := load_rank(rank))["column"] == sync.ranks.column)
+    return (saved for rank in ranks if (saved := load_rank(rank))["columns"][0] == sync.ranks.column)
 
 
 def _ranges(spec: TensorSpec) -> list[list[int]] | None:

@@ -34,6 +34,7 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_NOTES = 1000
@@ -57,6 +58,7 @@ class GradientSync:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who trains the model; nothing else may use `Ranks.peers` while buckets are in flight.
+        others: Who reduces those parameters that are on another mesh, such as experts, by name.
         device: Device of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned share) instead of DDP's all-reduce (mean).
         seed: Seed of all randomness; the same on all ranks.
@@ -66,13 +68,14 @@ class GradientSync:
         follows_rate: Residuals follow the learning rate (`FollowedRates`).
 
     Attributes:
+        ranks: Who reduces all parameters but those of `others`.
         state: What is reduced, by which method, and what methods keep.
         listeners: Who is called when steps begin and end.
         notes: What is to be written into the record of the run: the kind of each line, and its fields. The last ones.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        node_codes: Means inside a node as codes; None: sums there are exact, or there is one level.
+        node_codes: Means inside a node as codes, by its ranks, where sums there are not exact.
         extra_state, rank_state, part_state: What is saved beside the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
@@ -89,6 +92,7 @@ class GradientSync:
         device: torch.device,
         *,
         scatter: bool,
+        others: Mapping[str, Ranks] | None = None,
         seed: int = 0,
         skips_overflow: bool = False,
         keeps_copies: bool = True,
@@ -106,11 +110,17 @@ class GradientSync:
         self.steps_per_reduction = 1
         self.rounds: Rounds | None = None
         self.follower, self.beside = Follower(), Beside()
-        self._bind_ranks(ranks)
-        self.state = MethodState(specs, ranks, device, sharded=scatter)
-        self.node_codes = None if ranks.intra is None else NodeCodes(self.state, ranks, device)
+        self.ranks = ranks
+        self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
+        self._bind_ranks()
+        self.node_codes = {
+            each.intra_node: NodeCodes(self.state, each, device)
+            for each in self.all_ranks
+            if each.intra_node is not None and each.intra is not None
+        }
         self.listeners = Listeners()
-        self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
+        far = any(each.peers.is_far for each in self.all_ranks)
+        self.buffers = WireBuffers(device, several=not scatter or far)
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
@@ -131,6 +141,21 @@ class GradientSync:
     @property
     def specs(self) -> dict[str, TensorSpec]:
         return self.state.specs
+
+    @property
+    def all_ranks(self) -> list[Ranks]:
+        """Who reduces any parameter, `ranks` first; the same order on all ranks."""
+        return self.state.all_ranks
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some ranks hold other parts of a parameter, by dims of a mesh over which its gradient is no mean."""
+        return any(self.ranks.world.world_size > ranks.world_size for ranks in self.all_ranks)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent to peers, of all parameters."""
+        return sum(each.peers.sent_nbytes for each in self.all_ranks)
 
     @property
     def compressor(self) -> Compressor:
@@ -172,14 +197,15 @@ class GradientSync:
         what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
         assert ranks.topology.node_size == self.ranks.topology.node_size
-        self._bind_ranks(ranks)
-        self._regroup(self.state.move, ranks, afresh)
-
-    def _bind_ranks(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        for comm in (ranks.peers, ranks.world, ranks.intra_node):
-            if comm is not None:
-                comm.describe_step = self._describe_step
+        self._regroup(self.state.move, ranks, afresh)
+        self._bind_ranks()
+
+    def _bind_ranks(self) -> None:
+        for ranks in self.all_ranks:
+            for comm in (ranks.peers, ranks.world, ranks.intra_node):
+                if comm is not None:
+                    comm.describe_step = self._describe_step
 
     def _regroup(self, change: Callable[..., None], *values: Any) -> None:
         """Change methods, or their state. Drops all buckets, which hold offsets into the state."""
@@ -187,18 +213,29 @@ class GradientSync:
         self.transactions.forget()
         change(*values)
         state = self.state
-        self._context = BucketContext(
-            specs=state.specs,
-            methods={name: assignment.method for name, assignment in state.assignments.items()},
-            stores=state.stores,
-            comm=self.ranks.peers,
-            device=self.device,
-            buffers=self.buffers,
-            flags=self.transactions.flags,
-            carryover=state.carryover,
-            collector=Collector(list(state.specs)) if any(method.whole_model for method in state.stores) else None,
-            notes_overflow=self.skips_overflow,
-        )
+        whole_model = any(method.whole_model for _, method in state.stores)
+        self._collector = Collector(list(state.specs)) if whole_model else None
+        methods = {name: assignment.method for name, assignment in state.assignments.items()}
+        self._contexts = {
+            ranks.peers: BucketContext(
+                specs=state.specs,
+                methods=methods,
+                stores={method: store for (peers, method), store in state.stores.items() if peers is ranks.peers},
+                comm=ranks.peers,
+                device=self.device,
+                buffers=self.buffers,
+                flags=self.transactions.flags,
+                carryover=state.carryover,
+                collector=self._collector,
+                notes_overflow=self.skips_overflow,
+            )
+            for ranks in self.all_ranks
+        }
+
+    @property
+    def beside_buckets(self) -> list[WeightSync | NodeCodes]:
+        """What else sends messages in a step."""
+        return [*([] if self.weights is None else [self.weights]), *self.node_codes.values()]
 
     @property
     def in_step(self) -> bool:
@@ -250,7 +287,8 @@ class GradientSync:
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
         self.listeners.begin_step(StepPhase.RECORD)
-        self.transactions.byte_check.begin_step(self.ranks.peers, checks=all(each.accounts for each in self._observers))
+        peers, checks = [each.peers for each in self.all_ranks], all(each.accounts for each in self._observers)
+        self.transactions.byte_check.begin_step(peers, checks=checks)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
@@ -293,10 +331,25 @@ class GradientSync:
         if self.skips_overflow:
             self.transactions.flags.clear()
 
-    def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor, marks: Tensor | None = None) -> Stages:
+    def reduce(
+        self,
+        layout: BucketLayout,
+        x: Tensor,
+        out: Tensor,
+        marks: Tensor | None = None,
+        *,
+        ranks: Ranks | None = None,
+    ) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
 
-        All ranks run the same buckets and advance them in the same order. `marks`: as for `Exchange.run`.
+        All ranks run the same buckets and advance them in the same order.
+
+        Args:
+            layout: What the bucket holds.
+            x: See `Bucket.run`.
+            out: Likewise.
+            marks: As for `Exchange.run`.
+            ranks: Who reduces its parameters; None: `ranks`, those of most.
 
         Raises:
             RuntimeError: The step has not begun.
@@ -313,10 +366,11 @@ class GradientSync:
             if self._num_passes > 1:
                 self._step = self.step_context()
             self.buffers.reclaim()
-        if self._context.collector is not None:
-            self._context.collector.announce(first=not self._entered, last=layout.last)
+        if self._collector is not None:
+            self._collector.announce(first=not self._entered, last=layout.last)
         self._entered.add(layout)
-        self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(self._context, layout)
+        context = self._contexts[(ranks or self.ranks).peers]
+        self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(context, layout)
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers, marks)
@@ -379,9 +433,8 @@ class GradientSync:
                 message of another layout.
         """
         entered, counted = self.in_step, True
-        for part in (self.weights, self.node_codes):
-            if part is not None:
-                part.end_step()
+        for part in self.beside_buckets:
+            part.end_step()
         self.transactions.byte_check.end_step()
         if entered and self.skips_overflow:
             counted = not self.transactions.flags.overflowed(self.ranks.world)
@@ -448,25 +501,49 @@ class GradientSync:
         """Groups that will be reduced together, in the order of backward: for `plan`."""
         self._expected = tuple(reduced)
 
-    def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> StepPlan:
-        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights."""
-        weights, rounds = self.weights, self.rounds
-        known = {name for each in self._expected for name in each.names}
-        later = tuple(name for name in reversed(self.specs) if name not in known)
+    def plans(self) -> list[StepPlan]:
+        """What a step sends and keeps, for each of `all_ranks`."""
+        return [self.plan(ranks=ranks) for ranks in self.all_ranks]
+
+    def plan(
+        self,
+        assignments: Mapping[str, Assignment] | None = None,
+        coding: WeightCoding | None = None,
+        *,
+        ranks: Ranks | None = None,
+    ) -> StepPlan:
+        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights.
+
+        Args:
+            assignments: The methods; None: those in force.
+            coding: Of weights; None: that in force.
+            ranks: Of whose parameters; None: `ranks`.
+        """
+        weights, rounds, ranks = self.weights, self.rounds, ranks or self.ranks
+        assignments = self.state.assignments if assignments is None else assignments
+        own = [name for name in self.specs if self.state.ranks_of(name) is ranks]
+        expected = [each for each in self._expected if self.state.ranks_of(each.names[0]) is ranks]
+        known = {name for each in expected for name in each.names}
+        later = tuple(name for name in reversed(own) if name not in known)
         layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
         return make_plan(
-            list(self.specs.values()),
-            self.state.assignments if assignments is None else assignments,
-            self.ranks.topology,
+            [self.specs[name] for name in own],
+            {name: assignments[name] for name in own},
+            ranks.topology,
             layout,
-            reduced=[*self._expected, *([ParamGroup(later)] if later else ())],
+            reduced=[*expected, *([ParamGroup(later)] if later else ())],
             coding=None if weights is None else coding or weights.coding,
-            modules=None if weights is None else weights.layouts,
+            modules=None if weights is None else self._modules_of(ranks),
             round_plan=None if rounds is None else rounds.round_plan,
             device_type=self.device.type,
             beside=self.beside,
             copies=self.transactions.keeps_copies,
         )
+
+    def _modules_of(self, ranks: Ranks) -> dict[str, ModuleLayout]:
+        assert self.weights is not None
+        own = self.state.ranks_of
+        return {name: each for name, each in self.weights.layouts.items() if own(each.specs[0].name) is ranks}
 
 
 def in_backward() -> bool:

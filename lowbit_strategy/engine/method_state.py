@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, unsent_part
@@ -128,45 +129,74 @@ class CarryOver:
         self.waiting, self._added = {}, {}
 
 
+StoreKey = tuple[Comm, Method]  # who reduces, and by which method
+
+
 class MethodState:
     """Methods and residuals of one model's parameters on one rank. Whatever changes them is called between steps.
 
     Args:
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who reduces them.
+        others: Who reduces those parameters that others reduce, by name.
         device: Device of gradients.
         sharded: As FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:
+        all_ranks: Who reduces any, `ranks` first; the same order on all ranks.
         specs: What is reduced, by name: parameters, or this rank's parts of them.
         full_specs: The parameters.
         compressor: Gives every parameter its method, unless `choose` has given it another compressor.
         assignments: The method of each parameter, and why.
-        stores: The state of all parameters that share a method.
+        stores: The state of all parameters that share peers and a method.
         carryover: What a method had not sent yet and the next one does not keep.
         replaced: Stores that are no longer used, until the step is over: a stream may still read them.
     """
 
     compressor: Compressor
 
-    def __init__(self, specs: Iterable[TensorSpec], ranks: Ranks, device: torch.device, *, sharded: bool) -> None:
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        sharded: bool,
+        others: Mapping[str, Ranks] | None = None,
+    ) -> None:
         self.carryover = CarryOver(device)
         self._chosen: dict[str, Compressor] = {}
         self._phases: list[Compressor] = []
         self.assignments: dict[str, Assignment] = {}
-        self.stores: dict[Method, MethodStore] = {}
+        self.stores: dict[StoreKey, MethodStore] = {}
         self.replaced: list[MethodStore] = []
-        self._members: dict[Method, dict[str, TensorSpec]] = {}  # of each store, in order
-        self._topology, self._comm, self._device = ranks.topology, ranks.peers, device
-        self._sharded = sharded
+        self._members: dict[StoreKey, dict[str, TensorSpec]] = {}  # of each store, in order
+        self._others = dict(others or {})
+        self._bind(ranks)
+        self._device, self._sharded = device, sharded
         self.specs: dict[str, TensorSpec] = {}
         self.full_specs: dict[str, TensorSpec] = {}
         self._add(specs)
 
     def _add(self, specs: Iterable[TensorSpec]) -> None:
-        for part in self._topology.own_parts(specs, sharded=self._sharded):
+        for spec in specs:
+            (part,) = self.ranks_of(spec.name).topology.own_parts([spec], sharded=self._sharded)
             self.specs[part.name] = part
             self.full_specs[part.name] = part if part.whole_shape is None else part.whole
+
+    def ranks_of(self, name: str) -> Ranks:
+        """Who reduces a parameter."""
+        return self._others.get(name, self._ranks)
+
+    def _bind(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.all_ranks = [ranks]
+        for each in self._others.values():
+            if not any(each is known for known in self.all_ranks):
+                self.all_ranks.append(each)
+
+    def _key(self, name: str, assignment: Assignment) -> StoreKey:
+        return self.ranks_of(name).peers, assignment.method
 
     # -- methods --------------------------------------------------------------------------------------------------
 
@@ -221,15 +251,20 @@ class MethodState:
 
         If its place is the same it stays as it is, unless it is wanted `afresh`.
         """
-        before, self._comm = self._comm, ranks.peers
-        if (before.rank, before.world_size) == (self._comm.rank, self._comm.world_size) and not afresh:
-            return
+        assert not self._others
+        before = self._ranks.peers
+        self._bind(ranks)
+        same = (before.rank, before.world_size) == (ranks.peers.rank, ranks.peers.world_size)
         earlier, old_stores = self.assignments, self.stores
+        if same and not afresh:
+            self.stores = {(ranks.peers, method): store for (_, method), store in old_stores.items()}
+            self._members = {(ranks.peers, method): members for (_, method), members in self._members.items()}
+            return
         self.assignments, self.stores, self._members = {}, {}, {}
         self._set_aside(list(old_stores.values()))
         self.assign(earlier)
         for name, assignment in earlier.items():
-            self._take_over(name, old_stores[assignment.method])
+            self._take_over(name, old_stores[before, assignment.method])
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup, one parameter at a time. What is replaced goes to the host first, where there is a GPU.
@@ -240,22 +275,23 @@ class MethodState:
            to the next gradient
         """
         earlier, old_stores, before = self.assignments, self.stores, self._members
-        after: dict[Method, dict[str, TensorSpec]] = {}
+        after: dict[StoreKey, dict[str, TensorSpec]] = {}
         for name, assignment in assignments.items():
-            after.setdefault(assignment.method, {})[name] = self.specs[name]
+            after.setdefault(self._key(name, assignment), {})[name] = self.specs[name]
         self.assignments, self.stores, self._members = dict(assignments), {}, after
         if before:
-            self._set_aside([store for method, store in old_stores.items() if before[method] != after.get(method)])
-        for method, members in after.items():
-            if before.get(method) == members:
-                self.stores[method] = old_stores[method]
+            self._set_aside([store for key, store in old_stores.items() if before[key] != after.get(key)])
+        for key, members in after.items():
+            if before.get(key) == members:
+                self.stores[key] = old_stores[key]
                 continue
-            self.stores[method] = store = method.make_store(members, self._comm, self._device)
+            peers, method = key
+            self.stores[key] = store = method.make_store(members, peers, self._device)
             for name in members:
                 if name not in earlier:
                     continue
-                old = earlier[name].method
-                if method.continues(old):
+                old = self._key(name, earlier[name])
+                if method.continues(earlier[name].method):
                     _copy_where_equal(store.tensors(name), old_stores[old].tensors(name))
                 else:
                     self._take_over(name, old_stores[old])
@@ -287,7 +323,7 @@ class MethodState:
 
     def store(self, name: str) -> MethodStore:
         """The state of the method that serves a parameter."""
-        return self.stores[self.assignments[name].method]
+        return self.stores[self._key(name, self.assignments[name])]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """All state of one parameter, as views."""
@@ -296,7 +332,8 @@ class MethodState:
     def fresh(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter as at the start, a copy."""
         method = self.assignments[name].method
-        return method.make_store({name: self.specs[name]}, self._comm, self._device).tensors(name)
+        peers = self.ranks_of(name).peers
+        return method.make_store({name: self.specs[name]}, peers, self._device).tensors(name)
 
     def residual(self, name: str) -> Tensor | None:
         """float32 ``[numel]``: what is added to the next gradient of one parameter; None if nothing ever is."""
@@ -312,11 +349,11 @@ class MethodState:
     def row_numel(self, name: str) -> int:
         """Elements of one rank's share of a parameter, padding included."""
         block_size = self.assignments[name].method.block_size
-        return self.specs[name].row_numel(self._comm.world_size, block_size)
+        return self.specs[name].row_numel(self.ranks_of(name).peers.world_size, block_size)
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
-        return self.assignments[name].method.wire_nbytes(self.specs[name], self._comm.world_size)
+        return self.assignments[name].method.wire_nbytes(self.specs[name], self.ranks_of(name).peers.world_size)
 
     def rescale_(self, factor: float) -> None:
         """The loss scale has changed by `factor`."""

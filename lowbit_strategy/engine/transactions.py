@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lowbit_strategy.codecs.base import StateTensors
@@ -161,15 +161,16 @@ class ByteCheck:
         expected: The step's buckets, one by one as they come.
     """
 
-    _comm: Comm
+    _comms: Sequence[Comm]
 
     def __init__(self) -> None:
         self.expected: list[Bucket] = []
         self._checks, self._before = False, 0  # a turn may arrive that was in flight when its run was saved
 
-    def begin_step(self, comm: Comm, *, checks: bool) -> None:
-        """Call last in `begin_step`: buckets are reduced over `comm`. `checks`: only the methods will send."""
-        self._comm, self._checks, self._before = comm, checks, comm.sent_nbytes
+    def begin_step(self, comms: Sequence[Comm], *, checks: bool) -> None:
+        """Call last in `begin_step`: buckets are reduced over `comms`. `checks`: only the methods will send."""
+        self._comms, self._checks = comms, checks
+        self._before = sum(comm.sent_nbytes for comm in comms)
 
     def add_untracked(self, nbytes: int) -> None:
         """`nbytes` have been sent that belong to no bucket."""
@@ -184,7 +185,7 @@ class ByteCheck:
         checks, self._checks = self._checks, False
         if not checks or not all(bucket.fixed for bucket in self.expected):  # or there was no step
             return
-        counted = self._comm.sent_nbytes - self._before
+        counted = sum(comm.sent_nbytes for comm in self._comms) - self._before
         promised = sum(bucket.planned_nbytes for bucket in self.expected)
         padding = sum(bucket.padding_nbytes for bucket in self.expected)
         if abs(counted - promised) > padding:

@@ -23,6 +23,7 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_n
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import TURN, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.ranks.ranks import Ranks
 
 
 class _Partition:
@@ -90,7 +91,7 @@ class TwoLevelBuckets:
             part_N.record_stream(torch.cuda.current_stream(x.device))
         buffers, row_nbytes = self._sync.buffers, partition.numel * x.element_size()
         num_inside = self._intra_node.world_size
-        if (codes := self._sync.node_codes) is not None:
+        if (codes := self._sync.node_codes.get(self._intra_node)) is not None:
             yield from codes.mean(partition.layout, lambda: partition.params, x, part_N, buffers)
         else:
             sent = buffers.borrow(num_inside, row_nbytes)
@@ -129,6 +130,7 @@ def scatter(
     x: Tensor,
     out: Tensor,
     *,
+    ranks: Ranks,
     aside: bool = False,
     marks: Tensor | None = None,
 ) -> Scatter:
@@ -136,18 +138,18 @@ def scatter(
 
     A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
     modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread or in
-    another stream. `marks`: as for `GradientSync.reduce`.
+    another stream. `marks`, `ranks`: as for `GradientSync.reduce`.
     """
-    intra_node = sync.ranks.intra_node
+    intra_node = ranks.intra_node
     if intra_node is None:
-        return Scatter(iter(()), sync.reduce(layout, x, out, marks))
+        return Scatter(iter(()), sync.reduce(layout, x, out, marks, ranks=ranks))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
-    between = sync.reduce(layout, mean_N, out, marks)  # now: the engine counts buckets as they come
+    between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # now: the engine counts buckets as they come
     mean_GN = mean_N.view(-1, out.numel())
     inside: Stages
-    if sync.node_codes is not None:
-        inside = sync.node_codes.mean_of_rows(layout, [name for name, _ in layout.entries], x, mean_GN)
+    if (codes := sync.node_codes.get(intra_node)) is not None:
+        inside = codes.mean_of_rows(layout, [name for name, _ in layout.entries], x, mean_GN)
     else:
         rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
         buffers = None if aside else sync.buffers

@@ -98,25 +98,33 @@ class WeightSync:
     Args:
         coding: How they travel.
         layouts: The sharded modules, by a name for each that is the same in every run.
-        comm: How messages travel to all ranks.
+        comm: How messages travel to the ranks that share the weights.
         device: Device of weights.
+        others: The same of those modules whose weights other ranks share, such as experts.
 
     Attributes:
+        comms: All of them, `comm` first.
         planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, framing aside.
         step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
         flags: Where weights that were changed behind the engine's back are noted.
     """
 
     def __init__(
-        self, coding: WeightCoding, layouts: Mapping[str, ModuleLayout], comm: Gathering, device: torch.device
+        self,
+        coding: WeightCoding,
+        layouts: Mapping[str, ModuleLayout],
+        comm: Gathering,
+        device: torch.device,
+        others: Mapping[str, Gathering] | None = None,
     ) -> None:
         self.coding = coding
         self.layouts = dict(layouts)
         self.comm = comm
-        self.buffers = WireBuffers(device, several=comm.is_far)
+        self.comms = list(dict.fromkeys((comm, *(others or {}).values())))
+        self.buffers = WireBuffers(device, several=any(each.is_far for each in self.comms))
         self.flags = StepFlags(device)
         self.modules = {
-            name: ModuleWeights(layout, coding, comm, device, self.buffers, self.flags)
+            name: ModuleWeights(layout, coding, (others or {}).get(name, comm), device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
         self.planned_nbytes = sum(module.costs.step_nbytes for module in self.modules.values())
@@ -133,7 +141,8 @@ class WeightSync:
     def end(self) -> None:
         """Others send the weights from now on. On all ranks."""
         self.invalidate()
-        self.comm.end()
+        for comm in self.comms:
+            comm.end()
 
     def invalidate(self) -> None:
         """The weights have changed: what is kept is old. On all ranks."""
@@ -165,7 +174,8 @@ class WeightSync:
         self.invalidate()
         self.flags.raise_if_broken(self.comm.rank)
         promised = [module.promised_nbytes for module in self.modules.values()]
-        now = (self.comm.sent_nbytes, sum(each for each, _ in promised), sum(framing for _, framing in promised))
+        counted = sum(comm.sent_nbytes for comm in self.comms)
+        now = (counted, sum(each for each, _ in promised), sum(framing for _, framing in promised))
         sent, expected, framing = (after - before for after, before in zip(now, self._before, strict=True))
         self.step_nbytes = sent + self._uncoded_nbytes
         self._before, self._uncoded_nbytes = now, 0
@@ -181,17 +191,19 @@ class WeightSync:
         """The own rows of the replicas that differences are from; empty where nothing else is sent."""
         rows = {name: module.gather.own_row() for name, module in self.modules.items()}
         return {
-            "world_size": self.comm.world_size,
-            "rank": self.comm.rank,
+            "places": self._places(),
             "rows": {name: row.detach().cpu().clone() for name, row in rows.items() if row is not None},
         }
+
+    def _places(self) -> list[list[int]]:
+        return [[comm.rank, comm.world_size] for comm in self.comms]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`'s. Of another number of ranks, or another model, there is nothing to restore: the next
         gather sends the weights exactly.
         """
         rows: Mapping[str, Tensor] = state["rows"]
-        same = state["world_size"] == self.comm.world_size and state["rank"] == self.comm.rank
+        same = state["places"] == self._places()
         fits = all(name in self.modules and row.numel() == self.modules[name].row_numel for name, row in rows.items())
         for name, module in self.modules.items():
             module.gather.restore(rows.get(name) if same and fits and self.coding.sends_differences else None)

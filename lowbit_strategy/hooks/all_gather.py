@@ -24,7 +24,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
-from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
@@ -52,7 +52,6 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     Args:
         weights: The model's.
-        name: Name of the module in it.
         group: The module.
         root: Whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.
@@ -62,15 +61,14 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     def __init__(
         self,
         weights: WeightSync,
-        name: str,
         group: ShardedGroup,
         root: nn.Module,
         order: _StreamOrder,
         clock: StepClock,
     ) -> None:
         self._weights = weights
-        self._name = name
-        self._module = weights.modules[name]
+        self._name = group.name
+        self._module = weights.modules[group.name]
         self._params = group.param_group
         self._root = weakref.ref(root)
         self._order = order
@@ -163,22 +161,33 @@ class _StreamOrder:
         self._event.record(stream)
 
 
-def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync, comm: Gathering) -> None:
-    """Give every FSDP2 module under `module` its all-gather.
+def install_weights(
+    module: nn.Module,
+    groups: Sequence[ShardedGroup],
+    coding: WeightCoding,
+    sync: GradientSync,
+    others: Mapping[str, Ranks],
+) -> None:
+    """Give FSDP2 modules their all-gather.
 
     Args:
         module: The model.
+        groups: What of it ranks share.
         coding: How weights travel.
         sync: The engine: its steps end those of the weights, and their state is saved with its own.
-        comm: How messages travel to the ranks that share the weights.
+        others: The ranks that share a module's weights, by its name, where they are not the engine's `ranks`.
     """
-    groups = {each.name: each for each in sharded_groups(module)}
-    weights = WeightSync(coding, module_layouts(module), comm, sync.device)
+    inside = not sync.scatter
+    made = {ranks.peers: ranks.gathering(sharded_inside=inside) for ranks in sync.all_ranks}
+    comm, of_others = made[sync.ranks.peers], {name: made[ranks.peers] for name, ranks in others.items()}
+    weights = WeightSync(coding, module_layouts(module, groups), comm, sync.device, of_others)
     order = _StreamOrder(sync.device)
-    gathers = [CodedAllGather(weights, name, each, module, order, clock_of(sync)) for name, each in groups.items()]
-    for gather, each in zip(gathers, groups.values(), strict=True):
-        gather.together = gathers if comm.is_far else ()
-        each.module.set_custom_all_gather(gather)
+    gathers = {each.name: CodedAllGather(weights, each, module, order, clock_of(sync)) for each in groups}
+    for each in groups:
+        gather, own = gathers[each.name], of_others.get(each.name, comm)
+        if own.is_far:
+            gather.together = [other for name, other in gathers.items() if of_others.get(name, comm) is own]
+        each.param_group._all_gather_comm = gather
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)
         each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
@@ -186,12 +195,12 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
     sync.serve_weights(weights)
 
 
-def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:
-    """What FSDP2 gathers as one, by the names of modules."""
+def module_layouts(module: nn.Module, groups: Iterable[ShardedGroup]) -> dict[str, ModuleLayout]:
+    """What FSDP2 gathers as one, by the names of modules. `groups`: of `module`."""
     names = {id(param): name for name, param in named_parameters(module)}
     floats = {names[id(param)] for param in module.parameters() if is_float(param)}
     specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # what can be coded, frozen or not
-    return {each.name: _layout(each, names, specs) for each in sharded_groups(module)}
+    return {each.name: _layout(each, names, specs) for each in groups}
 
 
 def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, TensorSpec]) -> ModuleLayout:

@@ -20,6 +20,7 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup
+from lowbit_strategy.ranks.ranks import Ranks
 
 _SET = (  # by attaching, on the parameter groups of FSDP2
     "_all_gather_comm",
@@ -42,6 +43,7 @@ class FSDPWiring:
         sync: Its engine.
         side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
         mesh: Over which FSDP2's own communication reduces, where the model is sharded over one of its dims.
+        others: Who reduces the gradients of a group, by its name, where it is not the engine's `ranks`.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class FSDPWiring:
         sync: GradientSync,
         side: OverlappedReducer | None = None,
         mesh: DeviceMesh | None = None,
+        others: Mapping[str, Ranks] | None = None,
     ) -> None:
         self._module, self._sync, self._side, self._mesh = module, sync, side, mesh
+        self._groups, self._others = groups, others or {}
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
         for each in groups:
@@ -70,7 +74,7 @@ class FSDPWiring:
             return
         if self._taken is not None:
             self.give_back()
-        install(self._module, self._sync, weights, self._side)
+        install(self._module, self._groups, self._sync, weights, self._side, self._others)
         self._taken = weights
 
     def give_back(self) -> None:
@@ -141,38 +145,51 @@ def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -
     )
 
 
-def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: OverlappedReducer | None = None) -> None:
-    """Give every FSDP2 module under `module` a compressed reduce-scatter, and its all-gather.
+def install(
+    module: nn.Module,
+    groups: Sequence[ShardedGroup],
+    sync: GradientSync,
+    coding: WeightCoding,
+    side: OverlappedReducer | None,
+    others: Mapping[str, Ranks],
+) -> None:
+    """Give FSDP2 modules a compressed reduce-scatter, and their all-gather.
 
     HSDP: an exact reduce-scatter among the ranks that shard, and the engine over the replicas.
 
     Args:
         module: The model.
+        groups: What of it several ranks share.
         sync: The engine.
         coding: How weights travel.
         side: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
+        others: See `FSDPWiring`.
 
     Raises:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
     if not sync.scatter:
-        take_over_replication(module)
+        take_over_replication(groups)
     names = {id(param): name for name, param in named_parameters(module)}
-    found = _sharded_modules(module, sync, names)
-    two_levels = sync.scatter and sync.ranks.intra_node is not None and side is None
+    _check_sharded(module, groups, sync, names)
+    two_levels = sync.scatter and side is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
     between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
-    unused = UnusedParameters(sync, lambda: None if side is None else side.finish())
-    for each in found:
+    unused = {
+        ranks.peers: UnusedParameters(sync, ranks, lambda: None if side is None else side.finish())
+        for ranks in sync.all_ranks
+    }
+    for each in groups:
         own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
+        ranks = others.get(each.name, sync.ranks)
         if sync.scatter:
             reduction: CompressedReduceScatter | HybridReduction = CompressedReduceScatter(
-                each.param_group, own, sync, side, unused, between
+                each.param_group, own, sync, ranks, side, unused[ranks.peers], between
             )
         else:
-            reduction = HybridReduction(each.param_group, own, sync, side, unused)
-        reduction.install(each.module)
-    sync.expect(_reduced(found, names))
-    install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
+            reduction = HybridReduction(each.param_group, own, sync, ranks, side, unused[ranks.peers])
+        reduction.install()
+    sync.expect(_reduced(groups, names))
+    install_weights(module, groups, coding, sync, others)
 
 
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:
@@ -186,18 +203,21 @@ def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[P
     return found
 
 
-def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[ShardedGroup]:
-    """What FSDP2 shards, prepared for communication of our own."""
-    found = sharded_groups(module)
+def _check_sharded(
+    module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync, names: Mapping[int, str]
+) -> None:
+    """Raises:
+    ValueError: A parameter is sharded along another dim than the first, or not at all.
+    """
     sharded: set[int] = set()
-    for each in found:
+    for each in groups:
         group = each.param_group
         sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]
                 raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
-    if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+    if left := [name for key, name in names.items() if key not in sharded and name in sync.specs]:
         which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
         if _holder_is_sharded(module, left[0]):
             raise ValueError(
@@ -208,7 +228,6 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
             f"nothing synchronizes {which}: no module that holds it is sharded. Call fully_shard on the whole model as"
             " well, after its parts"
         )
-    return found
 
 
 def _holder_is_sharded(module: nn.Module, name: str) -> bool:

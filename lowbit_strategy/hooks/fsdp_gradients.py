@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from lowbit_strategy.collectives.comm import wait_for_all
@@ -31,9 +30,10 @@ from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import scatter
+from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, UnusedParameters
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import clock_of
 
 
@@ -57,6 +57,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters that this rank has no part of are left out.
+        ranks: Who reduces them.
         side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
         unused: Is told of what is reduced.
 
@@ -69,10 +70,12 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         param_group: Any,
         names: Mapping[int, str],
         sync: GradientSync,
+        ranks: Ranks,
         side: OverlappedReducer | None,
         unused: UnusedParameters,
     ) -> None:
         self._param_group, self._names, self._sync, self._side = param_group, names, sync, side
+        self._ranks = ranks
         self._unused = unused
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
         self._marks: Tensor | None = None  # of what is being reduced
@@ -80,10 +83,10 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._clock = clock_of(sync)
         self.on_reduced: Callable[[], None] = lambda: None
 
-    def install(self, module: FSDPModule) -> None:
+    def install(self) -> None:
         """Have FSDP2 reduce through this."""
-        module.set_custom_reduce_scatter(self)
         group = self._param_group
+        group._reduce_scatter_comm = self
         stock = types.MethodType(type(group).post_backward, group)  # not that of an earlier fit
         group.post_backward = functools.partial(self._post_backward, stock)
 
@@ -141,7 +144,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         return layout
 
     def _row(self, names: tuple[str, ...], shapes: list[tuple[int, ...]]) -> tuple[BucketLayout, int]:
-        scatter, ranks = self._sync.scatter, self._sync.ranks
+        scatter, ranks = self._sync.scatter, self._ranks
         num_ranks = ranks.world_size if scatter else ranks.topology.num_parts
         entries, at = [], 0
         for name, shape in zip(names, shapes, strict=True):
@@ -165,7 +168,7 @@ class CompressedReduceScatter(_ReduceScatter):
     gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
-        param_group, names, sync, side, unused: See `_ReduceScatter`.
+        param_group, names, sync, ranks, side, unused: See `_ReduceScatter`.
         between: On CUDA where there are two levels.
     """
 
@@ -174,11 +177,12 @@ class CompressedReduceScatter(_ReduceScatter):
         param_group: Any,
         names: Mapping[int, str],
         sync: GradientSync,
+        ranks: Ranks,
         side: OverlappedReducer | None,
         unused: UnusedParameters,
         between: BetweenNodes | None = None,
     ) -> None:
-        super().__init__(param_group, names, sync, side, unused)
+        super().__init__(param_group, names, sync, ranks, side, unused)
         self._between = between
         self._rest: Stages = iter(())
         self._goes_on = False  # in `between_nodes`
@@ -186,11 +190,11 @@ class CompressedReduceScatter(_ReduceScatter):
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group
-        self._goes_on = self._side is None and self._sync.ranks.intra_node is not None and not group._all_reduce_hook
+        self._goes_on = self._side is None and self._ranks.intra_node is not None and not group._all_reduce_hook
         own: dict[str, Any] = {"force_sum_reduction_for_comms": True}
         self._divisor = 1.0
-        if self._sync.ranks.world_size > 1 and reduce_dtype(group) in _DIVIDED_AFTERWARDS:
-            self._divisor = group.gradient_divide_factor or float(self._sync.ranks.world_size)
+        if self._ranks.world_size > 1 and reduce_dtype(group) in _DIVIDED_AFTERWARDS:
+            self._divisor = group.gradient_divide_factor or float(self._ranks.world_size)
             own["gradient_divide_factor"] = 1.0
         if self._goes_on:
             stream = None if self._between is None else self._between.stream
@@ -205,7 +209,7 @@ class CompressedReduceScatter(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        layout, sync = self.layout_for(output_tensor.numel()), self._sync
+        layout = self.layout_for(output_tensor.numel())
         if self._param_group._all_reduce_hook is not None and not self._goes_on:
             output_tensor.zero_()  # the user's sees padding, too
         if self._side is not None:
@@ -215,11 +219,14 @@ class CompressedReduceScatter(_ReduceScatter):
                 self._between.make_room()
             with self._clock.waiting():
                 aside = self._between is not None
-                inside, self._rest = scatter(sync, layout, input_tensor, output_tensor, aside=aside, marks=self._marks)
+                inside, self._rest = self._scatter(layout, input_tensor, output_tensor, aside=aside)
                 wait_for_all(inside if self._goes_on else itertools.chain(inside, self._rest))
             if not self._goes_on:
                 self._divide_(output_tensor)
         self.on_reduced()
+
+    def _scatter(self, layout: BucketLayout, x: Tensor, out: Tensor, *, aside: bool = False) -> Scatter:
+        return scatter(self._sync, layout, x, out, ranks=self._ranks, aside=aside, marks=self._marks)
 
     def _divide_(self, total: Tensor) -> None:
         if self._divisor != 1.0:
@@ -241,10 +248,10 @@ class CompressedReduceScatter(_ReduceScatter):
         if blocking or self._sync.has_entered(layout):  # the module has run twice in one pass
             side.finish()
         if blocking:
-            wait_for_all(itertools.chain(*scatter(self._sync, layout, x, out, marks=self._marks)))
+            wait_for_all(itertools.chain(*self._scatter(layout, x, out)))
             self._divide_(out)
             return
-        inside, between = scatter(self._sync, layout, x, out, aside=True, marks=self._marks)
+        inside, between = self._scatter(layout, x, out, aside=True)
         wait_for_all(inside)
         side.run(between, out, blocking=False, on_done=functools.partial(self._divide_, out))
 
@@ -271,7 +278,7 @@ class HybridReduction(_ReduceScatter):
     @property
     def _is_local(self) -> bool:
         """Whether replicas train by themselves."""
-        return self._sync.rounds is not None or self._sync.ranks.alone
+        return self._sync.rounds is not None or self._ranks.alone
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group
@@ -291,8 +298,9 @@ class HybridReduction(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        inside, codes = self._sync.ranks.intra_node, self._sync.node_codes
+        inside = self._ranks.intra_node
         assert inside is not None
+        codes = self._sync.node_codes.get(inside)
         mean_GN = output_tensor.view(1, -1)
         if codes is None:
             x_WGN = input_tensor.view(inside.world_size, 1, -1)
@@ -321,7 +329,7 @@ class HybridReduction(_ReduceScatter):
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()
         self._side.run(
-            self._sync.reduce(layout, reduced, reduced, self._marks),
+            self._sync.reduce(layout, reduced, reduced, self._marks, ranks=self._ranks),
             reduced,
             blocking=self._is_read_at_once or is_converted(self._param_group, reduced),
             on_done=functools.partial(self._finish, reduced, self._factor),
@@ -330,9 +338,9 @@ class HybridReduction(_ReduceScatter):
     def _finish(self, mean: Tensor, factor: float | None) -> None:
         """`mean` over the ranks becomes the sum divided by `factor`, if there is one; then comes the user's hook."""
         if factor is not None:
-            inside = self._sync.ranks.intra_node
+            inside = self._ranks.intra_node
             assert inside is not None
-            num_ranks = inside.world_size if self._is_local else self._sync.ranks.world_size
+            num_ranks = inside.world_size if self._is_local else self._ranks.world_size
             if factor != num_ranks:
                 mean.mul_(num_ranks / factor)
         if self._hook is not None:

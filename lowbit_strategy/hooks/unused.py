@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
 from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.ranks.ranks import Ranks
 
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -95,11 +96,12 @@ class UnusedParameters:
 
     Args:
         sync: The engine.
+        ranks: Who reduces the parameters.
         finish: Waits until nothing is being reduced.
     """
 
-    def __init__(self, sync: GradientSync, finish: Callable[[], None]) -> None:
-        self._sync, self._finish = sync, finish
+    def __init__(self, sync: GradientSync, ranks: Ranks, finish: Callable[[], None]) -> None:
+        self._sync, self._inside, self._finish = sync, ranks.intra_node, finish
         self._pass, self._reductions = -1, list[Reduction]()
         self._outside = list[Reduction]()
 
@@ -138,7 +140,7 @@ class UnusedParameters:
 
     def _unused(self, reductions: Sequence[Reduction]) -> set[Any]:
         """FSDP2's records of parameters that no rank had a gradient of, in any of these reductions."""
-        inside = self._sync.ranks.intra_node
+        inside = self._inside
         tells = inside is not None and inside.world_size > 1
         if not (tells or any(each.absent for each in reductions)):
             return set()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit_strategy.model.parameters import canonical_name, local_part, named_parameters, shard_records
+from lowbit_strategy.model.parameters import canonical_name, local_part, named_parameters, param_groups, shard_records
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -26,10 +26,10 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """One or several modules that FSDP2 shards as one.
+    """One or several modules that FSDP2 shards as one, or those of their parameters that are on one mesh.
 
     Args:
-        name: Name of the first of them.
+        name: Name of the first of them, with a number where its parameters are on several meshes.
         module: That one.
         param_group: FSDP2's own record of it.
         gathered_in_backward: Whether the weights are freed after forward, and gathered again for backward.
@@ -52,13 +52,14 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
         is_root = id(child) not in inside
         inside.update(map(id, module.get_submodule(name).modules()))
         state: Any = child._get_fsdp_state()
-        if id(state) in seen or state._fsdp_param_group is None:
+        if id(state) in seen:
             continue  # a group made of several modules has one state
         seen.add(id(state))
-        group = state._fsdp_param_group
-        # FSDP2 keeps the outermost module's weights between forward and backward, unless reshard_after_forward was set
-        stays = group.post_forward_mesh_info is None or (is_root and bool(state._auto_reshard_after_forward))
-        found.append(ShardedGroup(canonical_name(name), child, group, gathered_in_backward=not stays))
+        for at, group in enumerate(param_groups(child)):
+            # FSDP2 keeps the outermost module's weights until backward, unless reshard_after_forward was set
+            stays = group.post_forward_mesh_info is None or (is_root and bool(state._auto_reshard_after_forward))
+            named = canonical_name(name) + (f"[{at}]" if at else "")
+            found.append(ShardedGroup(named, child, group, gathered_in_backward=not stays))
     return found
 
 
@@ -248,13 +249,13 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
                 )
 
 
-def take_over_replication(module: nn.Module) -> None:
+def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
     """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP): the caller does it.
 
     The mesh after a forward pass must be the same object as the other one: FSDP2 takes two objects for two meshes, and
     would clone a shard of the gathered weights and gather that in backward.
     """
-    for param_group in [each.param_group for each in sharded_groups(module)]:
+    for param_group in [each.param_group for each in groups]:
         info: Any = param_group.mesh_info
         if not isinstance(info, HSDPMeshInfo):
             continue
@@ -264,9 +265,9 @@ def take_over_replication(module: nn.Module) -> None:
                 place.post_forward_mesh_info = param_group.mesh_info
 
 
-def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def broadcast_shards(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         if (local := local_part(tensor.detach())).numel():
             dist.broadcast(local, group_src=0, group=group)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,7 @@ def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
     info: Any = each.param_group.mesh_info
     if not isinstance(info, FSDPMeshInfo):
         raise ValueError(
-            f"{_name(each)} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap"
+            f"{name_of(each)} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap"
             " the model in DistributedDataParallel, or call fully_shard with a mesh whose second dim is 1"
         )
     return info.shard_process_group
@@ -49,41 +49,84 @@ def is_hybrid(each: ShardedGroup) -> bool:
     return mesh.ndim > 1
 
 
-def data_parallel_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> Rows:
-    """The ranks over which gradients of a sharded model are a mean. A row has one model together: HSDP has several.
+def by_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> dict[Rows, list[ShardedGroup]]:
+    """What FSDP2 shards, by the ranks over which its gradients are a mean, those of most ranks first; the same order on
+    all ranks. A row has one model together: HSDP has several.
+
+    What one rank has alone, such as experts of which each is on one rank, is left out: nothing of it is exchanged.
 
     Args:
         groups: What FSDP2 shards.
         mesh: Of both dims, where modules are sharded over one.
 
     Raises:
-        ValueError: Modules are on different meshes, are replicated only, or a mesh is not in the order of ranks.
+        ValueError: Modules are replicated only, or a mesh is not in the order of ranks.
     """
-    found = {rows: each for each in reversed(groups) if (rows := _rows(each, mesh))}
-    if len(found) > 1:
-        (first, one), (second, other) = list(found.items())[:2]
-        raise ValueError(
-            f"{_name(one)} is sharded over the ranks {list(map(list, first))} and {_name(other)} over"
-            f" {list(map(list, second))}: one model is compressed over one mesh"
-        )
-    return next(iter(found))
+    found: dict[Rows, list[ShardedGroup]] = {}
+    for each in groups:
+        found.setdefault(_rows(each, mesh), []).append(each)
+    most = max(found, key=_num_ranks)
+    return {rows: found[rows] for rows in (most, *found) if rows == most or _num_ranks(rows) > 1}
+
+
+def _num_ranks(rows: Rows) -> int:
+    return sum(map(len, rows))
+
+
+def has_other_parts(param: nn.Parameter, rows: Rows, all_rows: Rows) -> bool:
+    """Whether the ranks of `all_rows` that are not among `rows`, which have this part of `param`, have other parts."""
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh.mesh
+    own = torch.isin(mesh, torch.tensor([rank for row in rows for rank in row]))
+    reached = own
+    for dim, placement in enumerate(param.placements):
+        if placement.is_shard():
+            reached = reached.any(dim, keepdim=True).expand_as(mesh)
+    return {rank for row in all_rows for rank in row} <= set(mesh[reached].tolist())
+
+
+def check_parts(
+    found: Mapping[Rows, Sequence[ShardedGroup]], groups: Iterable[ShardedGroup], mesh: DeviceMesh | None
+) -> None:
+    """What is not on the mesh of most ranks must be of a part of the model.
+
+    Args:
+        found: By `by_rows`.
+        groups: All that FSDP2 shards.
+        mesh: See `by_rows`.
+
+    Raises:
+        ValueError: It is not, and nothing would synchronize it over the other ranks.
+    """
+    all_rows, of_most = next(iter(found.items()))
+    for each in groups:
+        rows = _rows(each, mesh)
+        params = [param.sharded_param for param in each.param_group.fsdp_params]
+        if not all(has_other_parts(param, rows, all_rows) for param in params if rows != all_rows):
+            raise ValueError(
+                f"{name_of(each)} is sharded over the ranks {list(map(list, rows))} and {name_of(of_most[0])} over"
+                f" {list(map(list, all_rows))}, and its parameters are whole: shard it over the same ranks, or make its"
+                " parameters DTensors on the mesh of the other dims before, as for experts"
+            )
 
 
 def _rows(each: ShardedGroup, mesh: DeviceMesh | None) -> Rows:
     members = dist.get_process_group_ranks(shard_group(each))
     own: DeviceMesh = each.param_group.mesh_info.mesh
     if mesh is None or own.ndim > 1:
-        return rows_of(own, _name(each))
-    rows = rows_of(mesh, _name(each))
+        return rows_of(own, name_of(each))
+    rows = rows_of(mesh, name_of(each))
     if tuple(members) not in rows:
         raise ValueError(
-            f"{_name(each)} is sharded over the ranks {members}, which no row of the mesh {list(map(list, rows))} has:"
-            " give compression the mesh of (replicas, ranks that shard one model)"
+            f"{name_of(each)} is sharded over the ranks {members}, which no row of the mesh {list(map(list, rows))}"
+            " has: give compression the mesh of (replicas, ranks that shard one model)"
         )
     return rows
 
 
-def _name(each: ShardedGroup) -> str:
+def name_of(each: ShardedGroup) -> str:
+    """For errors."""
     return f"module {each.name}" if each.name else "the model"
 
 

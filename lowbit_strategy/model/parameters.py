@@ -79,10 +79,18 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
+def param_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's own records of what it gathers and reduces as one for a module: one for each mesh of its parameters."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def shard_records(module: nn.Module) -> dict[int, Any]:
     """FSDP2's records of the parameters, by the identity of a shard and of what is gathered in its place."""
-    groups = [child._get_fsdp_state()._fsdp_param_group for child in module.modules() if isinstance(child, FSDPModule)]
-    records = [record for group in groups if group is not None for record in group.fsdp_params]
+    groups = [group for child in module.modules() if isinstance(child, FSDPModule) for group in param_groups(child)]
+    records = [record for group in groups for record in group.fsdp_params]
     gathered = {id(record._unsharded_param): record for record in records if hasattr(record, "_unsharded_param")}
     return {id(record.sharded_param): record for record in records} | gathered
 

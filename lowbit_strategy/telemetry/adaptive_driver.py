@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,10 +114,9 @@ class AdaptiveDriver:
         self._window = WindowSums(sync)
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
-            peers = sync.ranks.peers
-            for level in self.controller.levels:
-                phase = level.phase(sync.step_index)
-                rehearse(phase, world_size=peers.world_size, scatter=sync.scatter, device=sync.device)
+            sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
+            for level, size in itertools.product(self.controller.levels, sizes):
+                rehearse(level.phase(sync.step_index), world_size=size, scatter=sync.scatter, device=sync.device)
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
@@ -132,10 +132,10 @@ class AdaptiveDriver:
         """Parameters that some level compresses, on any rank: their parts may differ in size by other dims of a mesh,
         and all ranks decide alike.
         """
-        levels, ranks = self.controller.levels, self.sync.ranks
+        levels = self.controller.levels
         names = {spec.name for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)}
-        if ranks.world.world_size > ranks.world_size:
-            names.update(*gathered(names, ranks.world.group))
+        if self.sync.in_parts:
+            names.update(*gathered(names, self.sync.ranks.world.group))
         return [spec for spec in specs if spec.name in names]
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class AdaptiveDriver:
             self._measure.add_residuals(bucket)
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
-            stages = self._measure.compare(views, stages)
+            stages = self._measure.compare(views, bucket.context.comm, stages)
         yield from stages
         if probe.accumulate == "mean":
             self._add(views, "mean")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,13 +127,13 @@ class StepMeasure:
 
     Attributes:
         rows: By figure, a float64 row of each parameter that has one.
-        sampling_nbytes: Bytes that this rank has sent for `compare`.
+        sampling_nbytes: Bytes that this rank has sent for `compare`, by the ranks they went to.
     """
 
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self.rows: defaultdict[Hashable, dict[str, Tensor]] = defaultdict(dict)
-        self.sampling_nbytes = 0
+        self.sampling_nbytes: Counter[Comm] = Counter()
 
     def add_residuals(self, bucket: Bucket) -> None:
         """Figure ``residual``, one number; before the bucket is reduced."""
@@ -142,7 +142,7 @@ class StepMeasure:
             if residual is not None:
                 self.rows["residual"][param.name] = squared_norm(residual).view(1)
 
-    def compare(self, views: Sequence[ParamView], stages: Stages) -> Stages:
+    def compare(self, views: Sequence[ParamView], comm: Comm, stages: Stages) -> Stages:
         """Figure ``end_to_end``, two numbers: the squared norms of the error of both hops, and of the true mean.
 
         The mean of all elements would take an uncompressed all-reduce. A sample of every parameter is enough, and costs
@@ -151,15 +151,16 @@ class StepMeasure:
 
         Args:
             views: Views of the bucket's parameters.
+            comm: The ranks that reduce it.
             stages: Reduce it.
         """
-        comm, device, seed = self._sync.ranks.peers, self._sync.device, self._sync.step_context().shared_seed
+        device, seed = self._sync.device, self._sync.step_context().shared_seed
         samples = [sampled(view.spec.numel, hash32(seed + at), device) for at, view in enumerate(views)]
         picked = [view.flat()[positions_N].float() for view, (positions_N, _) in zip(views, samples, strict=True)]
         mean = torch.cat([torch.empty(0, device=device), *picked])  # a bucket may have no parameters
         before = comm.sent_nbytes
         arrives = comm.all_reduce(mean)
-        self.sampling_nbytes += comm.sent_nbytes - before
+        self.sampling_nbytes[comm] += comm.sent_nbytes - before
         yield arrives
         yield from stages
         means = (mean / comm.world_size).split([each.numel() for each in picked])

@@ -47,7 +47,7 @@ from lowbit_strategy.telemetry.run_record import (
     observation_metrics,
     start_fields,
 )
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.telemetry.startup_report import render_reports
 
 
 @configuration
@@ -137,7 +137,7 @@ class ModelControl:
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
-        if sync.ranks.world.world_size > sync.ranks.world_size:  # figures are added up over all parts of the model
+        if sync.in_parts:  # figures are added up over all parts of the model
             handshake({"names of parameters": [*sync.specs]}, sync.ranks.world.group)
         sync.listeners.add(self, StepPhase.RECORD)
 
@@ -353,7 +353,7 @@ class ModelControl:
             self._reported = True
             if driver.levels and self.sync.ranks.logs:  # the start-up report again
                 name = type(driver.controller).__name__
-                inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
+                inform("training starts at the levels that %s chose:\n%s", name, render_reports(self.sync))
         if self.log is None and self._record is None:  # the loop reads the driver's lists itself
             return
         if not driver.events and not driver.warnings and not first:

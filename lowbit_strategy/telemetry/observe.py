@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.control.base import GroupBy, grouped
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
 
@@ -168,23 +170,25 @@ class Observer:
         self._measure = StepMeasure(self.sync)
         self._codes: list[tuple[Moment, Moment]] = []  # from when to when this rank has coded
         self._waits: list[tuple[Moment, Moment]] = []
-        self._sent_before, self._inside_before = self.sync.ranks.peers.sent_nbytes, self._inside_nbytes()
+        self._sent_before = {ranks.peers: ranks.peers.sent_nbytes for ranks in self.sync.all_ranks}
+        self._inside_before = self._inside_nbytes()
         return self
 
     def _inside_nbytes(self) -> int:
-        inside = self.sync.ranks.intra_node
-        return 0 if inside is None else inside.sent_nbytes
+        inside = [ranks.intra_node for ranks in self.sync.all_ranks]
+        return sum(comm.sent_nbytes for comm in inside if comm is not None)
 
     @property
     def sampling_nbytes(self) -> int:
         """Bytes that observing itself sent in the last observed step."""
-        return self._measure.sampling_nbytes
+        return self._measure.sampling_nbytes.total()
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         self._measure.add_residuals(bucket)
         stages = self._timed(stages)
         if not self.sync.ranks.comes_and_goes:  # what one replica looks at needs no other
-            stages = self._measure.compare([param.within(x, out) for param in bucket.params], stages)
+            views = [param.within(x, out) for param in bucket.params]
+            stages = self._measure.compare(views, bucket.context.comm, stages)
         yield from stages
 
     def _timed(self, stages: Stages) -> Stages:
@@ -205,7 +209,9 @@ class Observer:
     def end_step(self, *, counted: bool) -> None:
         end = time.perf_counter()
         if self._observing:
-            self.own_sent_nbytes = self.sync.ranks.peers.sent_nbytes - self._sent_before - self.sampling_nbytes
+            sampling = self._measure.sampling_nbytes
+            self._sent = {comm: comm.sent_nbytes - was - sampling[comm] for comm, was in self._sent_before.items()}
+            self.own_sent_nbytes = sum(self._sent.values())
             if counted:
                 self.last = self._summarize(None if self._last_end is None else end - self._last_end)
                 if self.on_observation is not None:
@@ -216,7 +222,7 @@ class Observer:
 
     def _summarize(self, seconds: float | None) -> Observation:
         sync, names = self.sync, list(self.sync.specs)
-        own, left = self.own_sent_nbytes, sync.ranks.peers.between_nodes(self.own_sent_nbytes)
+        own, left = self.own_sent_nbytes, sum(comm.between_nodes(sent) for comm, sent in self._sent.items())
         facts = [_seconds(self._codes), _seconds(self._waits), own, seconds or 0.0, left]
         facts += [own - left + self._inside_nbytes() - self._inside_before]
         facts += [sync.state.sent_nbytes(name) for name in names]
@@ -234,7 +240,7 @@ class Observer:
             between_nbytes=between,
             inside_nbytes=inside,
             weights_nbytes=0.0 if sync.weights is None else float(sync.weights.step_nbytes),
-            dense_nbytes=4 * self._hops() * sum(spec.whole.numel for spec in sync.specs.values()),
+            dense_nbytes=4 * self._traffic(names),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
@@ -243,9 +249,16 @@ class Observer:
             stride=sync.steps_per_reduction,
         )
 
-    def _hops(self) -> float:
-        """How often an element of an uncompressed ring leaves a rank, on average."""
-        ranks = self.sync.ranks.topology
+    def _traffic(self, names: Sequence[str]) -> float:
+        """Elements of these parameters that leave a rank in an uncompressed ring, on average."""
+        sync, numels = self.sync, Counter[Comm]()
+        for name in names:
+            numels[sync.state.ranks_of(name).peers] += sync.specs[name].whole.numel
+        hops = {ranks.peers: self._hops(ranks.topology) for ranks in sync.all_ranks}
+        return sum(hops[peers] * numel for peers, numel in numels.items())
+
+    def _hops(self, ranks: Topology) -> float:
+        """How often an element leaves a rank then."""
         return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
@@ -256,7 +269,7 @@ class Observer:
         product = (h + sent - error) / 2
         numel = sum(sync.specs[name].whole.numel for name in names)
         nbytes = sum(float(sums[name][-1]) for name in names)
-        traffic = self._hops() * numel
+        traffic = self._traffic(names)
         methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(
             numel=numel,

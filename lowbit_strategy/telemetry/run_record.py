@@ -79,7 +79,7 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
     return {
         "world_size": sync.ranks.world_size,
         "layout": "reduce-scatter" if sync.scatter else "all-reduce",
-        "ranks": describe_ranks(sync.ranks.topology),
+        "ranks": "; ".join(describe_ranks(ranks.topology) for ranks in sync.all_ranks),
         "every_n_steps": every_n_steps,
         "compressor": describe(sync.compressor) if controller is None else None,
         "controller": None if controller is None else type(controller).__name__,

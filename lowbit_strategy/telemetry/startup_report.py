@@ -15,7 +15,7 @@ from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
 from lowbit_strategy.plan.messages import binary_size, internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _LONGEST_PHASE = 1 << 20
 
@@ -171,9 +171,15 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
     return f"{coding.label}, {keeps[coding.keep]}, {binary_size(step_nbytes(units))}/step{between}, {memory}"
 
 
-def build_report(sync: GradientSync) -> Report:
-    """What an engine does from now on."""
-    return Report(sync.plan(), sync.compressor, sync.device, sync.step_index, sync.ranks.dims)
+def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:
+    """What an engine does from now on with the parameters that `ranks` reduce; None: those of most."""
+    dims = (ranks or sync.ranks).dims
+    return Report(sync.plan(ranks=ranks), sync.compressor, sync.device, sync.step_index, dims)
+
+
+def render_reports(sync: GradientSync) -> str:
+    """What an engine does from now on, by who reduces."""
+    return "\n".join(build_report(sync, ranks).render() for ranks in sync.all_ranks)
 
 
 def _has_kernels(method: Method) -> bool:

@@ -151,30 +151,29 @@ class StepTimes:
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
         self._num_steps += 1
-        peers = self._sync.ranks.peers
         if self._num_steps == WARM_STEPS:
             self._clock.start()
-            self._sent_before = peers.sent_nbytes
+            self._sent_before = self._sync.sent_nbytes
             return
         self._clock.end_step()
         if self._num_steps == WARM_STEPS + TIMED_STEPS:
-            sent = (peers.sent_nbytes - self._sent_before) // TIMED_STEPS
+            sent = (self._sync.sent_nbytes - self._sent_before) // TIMED_STEPS
             weights = self._sync.weights
             sent += 0 if weights is None else weights.step_nbytes
-            inform("lowbit_strategy: %s", step_line(median_step(self._clock.take()), sent, self._sync.plan()))
+            inform("lowbit_strategy: %s", step_line(median_step(self._clock.take()), sent, self._sync.plans()))
             self._sync.listeners.remove(self)
 
 
-def step_line(step: StepTime, sent_nbytes: int, plan: StepPlan) -> str:
+def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> str:
     """What is reported.
 
     Args:
         step: The median of those that were timed.
         sent_nbytes: By this rank in one of them, gradients and weights.
-        plan: Plan of the run.
+        plans: Of the run.
     """
-    fp32, bf16 = (uncompressed_nbytes(plan, dtype) for dtype in (torch.float32, torch.bfloat16))
-    what = "gradients" if plan.coding in (None, Exact()) else "gradients and weights"
+    fp32, bf16 = (sum(uncompressed_nbytes(plan, dtype) for plan in plans) for dtype in (torch.float32, torch.bfloat16))
+    what = "gradients" if plans[0].coding in (None, Exact()) else "gradients and weights"
     waited = "" if step.waited_s is None else f", {step.waited_s:.2g} s of it waiting for {what}"
     return (
         f"a step takes {step.seconds:.3g} s{waited} (median of steps {WARM_STEPS + 1} to {WARM_STEPS + TIMED_STEPS} on"

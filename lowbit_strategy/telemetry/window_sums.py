@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, add_ranges_, in_memory_order
 from lowbit_strategy.control.base import Accumulate
 from lowbit_strategy.engine.engine import GradientSync
@@ -39,7 +40,7 @@ class WindowSums:
 
     def add(self, view: ParamView, gradient: Accumulate, *, square: bool) -> None:
         """Add a step's gradient; a mean one once `view` has been reduced."""
-        peers, self._gradient = self._sync.ranks.peers, gradient
+        peers, self._gradient = self._peers(view.name), gradient
         factor = 1.0 / (self._sync.loss_scale or 1.0)
         values = view.flat()
         if gradient == "mean":
@@ -77,11 +78,14 @@ class WindowSums:
     def _num_holders(self, name: str) -> int:
         """Ranks that have the same values."""
         shared = self._gradient == "mean" and not self._sync.specs[name].sharded
-        return self._sync.ranks.peers.world_size if shared else 1
+        return self._peers(name).world_size if shared else 1
+
+    def _peers(self, name: str) -> Comm:
+        return self._sync.state.ranks_of(name).peers
 
     def _ranges(self, name: str) -> Ranges:
         """Where this rank's values lie in the flat parameter: start and length of each run."""
-        spec, peers = self._sync.specs[name], self._sync.ranks.peers
+        spec, peers = self._sync.specs[name], self._peers(name)
         ranges = [[0, spec.numel]] if spec.whole_shape is None else [list(run) for run in spec.ranges]
         if self._gradient == "local" or not spec.sharded:
             return ranges

@@ -80,7 +80,7 @@ def _account(sync: GradientSync) -> Account:
             reducers += sync.state.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
-    has_codecs = any(isinstance(method, CodecPair) for method in sync.state.stores)
+    has_codecs = any(isinstance(method, CodecPair) for _, method in sync.state.stores)
     nbytes = codecs + reducers + (16 * hops * others if has_codecs else 0)
     return Account(nbytes - (padding if reducers else 0), nbytes + padding, exact)
 

@@ -298,8 +298,8 @@ def arm(replica: Strikable, moment: str, turn: int, end: Callable[[], None] = _d
 def _in_exchange(outer: ElasticOuterSync, strike: Callable[[], None]) -> None:
     reduce = outer.sync.reduce
 
-    def struck(layout: Any, x: Tensor, out: Tensor, marks: Tensor | None = None) -> Any:
-        for number, pending in enumerate(reduce(layout, x, out, marks)):
+    def struck(layout: Any, x: Tensor, out: Tensor, marks: Tensor | None = None, **options: Any) -> Any:
+        for number, pending in enumerate(reduce(layout, x, out, marks, **options)):
             if number == 1:
                 strike()
             yield pending

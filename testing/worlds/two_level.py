@@ -146,7 +146,8 @@ class NodesWorld:
         out = torch.full((x_WN.shape[1],), 3.0)
         layout = BucketLayout(entries, x_WN.shape[1])
         self.syncs[rank].begin_step()
-        _run(itertools.chain(*scatter(self.syncs[rank], layout, x_WN.view(-1), out)))
+        sync = self.syncs[rank]
+        _run(itertools.chain(*scatter(sync, layout, x_WN.view(-1), out, ranks=sync.ranks)))
         out /= self.size
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], rank)] for name, at in entries}
 
@@ -157,11 +158,12 @@ class NodesWorld:
         own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
         layout = BucketLayout(own, alone=True, key=entries)
         sync.begin_step()
-        if sync.node_codes is None:
+        if not sync.node_codes:
             x_WGN = x_WN.view(self.per_node, 1, -1)
             _run(sum_rows(x_WGN, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
         else:
-            _run(sync.node_codes.mean_of_rows(layout, [name for name, _ in entries], x_WN.view(-1), out.view(1, -1)))
+            (codes,) = sync.node_codes.values()
+            _run(codes.mean_of_rows(layout, [name for name, _ in entries], x_WN.view(-1), out.view(1, -1)))
         _run(sync.reduce(layout, out, out))
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], index)] for name, at in entries}
 

@@ -429,19 +429,13 @@ def test_fabric(facts: list[Facts]) -> None:
 
 
 def refused(folder: Path) -> Facts:
-    """Methods that select from a whole model, and experts on another mesh."""
+    """Methods that select from a whole model."""
     run = wrapped("fsdp")
     whole = raised(lambda: compress(run.model, run.optimizer, ExDyna(exempt=())))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    model = net()
-    fully_shard(model[1], mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp", "ep"]._flatten("all"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    return {"whole": whole, "experts": raised(lambda: compress(model, optimizer))}
+    return {"whole": whole}
 
 
 @scenarios(refused, world_size=4)
 def test_refused(facts: list[Facts]) -> None:
     for rank in facts:
         assert "selects from all parameters of a rank" in rank["whole"]
-        assert "one model is compressed over one mesh" in rank["experts"]

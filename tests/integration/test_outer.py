@@ -369,7 +369,7 @@ def other_world(folder: Path, rule: str) -> Facts:
     made = trainer(outer_strategy(RULES[rule]), max_steps=5, callbacks=[saver], enable_checkpointing=True)
     made.fit(ByStep(), loader())
     saved = capture(made.strategy.sync)
-    saved |= {"world_size": 3, "topology": [3, 3, 1, 0]}
+    saved |= {"world_size": 3, "topologies": [[3, 3, 1, 0]]}
     model = ByStep()
     fresh = trainer(outer_strategy(RULES[rule]), max_steps=1)
     fresh.fit(model, loader())

@@ -33,6 +33,7 @@ from lowbit_strategy.methods.zoo.adacomp import AdaComp
 from lowbit_strategy.methods.zoo.gtopk import GTopK
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
+from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
@@ -77,7 +78,7 @@ def training(folder: Path, name: str, layout: str) -> Facts:
         mesh = init_device_mesh("cpu", (comm.world_size,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        install(model, sync, Exact())
+        install(model, sharded_groups(model), sync, Exact(), None, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     data = torch.Generator().manual_seed(comm.rank)
     target = torch.randn(64, 10, generator=torch.Generator().manual_seed(9)) / 8

@@ -31,7 +31,7 @@ def test_a_step_that_has_begun_is_not_regrouped_while_it_reduces() -> None:
     sync.begin_step()
     with mock.patch.object(sync, "assign", side_effect=AssertionError("regrouped inside a collective's stream")):
         reduce_step(sync, gradients(1), end=False)
-    assert {method.uplink.fmt.bits for method in sync.state.stores if method.residual_gain != torch.inf} == {2}
+    assert {method.uplink.fmt.bits for _, method in sync.state.stores if method.residual_gain != torch.inf} == {2}
 
 
 def test_beginning_twice_is_beginning_once() -> None:

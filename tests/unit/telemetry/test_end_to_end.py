@@ -29,7 +29,7 @@ def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
     for seed in seeds:
         out = gradient.flatten().clone()
         measure = measure_of(spec, LocalComm(), seed)
-        for pending in measure.compare([ParamView(spec, 1, spec.numel, x=out, out=out)], iter([None])):
+        for pending in measure.compare([ParamView(spec, 1, spec.numel, x=out, out=out)], LocalComm(), iter([None])):
             if pending is None:
                 out.copy_(result.flatten())
         error, mean = measure.rows["end_to_end"]["weight"].tolist()
@@ -95,7 +95,7 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
             out = x
             view = ParamView(spec, 3, row_numel, x=x, out=out)
         measure = measure_of(view.spec, world.comms[rank], 7)
-        for pending in measure.compare([view], iter([None])):
+        for pending in measure.compare([view], world.comms[rank], iter([None])):
             if pending is not None:
                 pending.wait()
             else:

@@ -159,5 +159,5 @@ def test_an_empty_bucket_has_its_sample_on_the_device() -> None:
     sync.device = torch.device("meta")
     devices = []
     with mock.patch.object(type(sync.ranks.peers), "all_reduce", lambda self, x, *rest: devices.append(x.device)):
-        list(StepMeasure(sync).compare([], iter(())))
+        list(StepMeasure(sync).compare([], sync.ranks.peers, iter(())))
     assert devices == [sync.device]

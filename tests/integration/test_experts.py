@@ -1,0 +1,370 @@
+"""Experts on another mesh than the rest of a model: one session, which compresses over the ranks of each mesh."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
+from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.telemetry.startup_report import render_reports
+from testing.processes.scenarios import Facts, all_but, raised, scenarios
+from testing.training.experts import LAYOUTS, WIDTH, Experts, MixtureOfExperts, distribute, wrap
+
+LOCO = LoCo(block_size=32, exempt=())
+
+
+def net(codec: Any = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MixtureOfExperts(), MixtureOfExperts(), nn.Linear(WIDTH, WIDTH))
+    for part in model.modules() if codec is not None else ():
+        if isinstance(part, MixtureOfExperts):
+            part.codec = codec
+    return model
+
+
+class Run:
+    """A wrapped model in training."""
+
+    def __init__(self, layout: str, codec: Any = None) -> None:
+        self.model = net(codec)
+        wrap(self.model, layout)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)  # several meshes
+
+    def compress(self, compressor: Any = LOCO, **options: Any) -> Session:
+        return compress(self.model, self.optimizer, compressor, **options)
+
+    def train(self, num_steps: int, start: int = 0, *, clip: float | None = None, batches: int = 1) -> list[float]:
+        losses = []
+        for step in range(start, start + num_steps):
+            for at in range(batches):
+                generator = torch.Generator().manual_seed(1000 * step + 10 * at + dist.get_rank())
+                x = torch.randn(4, 5, WIDTH, generator=generator)
+                loss = (self.model(x) - x.roll(1, -1)).square().mean()
+                loss.backward()
+            if clip is not None:
+                self.clip(clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def clip(self, largest: float) -> None:
+        """Over all meshes: each rank has a part of every parameter that no other has."""
+        grads = [local(param.grad) for param in self.model.parameters() if param.grad is not None]
+        square = torch.stack([grad.square().sum() for grad in grads]).sum()
+        dist.all_reduce(square)
+        torch._foreach_mul_(grads, torch.clamp(largest / square.sqrt(), max=1.0))
+
+    def weights(self) -> list[Tensor]:
+        return [local(param).detach().clone() for param in self.model.parameters()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def apart(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
+
+
+def beside_stock(folder: Path, layout: str) -> Facts:
+    """Stock, dense and LoCo."""
+    weights, facts = {}, dict[str, Any]()
+    ways: dict[str, Any] = {"stock": None, "dense": Dense(), "loco": LOCO, "coded": LOCO}
+    losses = facts["losses"] = {}
+    for way, compressor in ways.items():
+        run, session = Run(layout), None
+        if compressor is not None:
+            session = run.compress(compressor, **({} if way == "coded" else {"weights": "exact"}))
+            before = [ranks.peers.sent_nbytes for ranks in session.sync.all_ranks]
+        losses[way] = run.train(5, clip=1.0)
+        weights[way] = run.weights()
+        if session is not None:
+            sync = session.sync
+            sent = [ranks.peers.sent_nbytes - was for ranks, was in zip(sync.all_ranks, before, strict=True)]
+            facts["sent"], facts["planned"] = sent, [5 * plan.sent_nbytes for plan in sync.plans()]
+            facts["sizes"] = [ranks.world_size for ranks in sync.all_ranks]
+            facts["experts"] = any("experts" in name for name in sync.specs)
+            facts["report"] = render_reports(sync)
+            session.close()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, weights["loco"])
+    return facts | {"apart": apart(weights["stock"], weights["dense"]), "everyone": everyone}
+
+
+@scenarios(beside_stock, world_size=4, layout=LAYOUTS, slow=all_but(layout=("module", "left out")))
+def test_beside_stock(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"]["dense"] == pytest.approx(rank["losses"]["stock"], rel=2e-6)
+        assert rank["apart"] < 2e-4  # a sum over four ranks has another order, and Adam divides by small numbers
+        for way in ("loco", "coded"):
+            assert abs(rank["losses"][way][-1] / rank["losses"]["stock"][-1] - 1) < 0.03
+        assert rank["sizes"] == ([4, 2] if rank["experts"] else [4])
+        for sent, planned in zip(rank["sent"], rank["planned"], strict=True):
+            assert planned <= sent <= planned + 5 * 8 * 16 * 6
+        assert rank["report"].count("compressed gradient") == len(rank["sizes"])
+    assert facts[0]["losses"]["loco"] != facts[0]["losses"]["stock"]
+
+
+def replicas(folder: Path) -> Facts:
+    """HSDP: ranks with the same shards of the experts, and of the rest, keep them equal to the bit."""
+    run = Run("hsdp")
+    session = run.compress()
+    run.train(4)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, run.weights())
+    for digest in session._digests:
+        digest.compare(4)
+    facts = {"digests": len(session._digests), "everyone": everyone}
+    session.close()
+    return facts
+
+
+@scenarios(replicas, world_size=4)
+def test_replicas_are_equal(facts: list[Facts]) -> None:
+    for rank, each in enumerate(facts):
+        assert each["digests"] == 2
+        assert all(map(torch.equal, each["everyone"][rank], each["everyone"][(rank + 2) % 4]))
+
+
+def attended(folder: Path, session: Session) -> Any:
+    driver = adapt(session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2))
+    monitor(session.sync, None, every_n_steps=2, record=folder)
+    return driver
+
+
+def resumed(folder: Path, layout: str) -> Facts:
+    """A controller, a monitor and a checkpoint; then a run from it."""
+    run = Run(layout)
+    session = run.compress()
+    driver, path = attended(folder, session), folder / "checkpoint"
+    run.train(4, batches=2)
+    with session.save(path) as stamp:
+        model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    everyone = [stamp]
+    dist.broadcast_object_list(everyone)
+    straight = run.train(3, 4, batches=2)
+    weights, levels = run.weights(), dict(driver.levels)
+    session.close()
+
+    again = Run(layout)
+    session = again.compress()
+    attended(folder, session)
+    model_state, optimizer_state = get_state_dict(again.model, again.optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(again.model, again.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    session.load(path, everyone[0])
+    session.resume()
+    back = again.train(3, 4, batches=2)
+    session.close()
+    return {"losses": (straight, back), "apart": apart(weights, again.weights()), "levels": levels}
+
+
+@scenarios(resumed, world_size=4, layout=("module", "parameter", "hsdp", "whole"), slow=all_but(layout="parameter"))
+def test_resumed(facts: list[Facts]) -> None:
+    for rank in facts:
+        straight, back = rank["losses"]
+        assert straight == back
+        assert rank["apart"] == 0.0
+        assert rank["levels"] == facts[0]["levels"] != {}
+
+
+def with_and_without(folder: Path) -> Facts:
+    """A monitor, validation and checkpoints change nothing."""
+    found = []
+    for attends in (False, True):
+        run = Run("module")
+        session = run.compress(TopK(density=0.1, exempt=()))
+        if attends:
+            monitor(session.sync, None, every_n_steps=2, record=folder)
+        for step in range(4):
+            run.train(1, step)
+            if attends:
+                run.model.eval()
+                with torch.no_grad(), session.shared_weights():
+                    run.model(torch.ones(2, 3, WIDTH))
+                run.model.train()
+                with session.save(folder / "checkpoint"):
+                    (folder / "checkpoint").mkdir(exist_ok=True)
+        found.append(run.weights())
+        session.close()
+    return {"apart": apart(*found), "record": len((folder / "lowbit.jsonl").read_text().splitlines())}
+
+
+@scenarios(with_and_without, world_size=4)
+def test_with_is_without(facts: list[Facts]) -> None:
+    assert all(rank["apart"] == 0.0 for rank in facts)
+    assert facts[0]["record"] > 2
+
+
+def tokens(folder: Path) -> Facts:
+    """Tokens that travel as codes of 8 bits."""
+    losses = {}
+    for codec in (None, 8):
+        run = Run("module", codec)
+        session = run.compress()
+        losses[codec] = run.train(6)
+        session.close()
+    return losses
+
+
+@pytest.mark.slow
+@scenarios(tokens, world_size=4)
+def test_coded_tokens(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank[8] != rank[None]
+        assert rank[8] == pytest.approx(rank[None], rel=0.03)
+
+
+def data_parallel(folder: Path) -> Facts:
+    """DDP that ignores the experts, which each rank has alone."""
+    weights = {}
+    for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO}.items():
+        model = net()
+        mesh = init_device_mesh("cpu", (2,))
+        for part in model:
+            if isinstance(part, MixtureOfExperts):
+                distribute(part, mesh)
+                part.experts.up, part.experts.down = (
+                    nn.Parameter(local(p.detach())) for p in part.experts.parameters()
+                )
+        ignored = [name for name, _ in model.named_parameters() if "experts" in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        session = None if compressor is None else compress(wrapped, optimizer, compressor)
+        for step in range(4):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            (wrapped(x) - x.roll(1, -1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights[way] = [copy.deepcopy(param.detach()) for param in model.parameters()]
+        if session is not None:
+            names = set(session.sync.specs)
+            session.close()
+    return {"apart": apart(weights["stock"], weights["dense"]), "names": names}
+
+
+@scenarios(data_parallel, world_size=2)
+def test_data_parallel(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["apart"] == 0.0
+        assert not any("experts" in name for name in rank["names"])
+
+
+def refused(folder: Path) -> Facts:
+    """What serves one mesh, and meshes that do not go together."""
+    facts = {}
+    for name, layout, options in (
+        ("outer", "hsdp", {"outer": DiLoCo(every=2)}),
+        ("second moment", "module", {"second_moment": True}),
+        ("auto", "module", {"compressor": "auto"}),
+    ):
+        facts[name] = raised(functools.partial(Run(layout).compress, **options))
+    model = net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[1], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh)
+    facts["whole"] = raised(lambda: compress(model, torch.optim.AdamW(model.parameters())))
+    model = net()
+    whole = init_device_mesh("cpu", (4,))
+    left = {param for part in model.modules() if isinstance(part, Experts) for param in part.parameters()}
+    fully_shard(model, mesh=whole, ignored_params=left)
+    facts["left out"] = raised(lambda: compress(model, torch.optim.AdamW(model.parameters())))
+    return facts
+
+
+@scenarios(refused, world_size=4)
+def test_refused(facts: list[Facts]) -> None:
+    for rank in facts:
+        for name, what in (("outer", "outer="), ("second moment", "second_moment=True"), ("auto", "Auto()")):
+            assert f"{what} serves models whose parameters are all on one mesh" in rank[name]
+        assert "and its parameters are whole" in rank["whole"]
+        assert "nothing synchronizes 1.experts.up" in rank["left out"]
+
+
+class Lit(L.LightningModule):
+    """Makes its meshes, and shards itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.losses = net(), list[float]()
+
+    def configure_model(self) -> None:
+        wrap(self.net, "parameter")
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = (self.net(batch[0]) - batch[0].roll(1, -1)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
+
+
+def frameworks(folder: Path) -> Facts:
+    losses = {}
+    batches = TensorDataset(torch.randn(32, 5, WIDTH, generator=torch.Generator().manual_seed(1)))
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    stock = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    for name, strategy in {
+        "stock": stock,
+        "dense": LowBitFSDPStrategy("dense", weights="exact"),
+        "loco": LowBitFSDPStrategy(LOCO),
+    }.items():
+        model = Lit()
+        trainer = L.Trainer(
+            accelerator="cpu", devices=4, strategy=strategy, max_steps=4, enable_model_summary=False, **quiet
+        )
+        trainer.fit(model, DataLoader(batches, batch_size=2))
+        losses[name] = model.losses
+
+    def parallelize(model: Any, mesh: Any) -> Any:
+        wrap(model, "module")
+        return model
+
+    fabric = L.Fabric(accelerator="cpu", devices=4, strategy=FabricFSDPStrategy(LOCO, parallelize_fn=parallelize))
+    fabric.launch()
+    model = fabric.setup_module(net())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    losses["fabric"] = []
+    for at in range(4):
+        x = batches.tensors[0][8 * at + 2 * fabric.global_rank :][:2]
+        loss = (model(x) - x.roll(1, -1)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses["fabric"].append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@scenarios(frameworks, world_size=4)
+def test_frameworks(facts: list[Facts]) -> None:
+    for losses in facts:
+        assert losses["dense"] == pytest.approx(losses["stock"], rel=1e-5)
+        assert losses["loco"] == pytest.approx(losses["stock"], rel=0.05)
+        assert len(losses["fabric"]) == 4
+        assert losses["fabric"][-1] < 1.2 * losses["stock"][0]
