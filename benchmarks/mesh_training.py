@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -48,7 +48,7 @@ class ContextBlock(Block):
         B, T, C = x_BTC.shape
         qkv = self.qkv(self.attention_norm(x_BTC)).view(B, T, 3, self.heads, C // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        k, v = (torch.cat(all_gather(each.contiguous(), self.mesh.get_group()), dim=2) for each in (k, v))
+        k, v = (all_gather_single_autograd(each.contiguous(), 2, self.mesh.get_group()) for each in (k, v))
         rows = torch.arange(T)[:, None] + T * self.mesh.get_local_rank()
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=rows >= torch.arange(k.shape[2]))
         x_BTC = x_BTC + self.attention_out(attended.transpose(1, 2).reshape(B, T, C))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 from dataclasses import field
@@ -63,7 +64,7 @@ class PluginOptions(SyncOptions):
 
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_AXES = ("sp_size",)
+AXES = ("sp_size", "tp_size")  # of Accelerate's parallelism, which may not be served
 
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
@@ -77,12 +78,27 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
         )
     if distributed_type == DistributedType.FSDP.value and fsdp_version != 2:
         raise ValueError("FSDP1 cannot be compressed: set fsdp_version: 2 in fsdp_config (--fsdp_version 2)")
-    for axis, size in (axes or {}).items():
-        if size > 1:
-            raise ValueError(
-                f"{axis} = {size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
-                " parallelism, cp_size"
-            )
+    sizes = axes or {}
+    if (size := sizes.get("sp_size", 1)) > 1:
+        raise ValueError(
+            f"sp_size = {size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
+            " parallelism, cp_size"
+        )
+    if (size := sizes.get("tp_size", 1)) > 1 and fsdp_version == 2 and not _prepares_tensor_parallelism():
+        raise ValueError(
+            f"tp_size = {size} cannot be prepared: Accelerate looks for ReplicateParallel in transformers, which this"
+            " version of it does not have. Leave it at 1, and give prepare a model that is parallelized, and sharded"
+            " with fully_shard, already"
+        )
+
+
+def _prepares_tensor_parallelism() -> bool:
+    """Whether Accelerate finds what it makes a model's other parameters the same on all ranks with."""
+    try:
+        found = importlib.import_module("transformers.integrations.tensor_parallel")
+    except ImportError:
+        return False
+    return hasattr(found, "ReplicateParallel")
 
 
 def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
@@ -128,7 +144,7 @@ def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataPar
     check_served(
         str(kind.value),
         fsdp_version=getattr(plugin, "fsdp_version", None),
-        axes={axis: getattr(config, axis, 1) or 1 for axis in _AXES} if config is not None else None,
+        axes={axis: getattr(config, axis, 1) or 1 for axis in AXES} if config is not None else None,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and accelerator.num_processes == 1:

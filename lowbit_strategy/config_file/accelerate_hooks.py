@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _LAUNCHERS = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env", "prepare_tpu")
-_AXES = ("sp_size",)
 _OTHER_WAYS = tuple(  # of training compressed
     f"lowbit_strategy.{name}"
     for name in ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "custom_loop")
@@ -106,12 +105,12 @@ def hand_on(args: argparse.Namespace) -> None:
     source = getattr(args, SECTION, None) or os.environ.get(VARIABLE)
     if not source:
         return
-    from lowbit_strategy.accelerate.options import check_served
+    from lowbit_strategy.accelerate.options import AXES, check_served
     from lowbit_strategy.config_file.section import export, plugin_from_section, read_section
 
     section = read_section(source)
     plugin_from_section(section)
-    axes = {axis: int(getattr(args, f"parallelism_config_{axis}", None) or 1) for axis in _AXES}
+    axes = {axis: int(getattr(args, f"parallelism_config_{axis}", None) or 1) for axis in AXES}
     check_served(kind_of(args), fsdp_version=int(args.fsdp_version), axes=axes)
     os.environ.update(export(section))
 

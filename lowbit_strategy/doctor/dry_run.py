@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.accelerate.options import check_served
+from lowbit_strategy.accelerate.options import AXES, check_served
 from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
 from lowbit_strategy.attach.strategy_options import SyncOptions
@@ -35,8 +35,6 @@ from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report
-
-_AXES = ("sp_size",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +72,7 @@ def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin
     job = read_config(path)
     plugin = plugin_from_section(section_of(job, repr(str(path))))
     kind, fsdp, axes = str(job.get("distributed_type", "NO")), job.get("fsdp_config"), job.get("parallelism_config")
-    sizes = {axis: int(_mapping(axes).get(f"parallelism_config_{axis}") or 1) for axis in _AXES}
+    sizes = {axis: int(_mapping(axes).get(f"parallelism_config_{axis}") or 1) for axis in AXES}
     check_served(kind, fsdp_version=int(_mapping(fsdp).get("fsdp_version", 1)), axes=sizes)
     world_size = num_processes or int(job.get("num_processes") or 1)
     return plugin, Planned(scatter=kind == "FSDP", world_size=world_size, num_nodes=int(job.get("num_machines") or 1))
