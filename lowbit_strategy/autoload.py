@@ -79,7 +79,7 @@ def problem() -> str | None:
 
 
 class _Waiting:
-    """In the place of wrapt's import hooks until the first of them is needed: importing wrapt alone would make
+    """Stands in for wrapt's import hooks until the first of them is needed: importing wrapt alone would make
     ``import torch`` slower than it may become.
     """
 

@@ -100,7 +100,7 @@ def control_of(sync: GradientSync) -> ModelControl:
 def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Progress] | None = None) -> AdaptiveDriver:
     """Let a controller choose compressors from the next step on; call it before a checkpoint is loaded.
 
-    What a controller decides beside compressors is in the driver's ``accumulation`` and ``learning_rate_factor``, for
+    What a controller decides except compressors is in the driver's ``accumulation`` and ``learning_rate_factor``, for
     the loop to apply.
 
     Args:
@@ -165,7 +165,7 @@ def compress(
     3. a step of `optimizer` ends it: what ``end_step`` of the session does
 
     Args:
-        model: In ``DistributedDataParallel``, or sharded with ``fully_shard``.
+        model: Wrapped in ``DistributedDataParallel``, or sharded with ``fully_shard``.
         optimizer: All that step parameters of `model`, made after sharding.
         compressor: A configuration or a preset's name; None: ``LoCo()``.
         scaler: The ``GradScaler``, if there is one.

@@ -3,7 +3,7 @@
 For embeddings of recommenders, tokens of experts, activations between stages. Each function returns a new tensor; all
 ranks of the group call it with the same `codec`. There is no state: errors are lost, or within the bound of `Bounded`.
 All are differentiable, any number of times: gradients take the opposite collective, coded, so all ranks must
-differentiate alike.
+differentiate in the same way.
 """
 
 from __future__ import annotations

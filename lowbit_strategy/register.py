@@ -63,7 +63,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
 
 
 def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """For each strategy: its name, its compressor or rule, ``DDP`` or ``FSDP``, other arguments."""
+    """All strategies: the name, the compressor or rule, ``DDP`` or ``FSDP``, other arguments."""
     for name in (*COMPRESSORS, _AUTO, *RULES):
         if name not in RULES:
             yield f"{name}_fsdp", name, "FSDP", {}

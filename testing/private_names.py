@@ -162,9 +162,9 @@ PRIVATE_NAMES["torch"] = _listed(
       read {_FSDP_PARAM}.sharded_param
     only parameters that are sharded along their first dim can be compressed
       read {_FSDP_PARAM}.fsdp_placement
-    a module with newly trainable parameters is wrapped anew, and the old wrapper must let go of it
+    a module with newly trainable parameters is wrapped again, and the old wrapper must let go of it
       called {_WRAPPER}._remove_autograd_hooks(self)
-    a hook cannot be taken away: where none helps, the reducer is made anew, as by unpickling
+    a hook cannot be taken away: where none helps, the reducer is made again, as by unpickling
       called {_WRAPPER}._build_params_for_reducer(self)
       called {_WRAPPER}._build_debug_param_to_name_mapping(self, parameters)
       called {_WRAPPER}._ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph)
@@ -214,7 +214,7 @@ PRIVATE_NAMES["lightning"] = _listed(
     f"""
     the stock method registers communication hooks on CUDA only
       overridden {_LIGHTNING_DDP}._register_ddp_hooks(self)
-    a module with newly trainable parameters is wrapped anew
+    a module with newly trainable parameters is wrapped again
       called {_LIGHTNING_DDP}._setup_model(self, model)
     the default size of buckets depends on the device, which is known after the constructor
       set {_LIGHTNING_DDP}._ddp_kwargs

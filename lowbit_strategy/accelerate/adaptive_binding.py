@@ -50,7 +50,7 @@ class TrainingClock:
         self._seen = False  # a prepared loader, in this process
 
     def batch(self) -> None:
-        """Before each backward: notice where the data loader is."""
+        """Notices where the data loader is; called before each backward pass."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
             self._over = self._over or self._seen  # it has been read to its end ahead of time
@@ -154,7 +154,7 @@ class AdaptiveBinding:
         if plugin.controller is not None and plugin.controller.initial_accumulation is not None and not alone:
             raise ValueError(
                 f"{type(plugin.controller).__name__} changes gradient accumulation, which all models of an Accelerator"
-                " share: use it with one model, or give each model an Accelerator of its own"
+                " share: use it with one model, or give each model its own Accelerator"
             )
         number = self._numbers[session]
         control = ModelControl(
@@ -216,7 +216,7 @@ class AdaptiveBinding:
         self.take_effect()
 
     def take_effect(self) -> None:
-        """Between steps: from the next one on, accumulate the number of batches that the controller has set."""
+        """Accumulates the number of batches that the controller has set, from the next step on."""
         for control in self._controls.values():
             wanted = control.take_effect()
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:

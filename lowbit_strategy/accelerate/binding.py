@@ -4,7 +4,7 @@
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
 | `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
-| `prepare_data_loader` | replicas that come and go: each gets samples of its own |
+| `prepare_data_loader` | replicas that come and go: each gets its own samples |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
@@ -120,7 +120,7 @@ class Binding:
         self._added = [name for name in vars(accelerator) if name not in before]
 
     def _make_room(self) -> None:
-        """Nothing has been prepared, and the script attaches a plugin of its own: leave no trace."""
+        """Nothing has been prepared, and the script attaches its own plugin: leave no trace."""
         if self.accelerator.is_main_process:
             inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
         for name in self._added:
@@ -150,7 +150,7 @@ class Binding:
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Of replicas that come and go the lowest one writes checkpoints."""
+        """Whether this process writes checkpoints: of replicas that come and go, the lowest one does."""
         return all(session.replica is None or session.replica.leads for session in self.sessions)
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -171,7 +171,7 @@ class Binding:
 
     @contextlib.contextmanager
     def shared_weights(self, *, validates: bool = True) -> Iterator[None]:
-        """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps.
+        """A context in which models have the weights that all ranks share: to evaluate between local steps.
 
         Args:
             validates: Warn, once, if these are the weights that the last validation has seen. False: to save.

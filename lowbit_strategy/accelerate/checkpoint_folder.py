@@ -29,7 +29,8 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Ite
     Args:
         folder: Folder of the checkpoint.
         sessions: One per prepared model.
-        writes_stamp: On one rank of each machine: machines may not share a file system.
+        writes_stamp: Whether this rank writes the stamp; one rank of each machine does, since machines may not share a
+            file system.
     """
     with contextlib.ExitStack() as saving:
         paths = [_path(folder, index) for index in range(len(sessions))]
@@ -44,7 +45,7 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
 
     Args:
         folder: Folder of the checkpoint.
-        sessions: As when it was saved.
+        sessions: The same as when it was saved.
         compressed: The checkpoint is known to be of a compressed run: without residuals it is incomplete.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How compression is used under Accelerate, beside the compressor; which set-ups are supported."""
+"""How compression is used under Accelerate, in addition to the compressor; which set-ups are supported."""
 
 from __future__ import annotations
 

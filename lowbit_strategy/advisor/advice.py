@@ -44,10 +44,10 @@ class Measured:
         quality: ``same``: 4 bits, and no loss of a model is higher by more than chance. ``close``: at most half a per
             cent higher on every model. ``worse``: more than that. ``local``: ranks train by themselves, which is
             another algorithm.
-        loss: Per cent by which the validation loss is higher, the mean of the seeds.
+        loss: Percentage by which the validation loss is higher, the mean of the seeds.
         error: Standard error of that mean.
-        steps: Per cent more steps to the same loss, at the learning rate that is best without compression or at a
-            quarter of it, constant or decaying; None: it was not measured.
+        steps: Percentage of additional steps to the same loss, at the learning rate that is best without compression or
+            at a quarter of it, constant or decaying; None: it was not measured.
     """
 
     quality: Quality
@@ -263,7 +263,7 @@ class Verdict:
         answer: ``use``: it pays for all figures within their ranges. ``measure``: it may. ``no``.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
         gain: Gain of that set-up.
-        sentence: For the user.
+        sentence: What the user is told.
     """
 
     answer: Answer

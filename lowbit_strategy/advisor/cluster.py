@@ -144,7 +144,7 @@ class Coding:
     Args:
         numel_per_s: Elements per second, a hop.
         bucket_s: Seconds for every bucket or module, a hop, however small.
-        spread: By which part measurements of the rate differ.
+        spread: Fraction by which measurements of the rate differ.
     """
 
     numel_per_s: float
@@ -174,7 +174,7 @@ class Cluster:
         coding: How fast ranks code; None: in no time.
         gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
             uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
-        codings: By the names of presets, for `coding_as`.
+        codings: Speeds by the names of presets, for `coding_as`.
     """
 
     inter_node: Link
@@ -205,7 +205,7 @@ class Bench:
     Args:
         version: Version of this package.
         nodes: How many there are; of one, `Cluster.inter_node` means nothing.
-        ranks_per_node: On each; of one, `Cluster.intra_node` means nothing.
+        ranks_per_node: Ranks of each node; with one, `Cluster.intra_node` means nothing.
         cluster: Links while all ranks send at once, and codecs.
     """
 

@@ -43,8 +43,8 @@ class Cost:
     """Seconds of messages.
 
     Args:
-        latency: In which other messages can use the links.
-        busy: In which they cannot: bytes, and encoding.
+        latency: Seconds in which other messages can use the links.
+        busy: Seconds in which they cannot: bytes, and encoding.
     """
 
     latency: float = 0.0
@@ -109,7 +109,7 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float) -> StepTime:
 
     Args:
         plan: What is sent.
-        cluster: On what.
+        cluster: What it runs on.
         compute_s: A step without communication: forward, backward, optimizer.
     """
     per_node = ranks_per_node(plan)
@@ -164,7 +164,7 @@ def _bucket_by_bucket(plan: StepPlan, costs: Sequence[Cost], compute_s: float) -
 def _in_turn(
     plan: StepPlan, gradients: Sequence[Cost], weights: Sequence[Cost], cluster: Cluster, compute_s: float
 ) -> float:
-    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
+    """FSDP2 waits for each collective; what goes on meanwhile are messages between replicas, and between far ranks."""
     gathered = _sum(plan.weights, weights).seconds
     if plan.layout != "hsdp" and not plan.topology.far:
         return compute_s + gathered + _sum(plan.gradients, gradients).seconds

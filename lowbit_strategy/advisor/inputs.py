@@ -51,8 +51,8 @@ class Figure:
 
     Args:
         what: Which.
-        text: As people write it, with its unit.
-        value: In bytes, seconds, bytes per second or elements per second.
+        text: The figure with its unit, the way people write it.
+        value: Bytes, seconds, bytes per second or elements per second.
         source: Where it comes from.
         low, high: The truth lies between `low` times and `high` times the value.
     """
@@ -76,16 +76,16 @@ class Figure:
         rdma: bool = False,
         spread: float = 0.0,
     ) -> Figure:
-        """With the range that figures of this source have.
+        """A figure with the range that its source has.
 
         Args:
             what: Which.
-            text: As people write it.
-            value: In bytes, seconds, bytes per second or elements per second.
+            text: The figure the way people write it.
+            value: Bytes, seconds, bytes per second or elements per second.
             source: Where it comes from.
             far: A measured link is one between far machines.
             rdma: A nominal link carries RDMA (InfiniBand, RoCE, EFA), not TCP.
-            spread: By which part measurements differ.
+            spread: Fraction by which measurements differ.
         """
         if source == "measured":
             low, high = _FAR_LINK if what == "link" and far else _MEASURED
@@ -130,14 +130,14 @@ class Situation:
     memory_source: Source = "assumed"
 
     def at(self, times: Mapping[What, float]) -> Situation:
-        """With the named figures multiplied by these factors."""
+        """The situation with the named figures multiplied by these factors."""
         factors = {str(what): factor for what, factor in times.items() if what != "compute"}
         return replace(
             self, cluster=self.cluster.scaled(**factors), compute_s=times.get("compute", 1.0) * self.compute_s
         )
 
     def coding_as(self, preset: str) -> Situation:
-        """With the speed of a preset's codecs, if that was measured."""
+        """The situation with the speed of a preset's codecs, if that was measured."""
         return replace(self, cluster=self.cluster.coding_as(preset))
 
     def step(self, plan: StepPlan) -> StepTime:
@@ -196,8 +196,8 @@ def gather(
     assumed.
 
     Args:
-        given: By the user, as text: bandwidth and one-way latency between nodes, bandwidth of a GPU inside its node, a
-            step without communication, and memory of a device.
+        given: What the user gave, as text: bandwidth and one-way latency between nodes, bandwidth of a GPU inside its
+            node, a step without communication, and memory of a device.
         numel: Parameters, from which computing is assumed.
         bench: What was measured.
         machine: Machine of the table.

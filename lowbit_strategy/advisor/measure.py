@@ -138,7 +138,7 @@ def measure(presets: Iterable[str], device: torch.device, done: Callable[[], Non
 
     Args:
         presets: Names of those whose codecs are measured.
-        device: That ranks compute on.
+        device: What ranks compute on.
         done: Called after each preset.
     """
     codings = {}
@@ -269,7 +269,7 @@ def _highest(comm: Comm, value: float, device: torch.device) -> float:
 
 
 def rate_of(measured: Sequence[tuple[float, float]]) -> float:
-    """By how much longer the longest took than the next shorter: what passes at once does not count."""
+    """The rate from the longest transfer and the next shorter one: what passes at once does not count."""
     (nbytes, seconds), (longer, longest) = [(0.0, 0.0), *measured][-2:]
     if longest <= 1.1 * seconds:  # too little to tell
         return min(ANY_RATE, longer / max(longest, 1e-9))

@@ -102,7 +102,7 @@ class Workload:
     def in_parts(
         cls, num_parts: int, specs: Sequence[TensorSpec], nodes: int, num_ranks: int, itemsize: int, held: int
     ) -> Workload:
-        """With tensor parallelism over `num_parts` of the `num_ranks` of a node: matrices are cut into as many rows.
+        """The workload under tensor parallelism over `num_parts` of a node's `num_ranks`: matrices have as many parts.
 
         Raises:
             ValueError: They are no divisor of those.
@@ -219,7 +219,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
     """What the framework sends by itself for the same model on the same ranks.
 
     Args:
-        plan: With compression.
+        plan: The plan with compression.
         itemsize: Bytes of an element of the gradients.
         weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
     """

@@ -75,7 +75,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 def warn_of_one_rank() -> None:
-    """Logged in all frameworks alike, once per run."""
+    """Logged in the same way in all frameworks, once per run."""
     _log.warning("lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed")
 
 
@@ -93,7 +93,7 @@ def attach_ddp(
 
     Args:
         model: What was prepared, in ``DistributedDataParallel``.
-        prepared: By `prepare`.
+        prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
         mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
@@ -157,7 +157,7 @@ def attach_replica(
 
     Args:
         module: What was prepared, with ``elastic`` among the options.
-        prepared: By `prepare`.
+        prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
         group: This one rank; None: the default group, which has only this rank.
         has_scaler: Whether a loss scaler is used (float16).
@@ -210,7 +210,7 @@ def attach_fsdp(
 
     Args:
         module: What was prepared, after ``fully_shard``.
-        prepared: By `prepare`, with ``scatter=True``.
+        prepared: What `prepare` returned, with ``scatter=True``.
         device: Device of the gradients; None: that of the parameters.
         mesh: HSDP whose modules are sharded over one dim: both dims, replicas first.
         has_scaler: Whether a loss scaler is used (float16).
@@ -388,7 +388,7 @@ def _agreed(
 
 
 def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
-    """Of the ranks that hold the same parameters under DDP."""
+    """The communicator of the ranks that hold the same parameters under DDP."""
     return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 

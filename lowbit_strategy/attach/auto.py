@@ -52,7 +52,7 @@ class Candidate:
     """One set-up that is tried.
 
     Args:
-        name: For reports.
+        name: What reports call it.
         compressor: Compressor of gradients.
         weights: How FSDP2's weights travel; None under DDP.
     """
@@ -99,7 +99,7 @@ class AutoChoice:
     """The choice of one model's set-up on one rank.
 
     Args:
-        prepared: With `Auto` as its compressor.
+        prepared: A configuration whose compressor is `Auto`.
         sync: The engine; nothing calls it yet.
         wiring: Switches between the framework's own communication and the engine's.
         group: All ranks.
@@ -162,7 +162,7 @@ class AutoChoice:
         return True
 
     def _begin(self, num_steps: int, num_timed: int) -> None:
-        """Count steps anew. The last ones are timed."""
+        """Count steps again. The last ones are timed."""
         self._remaining, self._timed = num_steps, num_timed
         if num_steps == num_timed:
             self._clock.start()
@@ -325,7 +325,7 @@ class AutoChoice:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What had been chosen goes on; otherwise the trial begins anew."""
+        """What had been chosen goes on; otherwise the trial starts over."""
         chosen = [each for each in self._all if each.name == state["chosen"]]
         goes_on = state["settled"] and state["world_size"] == self.sync.ranks.world_size
         if not goes_on or (state["chosen"] is not None and not chosen):

@@ -82,7 +82,7 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 
 def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
-    """After a first step in which nothing was. `waits`: DDP waits for all gradients."""
+    """Explains a first step in which nothing was sent. `waits`: DDP waits for all gradients."""
     params = [(name, param) for name, param in named_parameters(module) if param.requires_grad]
     idle = [name for name, param in params if param.grad is None]
     if waits and 0 < len(idle) < len(params):
@@ -138,7 +138,7 @@ class ClippingWarning:
     """Clipping takes away what a sparse method has sent: it has left the residual already. Logged once.
 
     Args:
-        compressor: In use.
+        compressor: The one in use.
         logs: Whether this rank logs.
     """
 

@@ -66,7 +66,7 @@ class Frozen:
                 raise RuntimeError(
                     f"{name} is another parameter than when the model was set up, and nothing synchronizes its"
                     " gradients: it was loaded with assign=True, or its layer was replaced or added. Load without"
-                    " assign=True, and change the model before it is set up, or set it up anew"
+                    " assign=True, and change the model before it is set up, or set it up again"
                 )
         new = params.keys() - self._frozen.keys() - self._expected.keys()
         self._frozen = {name: param for name, param in params.items() if name in self._frozen or name in new}

@@ -48,7 +48,7 @@ class GradientUse:
         self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
-        """Look parameters up anew if the model has others; raises, and takes, what `Frozen.follow` does."""
+        """Look parameters up again if the model has others; raises, and takes, what `Frozen.follow` does."""
         if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
             return
         self._name(params)

@@ -23,7 +23,7 @@ class LossScale:
             self.value = float(scaler.get_scale())
 
     def of_step(self, scaler: Any, *, begins: bool) -> float | None:
-        """Before a backward pass; read now if this `begins` a step and it was not read at the end of the last one."""
+        """The scale before a backward pass; read now if it `begins` a step and the last step's end did not read it."""
         if begins and not self._is_new:
             self.read(scaler)
         self._is_new = False

@@ -1,4 +1,4 @@
-"""Before a model is wrapped: its configuration is checked, ranks compare it, and it is fitted to the memory."""
+"""Checks a configuration before the model is wrapped: ranks compare it, and it is fitted to the memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def prepare(
     Args:
         module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
         compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
-        options: Beside the compressor; None: the defaults.
+        options: All other options; None: the defaults.
         scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
         group: Ranks that have the same parameters; None: all ranks.
 
@@ -183,8 +183,8 @@ def fit_to_memory(
     """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
 
     Args:
-        prepared: As asked for.
-        ranks: That train the model.
+        prepared: What the user asked for.
+        ranks: Those that train the model.
         device: Device of gradients.
         modules: What FSDP2 gathers as one.
 

@@ -54,20 +54,20 @@ class EveryStep:
         """A forward pass in training begins."""
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Of a batch, before this rank steps."""
+        """Takes note of a batch's loss, before this rank steps."""
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. None: the only one has."""
 
     def shared_weights(self, *, validates: bool) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model has the weights that all ranks share."""
+        """A context in which the model has the weights that all ranks share."""
         return contextlib.nullcontext()
 
     def weights_replaced(self) -> None:
-        """In `shared_weights`, on all ranks: the model may have been given other weights, from which they go on."""
+        """Continues from the weights that the model has now; called inside `shared_weights`, on all ranks."""
 
     def arrive(self) -> None:
-        """Before the engine's state is read: wait for what is under way."""
+        """Waits for what is under way, before the engine's state is read."""
 
     def resume(self) -> None:
         """The framework has loaded everything, or training begins."""

@@ -42,7 +42,7 @@ from lowbit_strategy.telemetry.startup_report import render_reports
 CHECKPOINT_KEY = "lowbit_strategy"
 
 _log = logging.getLogger("lowbit_strategy")
-Hook = DDPHook | DDPWiring | FSDPWiring  # what feeds the engine beside training
+Hook = DDPHook | DDPWiring | FSDPWiring  # what feeds the engine during training
 
 
 class Session:
@@ -51,7 +51,7 @@ class Session:
     Args:
         sync: The engine.
         module: The model, without DDP around it.
-        options: As given to `prepare`.
+        options: Those given to `prepare`.
         group: All ranks: used to agree between steps. Unlike the engine's groups, it survives `close`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
         digests: Compare parameters, if they are to be compared.
@@ -135,7 +135,7 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Before a forward pass in training, if the framework exposes that point; weights may change until then."""
+        """Begins a forward pass in training, if the framework exposes that point; weights may change until then."""
         self._end_open_step()
         self.pace.begin_forward()
 
@@ -146,7 +146,7 @@ class Session:
         self._use.stepped.clear()
 
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
-        """Before every backward pass, on the thread and stream of training; on all ranks.
+        """Begins a backward pass: called before each, on the thread and stream of training, on all ranks.
 
         1. the step that an optimizer took ends, if nothing ended it
         2. reductions whose gradients were cleared without a step are set aside
@@ -181,7 +181,7 @@ class Session:
         self._use.note_delivered()
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
-        """After every optimizer step, also one that a loss scaler has skipped, and after ``scaler.update()``.
+        """Ends a step: called after every optimizer step, a skipped one too, and after ``scaler.update()``.
 
         If it is never called, the step ends when training continues. With a loss scaler, or an optimizer that is not
         torch's, it must be called.
@@ -231,7 +231,7 @@ class Session:
         """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
         call it on all ranks: those that do not save have none, and a resumed run says so.
 
-        1. this rank writes its residuals beside the checkpoint; if it cannot, a warning says so
+        1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
         3. when rank 0 has left the block, residuals of a checkpoint that was replaced are removed; if an exception has
            ended it, those of this one
@@ -311,8 +311,8 @@ class Session:
         self.pace.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model has the weights that all ranks share: for validation, with a warning if the last one saw
-        the same weights, or for saving with ``validates=False``.
+        """A context in which the model has the weights that all ranks share: for validation, with a warning if the
+        last one saw the same weights, or for saving with ``validates=False``.
         """
         return self.pace.shared_weights(validates=validates)
 

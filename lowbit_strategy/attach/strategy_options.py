@@ -161,7 +161,7 @@ class LowBitStrategy:
     """What the strategies of both frameworks have: what their constructors leave behind, and the framework's parts.
 
     Attributes:
-        compressor, options: As chosen.
+        compressor, options: The user's choice.
     """
 
     compressor: Compressor
@@ -215,7 +215,7 @@ class DDPConstructor(LowBitStrategy):
         self._configure(compressor, options, scatter=False)
 
     def choose_buckets(self, device: torch.device) -> None:
-        """Before DDP wraps: the default size of its buckets on `device`."""
+        """Sets the default size of DDP's buckets on `device`, before DDP wraps."""
         if not isinstance(self.compressor, Auto):  # the framework's own step has the framework's own buckets
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 

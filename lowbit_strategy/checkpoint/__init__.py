@@ -1,1 +1,1 @@
-"""What survives a restart: capturing state, files beside a checkpoint, restoring on all ranks together."""
+"""What survives a restart: capturing state, files next to a checkpoint, restoring on all ranks together."""

@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     """Why a rank cannot restore its residuals.
 
     Args:
-        text: For the user.
+        text: What the user is told.
         kind: ``missing``: there is no file; ``unusable``: it is damaged or another one; ``model``: of another model.
     """
 
@@ -103,7 +103,7 @@ def agree_on_stamp(
     Args:
         path: The checkpoint.
         stamp: This rank's, or why it cannot be read.
-        policy: As for `agree`.
+        policy: The same as for `agree`.
         group: All ranks.
 
     Raises:
@@ -168,7 +168,7 @@ class ResidualSaver:
 
     @property
     def last_step(self) -> int | None:
-        """Of the last save."""
+        """The step of the last save."""
         return None if self._last is None else self._last[1].moment.step
 
     def begin_run(self) -> None:
@@ -179,7 +179,7 @@ class ResidualSaver:
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
         """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it.
 
-        1. this rank writes its file beside it; if that fails, a warning says so
+        1. this rank writes its file next to it; if that fails, a warning says so
         2. the caller writes the checkpoint, with the stamp that it gets
         3. rank 0 deletes all files of a checkpoint that it replaces, of an asynchronous one when the next is saved; if
            the checkpoint could not be written, those of this one
@@ -265,7 +265,7 @@ def resume(
     on_world_size_change: OnWorldSizeChange,
     on_missing_residual: OnMissingResidual | None,
 ) -> None:
-    """Restore what was saved beside the checkpoint `path`; call on all ranks, with the same stamp.
+    """Restore what was saved next to the checkpoint `path`; call on all ranks, with the same stamp.
 
     Args:
         sync: The engine of the model that was saved.

@@ -101,7 +101,7 @@ def _reduced(sync: GradientSync) -> str:
 def _on_cpu(value: Any) -> Any:
     """A copy of nested plain data on the CPU; of a sharded tensor, this rank's part.
 
-    One copy, not two: memory must hold that of a large model beside its weights. Small ones arrive once the device has
+    One copy, not two: memory must hold it together with the weights. Small ones arrive once the device has
     finished.
     """
     if isinstance(value, Tensor):
@@ -194,7 +194,7 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
         if all((column, at) == (ranks.column, ranks.rank % count) for column, (at, count), ranks in theirs):
             return saved
     raise ValueError(
-        "the residuals beside the checkpoint are of a model in fewer parts: resume with the tensor-parallel size that"
+        "the residuals next to the checkpoint are of a model in fewer parts: resume with the tensor-parallel size that"
         ' it was saved with, or pass on_missing_residual="reset" to go on with residuals of zero'
     )
 
@@ -202,7 +202,7 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
 def _everyones(
     sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
 ) -> Iterator[Mapping[str, Any]]:
-    """For `PartState`."""
+    """What all ranks have of one parameter, for `PartState`."""
     yield saved["parts"][name]
     for each in map(load_rank, range(saved["world_size"])):
         other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
@@ -234,7 +234,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
     saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
     if lost and sync.ranks.logs:
         _log.warning(
-            "the model has changed since compression was attached to it before: what is kept of %s%s starts anew",
+            "the model has changed since compression was attached to it before: what is kept of %s%s starts over",
             ", ".join(lost[:3]),
             " ..." if len(lost) > 3 else "",
         )
@@ -254,7 +254,7 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
     ]
     if parts:
         raise ValueError(
-            f"the residuals beside the checkpoint are of another model ({'; '.join(parts)}): load the checkpoint into"
+            f"the residuals next to the checkpoint are of another model ({'; '.join(parts)}): load the checkpoint into"
             ' the model that wrote it, or pass on_missing_residual="reset" to go on with residuals of zero'
         )
 

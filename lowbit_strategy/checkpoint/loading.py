@@ -41,8 +41,8 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
 
 
 def _shapes(path: Path, key: str) -> Shapes | None:
-    """In a full file or in a folder of shards, under `key`; None if there are none, or the checkpoint cannot be read
-    safely. Then the framework's own error must do.
+    """Shapes in a full file or in a folder of shards, under `key`; None if there are none, or the checkpoint cannot
+    be read safely. Then the framework's own error must do.
 
     A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
     """

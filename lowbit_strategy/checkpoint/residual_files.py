@@ -1,4 +1,4 @@
-"""Files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<run>.<skipped>-<checksum>.pt``.
+"""Files next to a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<run>.<skipped>-<checksum>.pt``.
 
 Each rank that saves writes one. Its name says to which save it belongs, and has the checksum of its bytes; the
 checkpoint's stamp says the same without the checksum, so that no rank has to know of the others' files before it is
@@ -41,7 +41,7 @@ class ResidualFileError(RuntimeError):
 
 
 class MissingResidualFile(ResidualFileError):
-    """A rank has no residual file beside a checkpoint: it has not saved, or its file was lost."""
+    """A rank has no residual file next to a checkpoint: it has not saved, or its file was lost."""
 
 
 class Moment(NamedTuple):
@@ -172,7 +172,7 @@ def _move(fs: Any, source: str, target: str) -> None:
 
 
 def files_of(checkpoint_path: Any) -> list[ResidualFile]:
-    """All files beside a checkpoint, of all ranks and runs, and those that were not written to their end."""
+    """All files next to a checkpoint, of all ranks and runs, and those that were not written to their end."""
     fs, local = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     fs.invalidate_cache()
     try:
@@ -231,7 +231,7 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
 
 
 def _find(checkpoint_path: Any, file: ResidualFile) -> str:
-    """``last.ckpt`` may be a link: then the files are beside it or beside its target. A rank that has saved twice at
+    """``last.ckpt`` may be a link: then the files are next to it or to its target. A rank that has saved twice at
     one moment, and was stopped before the first file was removed, has two, and either will do.
     """
     places = [checkpoint_path]

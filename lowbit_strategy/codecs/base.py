@@ -41,7 +41,7 @@ def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
 
 
 def hard_blocks(block_size: int) -> Iterator[Tensor]:
-    """float32 [block_size]: one element alone, alone in noise, all alike, alternating, Gaussian, heavy tails."""
+    """float32 [block_size]: one element alone, alone in noise, all equal, alternating, Gaussian, heavy tails."""
     noise = torch.randn(block_size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
     index = torch.arange(block_size, dtype=torch.float32)
     alone = (index == block_size // 2).float()
@@ -125,7 +125,7 @@ class Codec(ABC):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether a zero beside other values is decoded as zero; found out with a block that has both kinds. A block of
+        """Whether a zero among other values is decoded as zero; found out with a block that has both kinds. A block of
         nothing but zeros is decoded as zeros by every codec.
         """
         x = torch.randn(max(self.block_size, 64), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)

@@ -21,7 +21,7 @@ _HASHED_AT_ONCE = 1 << 20  # elements
 
 
 class _Blocks(NamedTuple):
-    """Per block its piece and how many elements are not padding; per piece its first block and salt."""
+    """Each block's segment and its elements without padding; each segment's first block and salt."""
 
     piece_K: Tensor
     count_K: Tensor

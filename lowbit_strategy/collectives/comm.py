@@ -78,7 +78,7 @@ class Comm(ABC):
         self.describe_step: Callable[[], str] = str
 
     def between_nodes(self, nbytes: float) -> int:
-        """How much of `nbytes`, sent to all others alike, leaves the node."""
+        """How much of `nbytes`, sent to all others equally, leaves the node."""
         others = self.world_size - 1
         return round(nbytes * (others - self.num_near) / others) if others else 0
 
@@ -88,7 +88,7 @@ class Comm(ABC):
         return 0
 
     def with_own_counter(self) -> Comm:
-        """The same ranks, with a count of bytes of its own."""
+        """The same ranks, with its own count of bytes."""
         return copy.copy(self)
 
     def end(self) -> None:
@@ -321,9 +321,9 @@ def scatter_uneven(
     """Message r, uint8, goes to rank r: what each rank has sent to this one, in rank order.
 
     Args:
-        wires: For each rank.
+        wires: One message for each rank.
         comm: Group.
-        lengths: Of what comes from each rank, where that is known; None: they travel first.
+        lengths: Length of what each rank sends, where that is known; None: lengths travel first.
     """
     if comm.world_size == 1:
         return [wires[0]]

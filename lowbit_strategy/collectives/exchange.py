@@ -3,7 +3,7 @@
 reduce-scatter (the uplink): (1) every codec encodes each parameter's W shares into W messages, scales inline; (2) one
 all-to-all of bytes; (3) the owner decodes the W contributions to its shares and adds them in float32, in rank order.
 
-all-reduce: the same, then the downlink: (4) the owner encodes the mean of its shares, with a residual of its own;
+all-reduce: the same, then the downlink: (4) the owner encodes the mean of its shares, with its own residual;
 (5) one all-gather of bytes; (6) every rank decodes every share. All ranks decode the same bytes: results are
 bit-identical.
 
@@ -235,8 +235,9 @@ class CodedGroup(NamedTuple):
     """Parameters that the same codecs carry, and the codecs' state.
 
     Args:
-        uplink, uplink_state: To the owners of shares.
-        downlink, downlink_state: From the owners, in an all-reduce. None: reduce-scatter, the owners keep the result.
+        uplink, uplink_state: Codec of what goes to the owners of shares.
+        downlink, downlink_state: Codec of what comes from the owners, in an all-reduce. None: reduce-scatter, the
+            owners keep the result.
         block_size: A share's state is a whole number of blocks of both codecs.
         params: Where the parameters lie.
     """

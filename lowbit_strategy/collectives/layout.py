@@ -40,8 +40,8 @@ class TensorSpec:
         sharded: FSDP2 shards it over the ranks that reduce it: each gets the sum of its own rows (reduce-scatter).
             Otherwise all get the mean (all-reduce).
         whole_shape: Shape of the whole parameter, if `shape` is that of a part only.
-        ranges: Of a part: start and length of each run of elements in the flat parameter; joined they are the part.
-        part_row_numel: Of a part that is sharded: elements of each rank's share of it, padding included.
+        ranges: For a part, start and length of each run of elements in the flat parameter; joined they are the part.
+        part_row_numel: Elements of each rank's share of a part that is sharded, padding included.
     """
 
     name: str
@@ -100,7 +100,7 @@ class TensorSpec:
         return rows * math.prod(self.shape[1:])
 
 
-@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
+@functools.lru_cache(maxsize=256)  # the layers of a model are equal, and a part has a range per node
 def _part_of(
     shape: tuple[int, ...], row_dim: int, index: int, count: int, num_runs: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
@@ -158,11 +158,11 @@ class ParamView(NamedTuple):
         return row_length(self.spec.numel, self.row_numel, rank)
 
     def agreed(self) -> tuple[Any, ...]:
-        """What all ranks have alike, for the checksum of a message's layout."""
+        """What is the same on all ranks, for the checksum of a message's layout."""
         return self.name, self.offset, self.row_stride, self.spec.numel, self.row_numel, self.world_size
 
     def within(self, x: Tensor, out: Tensor) -> ParamView:
-        """With its gradient in the bucket `x` and its result in `out`."""
+        """The view with its gradient in the bucket `x` and its result in `out`."""
         if self.spec.sharded:
             row = slice(self.offset, self.offset + self.row_numel)
             return self._replace(x=x.view(self.world_size, -1)[:, row], out=out[row])

@@ -109,7 +109,7 @@ def _key(rank: int) -> str:
 
 
 def _stack() -> str:
-    """Names of functions that training is in, outermost first, those of this package aside."""
+    """Names of functions that training is in, outermost first, without those of this package."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     own, names = "", []
     while frame is not None:

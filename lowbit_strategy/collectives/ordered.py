@@ -21,7 +21,7 @@ _FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("
 
 @functools.lru_cache(maxsize=256)
 def _whole(numel: int) -> Segments:
-    """Kept, because a table that is made anew is copied to the device anew."""
+    """Cached, because a new table has to be copied to the device."""
     return Segments([Segment(0, numel, 0, 0)])
 
 
@@ -126,7 +126,7 @@ def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
 
     Args:
         x_WN: float32, bfloat16 or float16; float32 rows may be overwritten.
-        out_N: Of the same type.
+        out_N: Result, the same type.
         alpha: Factor.
     """
     if x_WN.dtype in _FORMATS and x_WN.numel():

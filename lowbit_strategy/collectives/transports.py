@@ -1,4 +1,4 @@
-"""Transports beside torch's process groups: for ranks that are far apart, and for members that may be lost.
+"""Transports other than torch's process groups: for ranks that are far apart, and for members that may be lost.
 
 `FarComm` sends point-to-point messages, whose receives are posted ahead. gloo lets a group's collectives travel two at
 a time, and a sender first waits until the receiver has reported that its receive is posted: over a link where a message
@@ -38,7 +38,7 @@ class FarComm(GroupComm):
 
     Args:
         group: Made for this alone and its twins.
-        numbers: Numbers of communicators that share the group, the next one first: each has tags of its own.
+        numbers: Numbers of communicators that share the group, the next one first: each has its own tags.
     """
 
     is_far = True
@@ -78,7 +78,7 @@ class FarComm(GroupComm):
         return under_way
 
     def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
-        """In two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
+        """Two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
         taken in the order of ranks, by one of them: its bits are the same on all, but not those of gloo's.
         """
         if op not in _REDUCTIONS:
@@ -99,8 +99,8 @@ class FarComm(GroupComm):
         return under_way
 
     def with_own_counter(self) -> FarComm:
-        """For exchanges that another thread begins: the same ranks, other tags than those of all other twins, whose
-        receives may still be posted.
+        """A twin for exchanges that another thread begins: the same ranks, other tags than those of all other twins,
+        whose receives may still be posted.
         """
         assert self.group is not None
         twin = FarComm(self.group, self._numbers)

@@ -133,7 +133,7 @@ def serve_accelerators(module: Any) -> None:
 
 
 def serve_trainers(module: Any) -> None:
-    """`module` is ``transformers.trainer``. The Trainer has checkpoints of its own: residuals must go along."""
+    """`module` is ``transformers.trainer``. The Trainer has its own checkpoints: residuals must go along."""
     wrapt.wrap_function_wrapper(module, "Trainer.__init__", _trainer_made)
 
 

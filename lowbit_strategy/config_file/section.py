@@ -2,7 +2,7 @@
 
     lowbit_config:
       compressor: loco            # any name that `<name>_ddp` is registered for
-      bits: 4                     # the compressor's own options stand beside it
+      bits: 4                     # the compressor's own options follow
       exempt: ["@vector", "*.gate.*"]
       seed: 0                     # and those of `LowBitPlugin`
       controller: {name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 500, unit: steps}

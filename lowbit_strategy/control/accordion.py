@@ -87,7 +87,7 @@ class CriticalRegimes:
         Args:
             telemetry: Telemetry of the step.
             norms: Gradient norms by name; read only when a window closes.
-            state: From the step before.
+            state: What the step before returned.
 
         Returns:
             For each of `norms` whether it is critical, and why, or None if nothing was judged; and the next state.
@@ -125,7 +125,7 @@ class Accordion(CriticalRegimes, Controller):
     Residuals are kept across switches.
 
     Args:
-        light: For critical regimes.
+        light: Compressor in critical regimes.
         heavy: Otherwise; must send fewer bytes.
         per: Judge each ``parameter``, or the whole ``model``.
         eta, interval, unit, gradient, learning_rate_drop: See `CriticalRegimes`.

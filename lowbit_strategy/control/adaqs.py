@@ -115,7 +115,7 @@ class AdaQS(Controller):
 
 
 def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:
-    """Over the accumulated steps, of these parameters together; None if gradients are all equal or not finite.
+    """The quotient over the accumulated steps, all parameters together; None if gradients are equal or not finite.
 
     With n steps, S the squared norm of the sum and Q the sum of squared norms, the variance is
     ``(Q - S / n) / (n - 1)``, and the squared mean is ``S / n^2`` minus an n-th of it, or 0 if that is negative.

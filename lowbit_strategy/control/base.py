@@ -1,6 +1,6 @@
 """The contract of controllers: telemetry and state in, a decision and the next state out.
 
-Every rank runs the same controller on the same telemetry, so all ranks decide alike. Telemetry has been summed over
+Every rank runs the same controller on the same telemetry, so all ranks decide the same. Telemetry has been summed over
 ranks before a controller sees it. State is plain numbers, strings, lists and dicts, and is saved in checkpoints.
 """
 
@@ -66,8 +66,8 @@ class Telemetry:
         accumulated_norm: Norm, over ranks, of the gradient summed over the steps since it was last read.
         accumulated_square: Sum of the squared norms of the same gradients; only if the probes had `square`.
         accumulated_steps: Number of these steps.
-        energy: By level, for each level that was tried in the last step.
-        residual_norm: Over ranks, before the last step, for the parameters in `energy`.
+        energy: Energies of each level that was tried in the last step.
+        residual_norm: Norm over ranks, before the last step, of the parameters in `energy`.
         end_to_end: Error of the whole last reduction, both hops, with the levels in force.
         step_seconds: Wall time of the last step, mean over ranks; None: not requested, or not yet known.
     """

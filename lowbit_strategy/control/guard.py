@@ -52,8 +52,8 @@ class Bounds:
     Args:
         max_error: Bound on the relative error; None: not checked. Two bits have about 0.5, four bits 0.1.
         max_residual: Bound on the residual's norm relative to gradient plus residual; None: not checked.
-        max_end_to_end: Of the whole reduction's error, result against true mean over ranks; None: not checked. It is
-            measured for the level in force, so a group that falls back for it does not return.
+        max_end_to_end: Limit of the whole reduction's error, result against true mean over ranks; None: not checked. It
+            is measured for the level in force, so a group that falls back for it does not return.
         patience: Observations in a row that raise or clear the alarm.
 
     Raises:

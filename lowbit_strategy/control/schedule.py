@@ -21,7 +21,7 @@ class Phase:
     """One compressor for a while.
 
     Args:
-        compressor: For this phase.
+        compressor: The compressor of this phase.
         start: First optimizer step or epoch of the phase, or share of the run.
         unit: What `start` counts.
 
@@ -75,7 +75,7 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: In the order of their starts, the first from 0.
+        phases: All phases in the order of their starts, the first from 0.
 
     Raises:
         ValueError: Phases are out of order; where units differ, when training starts.

@@ -63,7 +63,7 @@ def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin
     """What a configuration file of Accelerate asks for.
 
     Args:
-        path: Of the file.
+        path: The file.
         num_processes: Instead of the file's.
 
     Raises:
@@ -111,11 +111,11 @@ def plan(
     """What `prepare` and attaching would report for `module`.
 
     Args:
-        module: On any device, meta included.
+        module: The model, on any device, meta included.
         compressor: Configuration.
         planned: The run.
         device: Where that run's gradients will be.
-        options: Beside the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
+        options: All but the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
             of local steps the report is about those that come after a synchronous part.
 
     Raises:

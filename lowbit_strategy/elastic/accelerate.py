@@ -65,7 +65,7 @@ class ReplicaBinding:
             ValueError: There is one already.
         """
         if models:
-            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
+            raise ValueError("elastic serves one model per Accelerator: give a second one its own Accelerator")
 
     def make_own_group(self) -> None:
         """A process group of this process alone, for the comparisons and checkpoints that take all ranks."""
@@ -86,7 +86,7 @@ class ReplicaBinding:
                 session.resume()
 
     def count_samples(self) -> None:
-        """Before a backward pass: those of one batch."""
+        """Counts the samples of one batch, before its backward pass."""
         for session in self._sessions():
             if session.replica is not None:
                 session.replica.count_samples(self._batch_size)

@@ -66,7 +66,7 @@ class Agreement:
         history: The helper's.
         to_commit: Members that are prepared for the helper's history: they commit what they have.
         to_heal: Members that have another state: they get the helper's.
-        diverged: Of those, the ones with the helper's history, but other weights.
+        diverged: Those of them with the helper's history, but other weights.
         steps: Optimizer steps that count for all.
         position: Where the stream of samples continues.
         exchanges: Whether they synchronize now.

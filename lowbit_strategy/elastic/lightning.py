@@ -15,11 +15,11 @@ from lowbit_strategy.elastic.sampler import ElasticSampler
 
 
 def join_in(trainer: Any, replica: ElasticOuterSync, terminated: Callable[[], bool]) -> None:
-    """Before the replica meets the others: it follows their steps, its samples are others than theirs, and SIGTERM ends
-    it while it waits for them.
+    """Prepares the trainer before the replica meets the others: it follows their steps, has its own samples, and
+    SIGTERM ends it while it waits for them.
 
     Args:
-        trainer: Of either namespace.
+        trainer: A trainer of either namespace.
         replica: This one.
         terminated: Whether SIGTERM has been received and not yet handled.
     """

@@ -17,7 +17,7 @@ class ExchangeFailedError(RuntimeError):
 
 
 class MemberComm(Comm):
-    """The collectives of a gloo group that is made anew when members change, the same as those of `GroupComm`.
+    """The collectives of a gloo group that is made again when members change, the same as those of `GroupComm`.
 
     Args:
         members: The group.
@@ -50,7 +50,7 @@ class MemberComm(Comm):
         return self._begin("broadcast", [x], options)
 
     def send(self, x: Tensor, target: int) -> Pending:
-        """To one member, which receives it."""
+        """Sends `x` to one member, which receives it."""
         self.sent_nbytes += x.nbytes
         return self._begin("send", [x], target, 0)
 

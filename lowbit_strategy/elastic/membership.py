@@ -52,8 +52,8 @@ class Members:
     """The replicas of a round.
 
     Args:
-        replicas: In the order of ranks.
-        comm: Among their ranks that have the same index in their replica as this one.
+        replicas: All replicas in the order of ranks.
+        comm: Connects the ranks that have the same index in their replica as this one.
     """
 
     replicas: tuple[Identity, ...]
@@ -65,7 +65,7 @@ class Members:
 
     @property
     def digest(self) -> int:
-        """Of their identities and order; fits 63 bits, never 0."""
+        """A digest of the members' identities and order; fits 63 bits, never 0."""
         return int.from_bytes(hashlib.sha256("\n".join(map(str, self.replicas)).encode()).digest()[:7], "big") + 1
 
 
@@ -280,7 +280,7 @@ class Membership:
                 break
         return (
             f"this replica, {self.identity.name}, does not fit {reference.name}, which is training: {difference}. All"
-            " replicas must have the same model, options and versions; another run needs a lighthouse of its own"
+            " replicas must have the same model, options and versions; another run needs its own lighthouse"
         )
 
     # -- connections ----------------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ class Elastic(Replicas):
         lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: from the environment
             variable TORCHFT_LIGHTHOUSE.
         min_replicas: With fewer, all wait.
-        name: Of this replica, in messages and reports; replicas are ordered by name. None: host and process id of its
-            first rank.
-        address: Of this machine, as other replicas reach it. None: the one from which it reaches the lighthouse.
+        name: This replica's name in messages and reports; replicas are ordered by name. None: host and process id of
+            its first rank.
+        address: This machine's address, where other replicas reach it. None: the one from which it reaches the
+            lighthouse.
         timeout: Seconds that a message may take; then a replica that has stopped counts as lost.
         connect_timeout: Seconds that replicas have to connect to each other.
         patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.

@@ -68,7 +68,7 @@ class PendingCommit(NamedTuple):
 
 
 class ElasticOuterSync(OuterSync):
-    """`OuterSync` whose members are found anew for every fragment.
+    """`OuterSync` whose members are found again for every fragment.
 
     A fragment's synchronization, on all members:
 
@@ -151,7 +151,7 @@ class ElasticOuterSync(OuterSync):
     def check_extendable(self) -> None:
         raise RuntimeError(
             "parameters have been unfrozen, and replicas that come and go must train the same ones from the"
-            " beginning to the end: unfreeze them before training begins, and start a run of its own"
+            " beginning to the end: unfreeze them before training begins, and start a separate run"
         )
 
     def leave(self) -> None:
@@ -178,7 +178,7 @@ class ElasticOuterSync(OuterSync):
         return self._comm is None or self._comm.rank == 0
 
     def join(self) -> None:
-        """Before training: meet the others, who may be in the middle of it. Takes up to a round."""
+        """Meets the others before training; they may be in the middle of it. Takes up to a round."""
         self.on_join()
         while self._rendezvous(due=False):
             if self._attempt(done=False) is not None:
@@ -234,7 +234,7 @@ class ElasticOuterSync(OuterSync):
             ExchangeFailedError: A member is lost, which may have or not.
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
-        comm = copy.copy(comm)  # counts bytes of its own
+        comm = copy.copy(comm)  # counts its own bytes
         self.membership.together(lambda: comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait())
 
     def _commit(self) -> FragmentSync:
@@ -252,7 +252,7 @@ class ElasticOuterSync(OuterSync):
     # -- meeting ----------------------------------------------------------------------------------------------------
 
     def _rendezvous(self, *, due: bool) -> bool:
-        """Until all members are connected and have the same state. Returns whether they synchronize now."""
+        """Waits until all members are connected and have the same state. Returns whether they synchronize now."""
         start = time.perf_counter()
         while True:
             with ThreadPoolExecutor(1) as beside:

@@ -30,7 +30,7 @@ def register(
     its local steps.
 
     Args:
-        elastic: As chosen.
+        elastic: The user's choice.
         prepared: Compressor and options are the same on all replicas.
         module: The model.
         group: The ranks of this replica.
@@ -48,7 +48,7 @@ def register(
     if prepared.scatter and prepared.shard_size != num_ranks:
         raise ValueError(
             f"elastic serves nodes that share one model, and this one has {num_ranks} ranks with"
-            f' shard_size={prepared.shard_size}: give shard_size="node", and start each node as a run of its own'
+            f' shard_size={prepared.shard_size}: give shard_size="node", and start each node as its own run'
         )
     settings = settings_of(options) | {"shard_size": prepared.shard_size}
     same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)

@@ -23,8 +23,9 @@ class ElasticSampler(DistributedSampler[int]):
         dataset: Dataset of a known length, the same on all replicas.
         shuffle: Permute it, otherwise as it is.
         seed: Seed of the permutations; the same on all replicas.
-        rank: In its replica.
-        num_ranks: Of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate does.
+        rank: Rank in its replica.
+        num_ranks: Ranks of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate
+            does.
 
     Attributes:
         on_begin: Called before the first sample of an epoch is drawn.

@@ -88,7 +88,7 @@ class BucketLayout:
         entries: Each parameter's name, and the place of its first element (FSDP2: in every row).
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
-        alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
+        alone: Whole-model methods take it for a whole model, as they do every bucket of FSDP2.
         key: Distinguishes buckets of which this rank has no part.
         num_marked: FSDP2: of how many parameters ranks tell each other whether they had a gradient.
     """
@@ -229,7 +229,7 @@ class Bucket:
             out: DDP: as `x`, may be `x` itself; the mean. FSDP2: the own row, ``[row_numel]``; the sum.
             step: Counter and seeds.
             observers: The innermost first.
-            marks: As for `Exchange.run`.
+            marks: The same as for `Exchange.run`.
         """
         stages = self._stages(x, out, step, [each for each in observers if each.traces], marks)
         for observer in observers:
@@ -441,7 +441,7 @@ class BucketSchedule:
             self._active.remove(job)
 
     def _take_turn(self, job: _Job) -> None:
-        """Without a turn where it goes on with the last bucket, as it does on all ranks then."""
+        """Advance a bucket without waiting for its turn: all ranks do so at this point."""
         while job in self._active and not (job.awaits_turn or job.awaits_others):
             self._advance(job)
         if job.awaits_turn:

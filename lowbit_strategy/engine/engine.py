@@ -76,7 +76,7 @@ class GradientSync:
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
         node_codes: Means inside a node as codes, by its ranks, where sums there are not exact.
-        extra_state, rank_state, part_state: What is saved beside the methods' own state, by name; what differs between
+        extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
@@ -162,7 +162,7 @@ class GradientSync:
         return self.state.compressor
 
     def use(self, compressor: Compressor) -> None:
-        """Give every parameter its method anew. Residuals are carried over; between steps only."""
+        """Give every parameter its method again. Residuals are carried over; between steps only."""
         self._regroup(self.state.use, compressor, self.step_index)
 
     def choose(self, chosen: Mapping[str, Compressor]) -> None:
@@ -193,7 +193,7 @@ class GradientSync:
     def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
         """Reduce with other ranks from the next step on. Between steps, on all of them.
 
-        All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is made anew, and
+        All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is new, and
         what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
         assert ranks.topology.node_size == self.ranks.topology.node_size
@@ -262,7 +262,7 @@ class GradientSync:
         steps_per_reduction: int = 1,
         rates: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Before the first backward pass of a step, on all ranks; further calls do nothing until it has ended.
+        """Begin a step, before its first backward pass, on all ranks; further calls do nothing until it has ended.
 
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
@@ -311,7 +311,7 @@ class GradientSync:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Inside, methods have kept what they had before all that is open."""
+        """A context in which methods have what they had before all open reductions."""
         if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
             yield
             return
@@ -468,7 +468,7 @@ class GradientSync:
         self.forget()
 
     def count_step(self) -> None:
-        """In rounds: an optimizer step that nothing is reduced for."""
+        """Count an optimizer step for which nothing is reduced, where ranks meet in rounds."""
         self.step_index += 1
 
     def serve_weights(self, weights: WeightSync) -> None:
@@ -552,8 +552,8 @@ def in_backward() -> bool:
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """In a backward pass: call `callback` when it has ended, after everything that waits for its end by now, or is
-    going to while gradients are computed.
+    """Call `callback` when the current backward pass has ended, after everything that waits for its end now, or will
+    while gradients are computed.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))

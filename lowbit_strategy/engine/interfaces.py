@@ -103,7 +103,7 @@ class StepListener(Protocol):
     """Someone who measures, decides or records."""
 
     def begin_step(self) -> BucketObserver | None:
-        """Before anything of a step is reduced. Returns who looks at the step's buckets."""
+        """Begin a step, before anything of it is reduced. Returns who looks at the step's buckets."""
 
     def end_step(self, *, counted: bool) -> None:
         """The step is over. `counted`: it did not overflow."""

@@ -23,12 +23,12 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 @dataclass(slots=True)
 class _Leftover:
-    """Of one parameter.
+    """What a former method of one parameter has not sent.
 
     Args:
         tensors, numbers: State of the replaced method, or of one that has a residual of float32, as `unsent_part` reads
             it.
-        factor: That the loss scale has changed by since.
+        factor: What the loss scale has been multiplied by since.
     """
 
     tensors: StateTensors
@@ -114,7 +114,7 @@ class CarryOver:
 
     @contextmanager
     def taken_back(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, what was added to the gradients of these parameters waits again."""
+        """A context in which what was added to the gradients of these parameters waits again."""
         added, waiting = self._added, self.waiting
         self.waiting = waiting | {name: added[name] for name in names if name in added}
         yield
@@ -140,7 +140,7 @@ class MethodState:
         ranks: Who reduces them.
         others: Who reduces those parameters that others reduce, by name.
         device: Device of gradients.
-        sharded: As FSDP2 shards parameters; otherwise all ranks get the mean.
+        sharded: Whether FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:
         all_ranks: Who reduces any, `ranks` first; the same order on all ranks.
@@ -201,7 +201,7 @@ class MethodState:
     # -- methods --------------------------------------------------------------------------------------------------
 
     def use(self, compressor: Compressor, step_index: int) -> None:
-        """Give every parameter its method anew; residuals are carried over."""
+        """Give every parameter its method again; residuals are carried over."""
         compressor.check(list(self.full_specs.values()))
         self.compressor, self._chosen = compressor, {}
         self.follow_phase(step_index)
@@ -247,7 +247,7 @@ class MethodState:
         self.assign(earlier)
 
     def move(self, ranks: Ranks, afresh: bool = False) -> None:
-        """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
+        """Other ranks reduce with this one: state is made again, and what has not been sent yet becomes its residual.
 
         If its place is the same it stays as it is, unless it is wanted `afresh`.
         """
@@ -352,7 +352,7 @@ class MethodState:
         return self.specs[name].row_numel(self.ranks_of(name).peers.world_size, block_size)
 
     def sent_nbytes(self, name: str) -> int:
-        """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
+        """Bytes this rank sends to others for one reduction of a parameter, without headers and padding."""
         return self.assignments[name].method.wire_nbytes(self.specs[name], self.ranks_of(name).peers.world_size)
 
     def rescale_(self, factor: float) -> None:

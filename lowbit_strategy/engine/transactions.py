@@ -52,7 +52,7 @@ class Transactions:
         return self._aside.keys()
 
     def to_keep(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Of parameters that are going to be prepared, those whose state has to be kept (`keep`) before that."""
+        """Those of the parameters to be prepared whose state has to be kept (`keep`) before that."""
         return tuple(name for name in names if name not in self.prepared) if self.keeps_copies else ()
 
     def keep(self, names: tuple[str, ...]) -> None:
@@ -102,7 +102,7 @@ class Transactions:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Inside, the state is as before all open reductions, whose gradients no checkpoint has."""
+        """A context in which the state is as before all open reductions, whose gradients no checkpoint has."""
         after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.prepared}
         self._restore(after)
         with self._state.carryover.taken_back(after):
@@ -177,7 +177,7 @@ class ByteCheck:
         self._before += nbytes
 
     def end_step(self) -> None:
-        """Before anything else that a step sends when it ends.
+        """Ends the step, before anything else that it sends when it ends.
 
         Raises:
             RuntimeError: More or less was sent than planned.

@@ -104,7 +104,7 @@ class WeightSync:
 
     Attributes:
         comms: All of them, `comm` first.
-        planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, framing aside.
+        planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, without framing.
         step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
         flags: Where weights that were changed behind the engine's back are noted.
     """
@@ -160,7 +160,7 @@ class WeightSync:
             module.gather.forget()
 
     def restart(self) -> None:
-        """A checkpoint is loaded: differences begin anew, unless it has what they are from. On all ranks."""
+        """A checkpoint is loaded: differences start over, unless it has what they are from. On all ranks."""
         for module in self.modules.values():
             module.gather.restore(None)
 

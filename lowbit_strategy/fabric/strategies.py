@@ -271,7 +271,7 @@ def adapt(
     """Let a controller choose compressors; after ``fabric.setup`` and before ``fabric.load``.
 
     Args:
-        fabric: With one of our strategies.
+        fabric: A Fabric with one of our strategies.
         controller: One of `lowbit_strategy.control`.
         model: Which, if several are set up.
         optimizer: Gives the learning rate.
@@ -304,7 +304,7 @@ def monitor(
     A controller's decisions (`adapt`) go the same way.
 
     Args:
-        fabric: With one of our strategies.
+        fabric: A Fabric with one of our strategies.
         model: Which, if several are set up.
         optimizer: Gives the learning rate for the record, where `adapt` has not got it already.
         every_n_steps: Optimizer steps from one observation to the next.

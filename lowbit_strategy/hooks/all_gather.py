@@ -1,6 +1,6 @@
 """FSDP2: an all-gather of every sharded module that goes through a `WeightSync`.
 
-What is kept of a module's weights is judged by what happens to it on all ranks alike, so that none has to ask another:
+What is kept of a module's weights is judged by what happens to it on all ranks, so that none has to ask another:
 
 | moment | what is kept of the weights |
 |---|---|
@@ -11,7 +11,7 @@ What is kept of a module's weights is judged by what happens to it on all ranks 
 FSDP2 leaves the outermost module gathered after a forward pass. If no backward pass follows, a validation's weights
 would serve the next training step: what an earlier forward pass has left is gathered again.
 
-Where ranks are far apart the first module that a forward pass gathers anew takes all others along: their rows leave at
+Where ranks are far apart the first module that a forward pass gathers again takes all others along: their rows leave at
 once, instead of one after the other.
 
 A backward pass gathers as its forward pass did. Each owner notes a digest of its row when it sends. Weights that have
@@ -144,7 +144,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
 
 class _StreamOrder:
-    """On CUDA a gather may run on another stream than the one before; both touch what is kept."""
+    """Orders gathers on CUDA, which may run on different streams and touch the same kept weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None

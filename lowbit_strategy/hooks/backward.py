@@ -20,8 +20,8 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
     An earlier `call` for the same FSDP2 model is replaced.
 
     Args:
-        model: In ``DistributedDataParallel``, which keeps the places where gradients are added, or sharded.
-        call: In the thread that computes gradients.
+        model: Wrapped in ``DistributedDataParallel``, which keeps the places where gradients are added, or sharded.
+        call: Called in the thread that computes gradients.
     """
     passes: list[int] = [-1]
 

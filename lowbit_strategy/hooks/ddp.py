@@ -44,10 +44,10 @@ def default_bucket_cap_mb(device: torch.device) -> int:
 def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
     """Give DDP a new reducer, without a communication hook.
 
-    PyTorch has no call that takes a hook away. This makes the reducer anew, as unpickling a model does.
+    PyTorch has no call that takes a hook away. This makes the reducer again, as unpickling a model does.
 
     Args:
-        model: Between steps.
+        model: The wrapped model, between steps.
         bucket_cap_mb: Size of the buckets; None: as they are.
     """
     if bucket_cap_mb is not None:
@@ -79,7 +79,7 @@ class BucketWorker:
     """Runs stages of buckets. `submit` from the autograd thread, `close` at the end.
 
     Args:
-        turn_after: As for `BucketSchedule`.
+        turn_after: The same as for `BucketSchedule`.
     """
 
     def __init__(self, turn_after: int | None = None) -> None:
@@ -191,7 +191,7 @@ class DDPHook:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls. An error in what it returns must have been raised: DDP takes another's value for a result."""
         if self.closed:
-            raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp begins anew")
+            raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
         buffer, last = bucket.buffer(), bucket.is_last()
         key = (last, buffer.dtype, *map(id, bucket.parameters()))
         if key not in self._cuts:
@@ -269,7 +269,7 @@ def refuse_other_hooks(model: DistributedDataParallel) -> None:
     """
     if model.mixed_precision is not None:
         raise RuntimeError(
-            "DistributedDataParallel(mixed_precision=...) reduces gradients in a communication hook of its own, in the"
+            "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, in the"
             " place of which compression would come: leave it out, and use autocast or the framework's precision"
         )
     if model._comm_hooks:

@@ -42,7 +42,7 @@ class FSDPWiring:
         groups: What FSDP2 shards of it.
         sync: Its engine.
         side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
-        mesh: Over which FSDP2's own communication reduces, where the model is sharded over one of its dims.
+        mesh: What FSDP2's own communication reduces over, where the model is sharded over one of its dims.
         others: Who reduces the gradients of a group, by its name, where it is not the engine's `ranks`.
     """
 
@@ -125,7 +125,7 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
 
 
 def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
-    """In words, for `num_batches` micro-batches per step; None: there is one."""
+    """What accumulating `num_batches` micro-batches per step costs, in words; None if there is one."""
     if num_batches < 2:
         return None
     if accumulate == "reduce":

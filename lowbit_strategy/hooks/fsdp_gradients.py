@@ -7,7 +7,7 @@ Under HSDP, sharded inside a node and replicated between nodes, FSDP2 shards ove
 have one model together. After each module's reduce-scatter, which is exact and stays inside the node, it calls an
 all-reduce hook with the rank's own shard of the gradients: the engine replaces it by its mean over the replicas. On CPU
 a worker thread does that while backward goes on, and the end of the backward pass waits for it; on CUDA it runs in a
-stream of its own, which FSDP2 waits for.
+its own stream, which FSDP2 waits for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     Args:
         param_group: The module's.
-        names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
+        names: Its parameters' names, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters that this rank has no part of are left out.
         ranks: Who reduces them.
@@ -169,7 +169,7 @@ class CompressedReduceScatter(_ReduceScatter):
 
     Args:
         param_group, names, sync, ranks, side, unused: See `_ReduceScatter`.
-        between: On CUDA where there are two levels.
+        between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
     def __init__(

@@ -81,10 +81,10 @@ class BetweenNodes:
         self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
 
     def make_room(self) -> None:
-        """In the stream that reduces inside the node, before it does."""
+        """Waits, in the stream that reduces inside the node, until there is room for another module."""
         torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
 
     def reduced(self) -> None:
-        """In `stream`: a module is done."""
+        """Notes, in `stream`, that a module is done."""
         self._earlier.record(self.stream)
         self._earlier, self._last = self._last, self._earlier

@@ -31,10 +31,10 @@ class Reduction:
 
     Args:
         params: FSDP2's records of its trainable parameters.
-        names: Of them.
+        names: Names of the parameters.
         absent: A bit for each that this rank has no gradient of.
         is_sent: Whether other ranks take part; otherwise the gradients wait, and none is in any ``.grad``.
-        device: Of gradients.
+        device: Where gradients are.
 
     Attributes:
         marks: `absent` on the device; after the exchange, what none of the peers had. None: nothing is absent.
@@ -127,7 +127,7 @@ class UnusedParameters:
 
     def _end_of_backward(self, reductions: list[Reduction]) -> None:
         self._finish()
-        found, reductions[:] = reductions.copy(), []  # what is added from now on comes with a call of its own
+        found, reductions[:] = reductions.copy(), []  # what is added from now on comes with its own call
         for each in found:
             if each.done is not None:
                 torch.cuda.current_stream(each.device).wait_event(each.done)

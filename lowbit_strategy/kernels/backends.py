@@ -24,7 +24,7 @@ def triton_available() -> bool:
 
 
 def describe(device: torch.device) -> str:
-    """For reports: what serves `device`, and what would be faster."""
+    """What serves `device`, and what would be faster, for reports."""
     backend = choose(device)
     if backend == "native":
         return f"native C ({native.isa()})"

@@ -42,7 +42,7 @@ def select_above(
     Args:
         x: float32 [N].
         threshold: NaN selects nothing.
-        expected: About how many there will be: a good guess saves a second pass.
+        expected: Roughly how many there will be: a good guess saves a second pass.
         addend: float [N]; float32 on the CPU is added in the same pass.
 
     Returns:

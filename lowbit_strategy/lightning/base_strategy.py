@@ -193,7 +193,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Replicas that come and go have different samples, though each has a world of its own."""
+        """Replicas that come and go have different samples, though each has its own world."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
         if self._elastic is None or trainer is None or trainer.state.stage != "train":
             return dataloader

@@ -5,7 +5,7 @@ comes between any two instructions of Python, on one rank during backward, on an
 only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes; at
 the start of the next batch the ranks tell each other what has come, and then all of them run the handlers together.
 
-Where ranks are far apart they begin to tell each other before a backward pass, so that the answers travel beside the
+Where ranks are far apart they begin to tell each other before a backward pass, so that the answers travel with the
 gradients and nobody waits for them. Where they are near that would save nothing, and a rank that is lost between two
 steps is named by this exchange, not by DDP's own in the forward pass, which knows no names.
 """
@@ -69,7 +69,7 @@ class DeferredSignals:
         self._answers = None
 
     def ask(self) -> None:
-        """Before a backward pass, on all ranks: begin to ask what any has received, unless that is under way."""
+        """Begins to ask what any rank has received, unless that is under way; before a backward pass, on all ranks."""
         if self._answers is not None or self.trainer.world_size == 1:
             return
         device = self.trainer.strategy.root_device

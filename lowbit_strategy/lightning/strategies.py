@@ -56,7 +56,7 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         self.on_attached(session)
 
     def serve_unfrozen(self, session: Session) -> None:
-        """DDP synchronizes what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
+        """DDP synchronizes what was trainable when it wrapped, so the module is wrapped again; stock DDP would let the
         ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
         if session.is_in_rounds:  # DDP synchronizes nothing

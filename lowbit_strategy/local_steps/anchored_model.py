@@ -57,7 +57,7 @@ class AnchoredModel:
         return {"shared": self.buffers.shared, "own": own, "private": self.buffers.private}
 
     def compare_buffers(self) -> None:
-        """On all ranks: average what differs between them, and warn about what has no mean."""
+        """Averages what differs between ranks, and warns about what has no mean. Called on all ranks."""
         comm = self._sync.ranks.peers
         before = comm.sent_nbytes
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
@@ -83,7 +83,7 @@ class AnchoredModel:
                 self._aside = None
 
     def keep(self) -> None:
-        """In `shared`: this rank continues from what the model has now."""
+        """Lets this rank continue from what the model has now; called inside `shared`."""
         self._aside = None
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class AnchoredModel:
 
     @torch.no_grad()
     def rebase_on_mean(self, names: Iterable[str]) -> None:
-        """On all ranks: set these anchors to the mean over the ranks."""
+        """Sets these anchors to the mean over the ranks. Called on all ranks."""
         peers = self._sync.ranks.peers.with_own_counter()  # beside the engine's counters
         for name in names:
             total = self.anchors[name].contiguous()
@@ -152,7 +152,7 @@ class AveragedBuffers:
             needed: a model may replace its buffers.
 
     Attributes:
-        shared: By name.
+        shared: What is shared, by name.
     """
 
     def __init__(self, beside: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -206,7 +206,7 @@ class AveragedBuffers:
     def differing(
         self, comm: Comm, device: torch.device, known: Sequence[int], *, floats_only: bool = False
     ) -> dict[str, Differing]:
-        """On all ranks: what else differs between them, by name. Nothing is changed yet.
+        """What else differs between ranks, by name; nothing is changed yet. Called on all ranks.
 
         Args:
             comm: See `align`.

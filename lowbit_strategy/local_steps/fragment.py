@@ -126,7 +126,7 @@ class FragmentSync:
     arrivals: Sequence[Pending] = ()
 
     def wait(self) -> None:
-        """Until all of it has arrived."""
+        """Waits until all of it has arrived."""
         wait_for_all(self.arrivals)
 
     @property
@@ -163,7 +163,7 @@ class FragmentSync:
         return means[3], means[at : at + sample_numel], means[at + sample_numel :]
 
     def state_dict(self) -> dict[str, Any]:
-        """After `wait`."""
+        """The fragment's state; to be called after `wait`."""
         return {
             "means": self.fragment.views(self.x),
             "header": {"flat": self.header, "world_size": self.world_size},
@@ -215,7 +215,7 @@ class AnchorOptimizer:
         self._optimizer.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """By name; tensors are the live ones."""
+        """The state by name; tensors are the live ones."""
         return {name: dict(self._optimizer.state.get(tensor, {})) for name, tensor in self._tensors.items()}
 
     def load(self, name: str, kept: Mapping[str, Any]) -> None:
@@ -235,7 +235,7 @@ class EagerUpdate:
 
     The outer optimizer is linear in its gradients, so the published step with
     ``own(t) / W + mean(t - 1) - own(t - 1) / W`` from each rank's own point is the sum of two: the anchor, which all
-    ranks move alike by the means that have arrived, and an offset, the last step of a second optimizer that sees this
+    all ranks move by the means that have arrived, and an offset, the last step of a second optimizer that sees this
     rank's ``own / W`` alone. The anchors stay the same on all ranks.
 
     Args:

@@ -46,7 +46,7 @@ class OuterSync:
 
     Args:
         sync: Reduces pseudo-gradients. Its steps are counted here.
-        params: By name, as `sync` knows them, in the order in which they are cut into fragments.
+        params: All parameters by the names that `sync` knows, in the order in which they are cut into fragments.
         rule: When, and by which optimizer.
         buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
@@ -100,7 +100,7 @@ class OuterSync:
         sync.reduce_in_rounds(self, revocable=self.revocable)
 
     def join(self) -> None:
-        """Before training: everybody is there."""
+        """Meets the other ranks before training: all are there from the start."""
 
     def leave(self) -> None:
         """Training is over on this rank."""
@@ -313,7 +313,7 @@ class OuterSync:
         return contextlib.nullcontext() if self.finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
-        """In `shared_weights`, on all ranks, which may have been given other weights: continue from those."""
+        """Continues from other weights, if the ranks were given any; called inside `shared_weights`, on all ranks."""
         if self.model.differs(self.anchors):
             self.model.keep()
             self.rebase()
@@ -377,7 +377,7 @@ class OuterSync:
             _log.warning(
                 "the checkpoint was written under another outer rule: a new round begins from the anchors, which all"
                 " ranks share%s",
-                "" if same_optimizer else "; the outer optimizer starts anew, it is of another class",
+                "" if same_optimizer else "; the outer optimizer starts over, it is of another class",
             )
         for name, anchor in self.anchors.items():
             if name in state["anchors"]:
@@ -399,7 +399,7 @@ class OuterSync:
             self._eager.load_state_dict(state["eager"])
 
     def _continue_round(self, state: Mapping[str, Any]) -> None:
-        """At the fragment at which it was saved."""
+        """Continues the round at the fragment at which it was saved."""
         self.round_length, self._next = state["every"], state["turn"] % len(self.fragments)
         self.num_syncs, self.every = state["num_turns"], state["wanted"]
         earlier, last = state["rates"]

@@ -41,7 +41,7 @@ class LocalSGD(OuterRule):
 
 @configuration
 class OverlapLocalSGD(LocalSGD):
-    """At the end of a round each rank is pulled towards the previous anchor, then sends its weights.
+    """Each rank is pulled towards the previous anchor at the end of a round, then sends its weights.
 
     1. ``weights = mix * weights + (1 - mix) * anchor``
     2. while the next round is trained, the ranks' weights travel

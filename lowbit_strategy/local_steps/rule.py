@@ -79,7 +79,7 @@ class OuterRule(RoundRule):
         if shortest < self.fragments:
             raise ValueError(
                 f"every must be at least fragments, {self.fragments}, got {shortest}: each fragment has a turn per"
-                " round, after an optimizer step of its own"
+                " round, after its own optimizer step"
             )
         if not 0 <= self.delay <= self.shortest_turn:
             raise ValueError(
@@ -95,7 +95,7 @@ class OuterRule(RoundRule):
         chosen = self.synchronous_compressor
         if chosen is not None and chosen.momenta != {0.0}:
             raise ValueError(
-                f"synchronous_compressor must not apply a momentum of its own, got {chosen.name}: the optimizer's"
+                f"synchronous_compressor must not apply its own momentum, got {chosen.name}: the optimizer's"
                 " serves the local part too"
             )
 

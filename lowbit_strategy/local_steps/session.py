@@ -31,7 +31,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class LocalSteps(EveryStep):
-    """Between the session and `OuterSync`.
+    """Connects the session and `OuterSync`.
 
     Args:
         module: The model, the same on all ranks of `sync`.
@@ -261,7 +261,7 @@ class LocalSteps(EveryStep):
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Before the engine's state is read: wait for what is under way."""
+        """Waits for what is under way, before the engine's state is read."""
         if self.outer is not None:
             self.outer.arrive()
 

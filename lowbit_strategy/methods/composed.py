@@ -90,7 +90,7 @@ class Partition(Composed):
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
-        default: For all other parameters.
+        default: Compressor of all other parameters.
         exempt: More exempt parameters; they take precedence over the rules.
 
     Raises:
@@ -143,9 +143,9 @@ class WarmUp(Composed):
     it has any, begin after the warm-up. Residuals are carried over.
 
     Args:
-        compressor: After the warm-up.
+        compressor: What follows the warm-up.
         steps: Optimizer steps of the warm-up.
-        first: During the warm-up; uncompressed by default.
+        first: Compressor of the warm-up; uncompressed by default.
 
     Raises:
         ValueError: `steps` is not positive, or a field is not a compressor.
@@ -321,7 +321,7 @@ class ErrorFeedback(Wrapper):
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         if reducer.residual_gain is not None:
-            raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
+            raise ValueError(f"{reducer.label!r} has its own error feedback: use it without the wrapper")
         if self.residual != "float32":
             raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")
         return FeedbackReducer(inner=contracting(reducer), decay=self.decay)

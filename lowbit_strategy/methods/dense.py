@@ -16,7 +16,7 @@ class Dense(Compressor):
     """Gradients as floats, summed in float32 in rank order.
 
     Args:
-        dtype: On the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
+        dtype: Type on the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
     """
 
     name: ClassVar[str] = "dense"

@@ -38,7 +38,7 @@ _LEAST = 0.8
 
 
 def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
-    """About the k largest elements of the sum, 0.8 k to k of them, in a few passes and without sorting it.
+    """Selects 0.8 k to k of the largest elements of the sum, in a few passes and without sorting it.
 
     A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
     if it selects more than k, the largest of those are taken. If the sample would be a quarter of the sum, the
@@ -86,10 +86,10 @@ class DGC(OwnPositions):
     is the optimizer's, after the mean.
 
     Args:
-        density: After the warm-up, in (0, 1].
+        density: Density after the warm-up, in (0, 1].
         values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
-        momentum: In [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and the like,
-            which average gradients themselves.
+        momentum: Momentum in [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and
+            the like, which average gradients themselves.
         nesterov: Nesterov's momentum; needs ``momentum > 0``.
         clip_norm: Bound on the norm of the mean gradient, approached by step 1; None: no clipping. Under DDP the
             parameters then wait for the last bucket, under FSDP2 each module is clipped separately. With a loss scaler

@@ -36,7 +36,7 @@ from lowbit_strategy.options.configuration import configuration
 
 MAX_BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-_UNBALANCED = 0.1  # loads further than this above the mean, noise aside: partitions are cut again
+_UNBALANCED = 0.1  # loads further than this above the mean, apart from noise: partitions are cut again
 
 
 class Grid(NamedTuple):

@@ -119,8 +119,8 @@ class LoCo(TwoPrecisionCompressor):
     has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: Per code: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more
-            error to feed back.
+        bits: Bits per code: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes,
+            more error to feed back.
         codebook: Values of the codes: ``uniform``: step 2; the others as above. None: ``e2m1`` at 4 bits, otherwise,
             and with stochastic rounding, ``uniform``.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size more bits.
@@ -133,12 +133,12 @@ class LoCo(TwoPrecisionCompressor):
             rotated by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The
             rotation runs in plain PyTorch outside the kernels, and is slower.
         rounding: Rounding of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured to be as good;
+        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured to be as good;
             ``stochastic``: keeps increments below half a step on average.
-        return_beta: As `beta`, for the owner's residual on the downlink.
-        return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for the downlink; None:
-            the uplink's. At least `bits`; for parameters of high precision, at least the uplink's codes. A downlink
-            error is the same on all ranks: it is not averaged.
+        return_beta: The same as `beta`, for the owner's residual on the downlink.
+        return_bits, return_codebook, return_block_size: The same as `bits`, `codebook` and `block_size`, for the
+            downlink; None: the uplink's. At least `bits`; for parameters of high precision, at least the uplink's
+            codes. A downlink error is the same on all ranks: it is not averaged.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,

@@ -26,9 +26,9 @@ class QSGD(TwoPrecisionCompressor):
        over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: Per code, 2 to 8. One bit less means four times the variance.
+        bits: Bits per code, 2 to 8. One bit less means four times the variance.
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size more bits per element.
-        return_bits: Per code on the downlink; None: `bits`.
+        return_bits: Bits per code on the downlink; None: `bits`.
 
     References:
         Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,

@@ -115,7 +115,7 @@ class WeightCode(BlockWeights):
     least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below the smallest normal number.
 
     Args:
-        bits: Per code: 8, 6 or 4. 8 does not show in the loss; fewer do (use `WeightDelta` then).
+        bits: Bits per code: 8, 6 or 4. 8 does not show in the loss; fewer do (use `WeightDelta` then).
         keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing.
             ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
             in the dtype of the forward pass (2 or 4 bytes per parameter). ``nothing``: no extra memory, and every
@@ -155,7 +155,7 @@ class WeightDelta(BlockWeights):
     optimizer's steps. A checkpoint has each owner's part of h; after a resume these are sent exactly once.
 
     Args:
-        bits: Per code: 8, 4 or 2.
+        bits: Bits per code: 8, 4 or 2.
         keep: Only ``replica``: 4 bytes per parameter on every rank, 2 if the forward pass is in 16 bits.
         high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica corrects
             their errors too.
@@ -206,7 +206,7 @@ CHOICES: tuple[WeightCoding, ...] = (
 
 
 def default_weights(compressor: Compressor) -> WeightCoding:
-    """By default LoCo's strategies code weights at 8 bits; with other compressors this is unmeasured."""
+    """The default: 8 bits with LoCo; with other compressors coding weights is unmeasured, so they are exact."""
     return _CODE if isinstance(compressor, LoCo) else _EXACT
 
 

@@ -79,10 +79,10 @@ class ParameterDigest:
 
 
 def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -> dict[str, list[int]]:
-    """On all ranks: which tensors differ between them, and each rank's digest of those.
+    """The tensors that differ between ranks, and each rank's digest of those. Called on all ranks.
 
     Args:
-        tensors: By name, the same names on all ranks.
+        tensors: Tensors by name, the same names on all ranks.
         comm: The ranks.
         device: Device of its collectives.
     """

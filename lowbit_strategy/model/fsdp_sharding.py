@@ -30,7 +30,7 @@ class ShardedGroup:
 
     Args:
         name: Name of the first of them, with a number where its parameters are on several meshes.
-        module: That one.
+        module: The module.
         param_group: FSDP2's own record of it.
         gathered_in_backward: Whether the weights are freed after forward, and gathered again for backward.
     """
@@ -192,7 +192,7 @@ def shard_module(
 
     Args:
         module: The model.
-        mesh: For ``fully_shard``.
+        mesh: What ``fully_shard`` is given.
         policy: What is sharded as one.
         prepare: Called with each module just before it is sharded.
 
@@ -225,7 +225,7 @@ def shard_module(
             if hasattr(whole, method):
                 register_fsdp_forward_method(whole, method)
     if prepare is not None and policy.by_child:
-        prepare(module)  # buffers of its own
+        prepare(module)  # its own buffers
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -57,7 +57,7 @@ def by_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> d
 
     Args:
         groups: What FSDP2 shards.
-        mesh: Of both dims, where modules are sharded over one.
+        mesh: The mesh of both dims, where modules are sharded over one.
 
     Raises:
         ValueError: Modules are replicated only, or a mesh is not in the order of ranks.
@@ -170,8 +170,8 @@ def model_group(
 
     Args:
         module: The model.
-        group: Over which its gradients are a mean.
-        device: Of gradients.
+        group: The ranks over which its gradients are a mean.
+        device: Where gradients are.
         mesh: Whose ranks belong to them in any case.
     """
     own = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
@@ -182,7 +182,7 @@ def model_group(
 
 
 def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    """DDP with ``device_mesh=`` keeps the local part, and how it was distributed beside it."""
+    """DDP with ``device_mesh=`` keeps the local part, and next to it how it was distributed."""
     spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
     return None if spec is None else spec.device_mesh
 
@@ -193,7 +193,7 @@ def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch
     Args:
         ranks: Global ones, in order.
         near: A group that may be it, and whose timeout it gets.
-        device: Of its tensors.
+        device: Where its tensors are.
     """
     if len(ranks) == dist.get_world_size():
         return None
@@ -210,7 +210,7 @@ def describe_dims(mesh: DeviceMesh | None) -> str:
     """Which dims of the whole mesh gradients are compressed over; empty if it has one dim, or dims without names.
 
     Args:
-        mesh: Of the data-parallel dims, of which the second one of two shards.
+        mesh: The mesh of the data-parallel dims; the second one of two shards.
     """
     if mesh is None or (own := mesh.mesh_dim_names) is None:
         return ""

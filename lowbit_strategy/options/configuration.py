@@ -19,7 +19,7 @@ T = TypeVar("T")
 def configuration(cls: type[T]) -> type[T]:
     """``@dataclass(frozen=True, kw_only=True)`` whose constructor checks what it is given.
 
-    Without slots: a dataclass with slots is made anew, and the first one stays among its base's subclasses. Command
+    Without slots: a dataclass with slots is made again, and the first one stays among its base's subclasses. Command
     lines that find a class by its name (jsonargparse, LightningCLI) would find two.
 
     Every value must be of its field's type: `bool` is no integer, 4.0 neither; integers are accepted for floats, lists

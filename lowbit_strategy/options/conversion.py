@@ -48,7 +48,7 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
     Args:
         name: Any text.
         known: Valid names.
-        likeness: At least so much, 1 for the name itself.
+        likeness: The least likeness, 1 for the name itself.
     """
     choices = list(known)
     if (same := _ELSEWHERE.get(name.lower())) in choices:
@@ -99,7 +99,7 @@ _NUMBERS = {int: "an integer", float: "a number"}
 
 
 class Conversion(NamedTuple):
-    """What a class accepts beside its instances: `make` turns it into one.
+    """What a class accepts in addition to its instances: `make` turns it into one.
 
     Args:
         make: Called with a value and where it comes from; raises `Mismatch` for a value that it does not take, and
@@ -219,7 +219,7 @@ def named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, A
 
     Args:
         value: The one or the other; case, hyphens and underscores do not matter.
-        known: By name.
+        known: What there is, by name.
         what: What they are, for errors.
 
     Raises:

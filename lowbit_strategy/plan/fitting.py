@@ -51,8 +51,8 @@ class MemoryOption:
 
     Args:
         compressor, weights: The way.
-        memory: By purpose.
-        beside, copies: As in `Setup`.
+        memory: Bytes by purpose.
+        beside, copies: The same as in `Setup`.
         differs: How from what was asked for, in words; empty: not at all.
         costs: What that costs, in words.
     """

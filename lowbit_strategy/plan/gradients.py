@@ -99,7 +99,7 @@ class ParamGroup:
     Args:
         names: Names of the parameters.
         itemsize: Bytes of an element of their gradients.
-        name: For reports.
+        name: What reports call it.
     """
 
     names: tuple[str, ...]
@@ -318,7 +318,7 @@ def gradient_transfers(
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
-    known: dict[object, TransferGroup] = {}  # the layers of a model are alike
+    known: dict[object, TransferGroup] = {}  # the layers of a model are equal
     transfers = []
     for at, each in enumerate(reduced):
         whole_model = waiting if at == last else ()

@@ -17,8 +17,8 @@ class Message:
     """What one rank sends in one collective, or in several of one method that wait for each other.
 
     Args:
-        level: Among which ranks: all (``flat``), those of a node, or those with the same part on all nodes.
-        what: In a word.
+        level: The ranks that exchange it: all (``flat``), those of a node, or those with the same part on all nodes.
+        what: What is sent, in a word.
         nbytes: Bytes that this rank sends to others, as the method promises them.
         framing_nbytes: Sent in addition: headers, padding.
         in_series: Collectives, each of which waits for the one before.
@@ -46,7 +46,7 @@ class TransferGroup:
     """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a round.
 
     Args:
-        name: For reports.
+        name: What reports call it.
         numel: Elements of its parameters, wholly.
         messages: Each waits for the one before it.
         repeats: How often it travels per step (of a round: per round), on average.

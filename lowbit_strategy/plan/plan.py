@@ -38,16 +38,16 @@ BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves,
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank keeps beside parameters, gradients and the optimizer's state, in bytes, by purpose.
+    """What a rank keeps in addition to parameters, gradients and the optimizer's state, in bytes, by purpose.
 
     Args:
         residuals: What methods keep from step to step.
-        copies: Of residuals as they were before the step.
+        copies: Copies of residuals before the step.
         weights: What stays of FSDP2's weights between gathers.
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
         rounds: What is kept from round to round, where ranks meet in rounds.
-        beside: For what ranks exchange beside gradients.
+        beside: What ranks exchange in addition to gradients takes.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
             FSDP2 a rank otherwise holds its shard of them.
     """
@@ -79,13 +79,13 @@ class StepPlan:
         assignments: Method and kind of each, and why: what is exempt or of high precision.
         gradients: Transfers of every step, in the order in which backward produces them.
         weights: Transfers of every step: FSDP2's modules, in their order.
-        rounds: Of every round, where ranks meet in rounds.
-        beside: Per step or round, on average: beside gradients.
+        rounds: Messages of a round, where ranks meet in rounds.
+        beside: Transfers in addition to gradients, per step or round, on average.
         companion: What `beside` is for.
         round_plan: What `rounds` are of; None: every step reduces its gradients.
-        memory: By purpose.
+        memory: Bytes by purpose.
         coding: Coding of weights, if FSDP2 shards them.
-        modules: As FSDP2 gathers them.
+        modules: The units that FSDP2 gathers.
     """
 
     topology: Topology
@@ -114,7 +114,7 @@ class StepPlan:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes sent to peers in a step, or in a round; framing aside."""
+        """Bytes sent to peers in a step, or in a round; without framing."""
         return step_nbytes((self.rounds or self.gradients) + self.beside, "flat", "inter-node")
 
     @property
@@ -167,7 +167,7 @@ def make_plan(
     copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
-    distinct: dict[Method, Method] = {}  # what is alike is planned once
+    distinct: dict[Method, Method] = {}  # equal parameters are planned once
     methods = {name: distinct.setdefault(each.method, each.method) for name, each in assignments.items()}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
@@ -223,7 +223,7 @@ def _max_buckets_in_flight(gradients: Sequence[TransferGroup], topology: Topolog
 
     DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
     ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
-    is left over may lie beside them. Far ranks have all of them under way.
+    is left over may exist at the same time. Far ranks have all of them under way.
     """
     if topology.far:
         return len(gradients)

@@ -43,4 +43,4 @@ class RoundPlan(Protocol):
         """Memory for what is kept."""
 
     def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Temporary memory of a turn, beside messages."""
+        """Temporary memory of a turn, without messages."""

@@ -39,7 +39,7 @@ class ModuleWeightCost:
     """What a module's weights cost a rank.
 
     Args:
-        gather_nbytes: Sent to others each time that they are gathered over the network, framing aside.
+        gather_nbytes: Sent to others each time that they are gathered over the network, without framing.
         framing_nbytes: A header and the padding of every parameter, each time that codes are sent; at most.
         exact_nbytes: Sent to others where they travel as they are.
         num_gathers: How often they are gathered in a step of one forward and one backward pass.

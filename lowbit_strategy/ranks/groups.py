@@ -63,7 +63,7 @@ def new_group(
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, torch gives groups this name; afterwards they do not count in the names of others' groups.
+    """A context in which torch gives groups this name; afterwards they do not count in the names of others' groups.
 
     torch names groups by a counter, by how many groups a rank has (before 2.14), or by both.
     """
@@ -94,7 +94,7 @@ def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _without_splitting() -> Iterator[None]:
-    """Inside, the default group is bound to no device, so its communicator is not split."""
+    """A context in which the default group is bound to no device, so its communicator is not split."""
     default: Any = c10d._get_default_group()
     device: torch.device | None = default.bound_device_id
     default.bound_device_id = None

@@ -148,7 +148,7 @@ def _short(name: str, length: int = 30) -> str:
 
 
 def draw_bytes(run: Run) -> Figure | None:
-    """Bytes sent so far, of gradients and of weights, beside what would have been sent without compression."""
+    """Bytes sent so far, of gradients and of weights, with what would have been sent without compression."""
     gradients, sent = run.bytes_so_far(GRADIENTS), run.bytes_so_far(GRADIENTS, WEIGHTS)
     dense = run.bytes_so_far(DENSE_GRADIENTS, DENSE_WEIGHTS)
     if not sent or not dense.values[-1]:

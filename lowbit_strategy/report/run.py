@@ -114,7 +114,7 @@ class Run:
 
     @property
     def counts_weights(self) -> bool:
-        """Whether the record has the bytes of weights beside those of gradients."""
+        """Whether the record has the bytes of weights as well as those of gradients."""
         return any(line.get(WEIGHTS) for line in self.observations)
 
 

@@ -79,7 +79,7 @@ def has_second_moment(optimizer: Optimizer) -> bool:
 
 
 def check_second_moment(optimizer: Optimizer) -> None:
-    """Before it has stepped.
+    """Checks that the optimizer's second moment can be corrected; called before it has stepped.
 
     Raises:
         ValueError: It has no second moment that could be corrected.

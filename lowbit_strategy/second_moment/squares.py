@@ -1,7 +1,7 @@
 """Adam's second moment without compression's noise: of squares that ranks exchange in some steps.
 
 Adam divides by the root of ``v``, the average of squared gradients. What few bits add to a gradient adds its square to
-``v``, and makes all elements of a block alike: steps are too small, in the same way for all. Measured, one bit with the
+``v``, and makes all elements of a block equal: steps are too small, in the same way for all. Measured, one bit with the
 ``v`` of exact gradients needs no more steps than uncompressed training. This is an approximation of that ``v``:
 
 1. ranks add up the squares of their own exact gradients over a few steps
@@ -69,7 +69,7 @@ def is_due(age: int, offset: int) -> bool:
 
 @dataclass(slots=True)
 class _ParamStats:
-    """Of one parameter.
+    """What is known of the squares of one parameter.
 
     Args:
         sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
@@ -308,7 +308,7 @@ class SecondMoment(Follower):
         exact, own = known.energies
         share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._comm.world_size, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
-        without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: all elements alike
+        without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: the same for all elements
         blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])
         part = local_part(second_moment)
         part.copy_(shaped(blocks.view(-1)[: v_N.numel()], replace(spec, shape=tuple(part.shape))))
@@ -330,7 +330,7 @@ class SecondMoment(Follower):
         self._known |= {name: self._kept.pop(name) for name in names if name in self._kept}
 
     def forget(self) -> None:
-        """Begin anew: until squares have been exchanged the optimizer's own second moment serves."""
+        """Start over: until squares have been exchanged the optimizer's own second moment serves."""
         self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class SecondMoment(Follower):
         self.forget()
         if not own or state.get("layout", self._layout()) != self._layout():
             if state["known"] and self._sync.ranks.logs:
-                _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment begins anew")
+                _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment starts over")
             return
         device = self._sync.device
         for name, kept in state["known"].items():

@@ -90,7 +90,7 @@ class AdaptiveDriver:
         self._last_end: float | None = None
 
     def attach(self, sync: GradientSync) -> None:
-        """Before a checkpoint is loaded into `sync`.
+        """Takes over `sync`, before a checkpoint is loaded into it.
 
         Raises:
             ValueError: The controller cannot serve this model.
@@ -130,7 +130,7 @@ class AdaptiveDriver:
 
     def _concerned(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """Parameters that some level compresses, on any rank: their parts may differ in size by other dims of a mesh,
-        and all ranks decide alike.
+        and all ranks decide the same.
         """
         levels = self.controller.levels
         names = {spec.name for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)}
@@ -252,7 +252,7 @@ class AdaptiveDriver:
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
             if self.sync.ranks.logs:
                 _log.warning(
-                    "the checkpoint was written under another controller (%s of %s): this one starts anew",
+                    "the checkpoint was written under another controller (%s of %s): this one starts over",
                     state["controller"],
                     ", ".join(state["labels"]),
                 )

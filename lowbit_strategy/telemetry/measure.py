@@ -126,7 +126,7 @@ class StepMeasure:
         sync: The engine.
 
     Attributes:
-        rows: By figure, a float64 row of each parameter that has one.
+        rows: A float64 row of each parameter that has one, by figure.
         sampling_nbytes: Bytes that this rank has sent for `compare`, by the ranks they went to.
     """
 
@@ -168,7 +168,7 @@ class StepMeasure:
             self.rows["end_to_end"][view.name] = _compared(view, mean_N, *sample, comm)
 
     def summed(self, widths: Mapping[Any, int], facts: Sequence[float] = ()) -> tuple[dict[Any, Tensor], list[float]]:
-        """On all ranks, in one exchange: the rows of each figure, ``[names, width]``, and the mean of each fact.
+        """The rows of each figure, ``[names, width]``, and the mean of each fact: one exchange of all ranks.
 
         Args:
             widths: Numbers in a row, by figure. A parameter without one has zeros.
@@ -217,7 +217,7 @@ def _parts(x: Tensor, less: Tensor | None) -> Iterator[Tensor]:
 
 
 def _row_norms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows of `_ROW` elements, and of the rest."""
+    """Norms of rows of `_ROW` elements, and of the rest."""
     num_rows = x.numel() // _ROW
     rows, rest = x[: num_rows * _ROW].view(num_rows, _ROW), x[num_rows * _ROW :]
     return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rest, dim=0, keepdim=True)

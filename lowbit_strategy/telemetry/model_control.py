@@ -239,7 +239,7 @@ class ModelControl:
         2. rates are put back when the step has returned, a skipped one too
 
         Args:
-            optimizer: About to step.
+            optimizer: The one that is about to step.
             closure: What it is to be called with, if it computes gradients.
 
         Returns:

@@ -72,16 +72,16 @@ class Observation:
     Args:
         step: Optimizer steps completed before it.
         total: All parameters.
-        groups: By group name.
+        groups: Figures by group name.
         sent_nbytes: Bytes of gradients that a rank put on the wire in the whole step, counted, mean over ranks.
-        between_nbytes: Of those, what left the node; all of them where it is not known which ranks share one.
+        between_nbytes: What of those left the node; all of them where it is not known which ranks share one.
         inside_nbytes: Bytes of gradients that stayed inside the node: the others, and where ranks have two levels what
             is added up exactly. Counted, mean over ranks.
         weights_nbytes: Bytes that this rank sent for weights in the last step before, counted; 0 under DDP.
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
-        step_ms: From the end of the step before to the end of this one; None for a first step. In rounds: of the
+        step_ms: Time from the end of the step before to the end of this one; None for a first step. In rounds: of the
             turn before and of this one.
         nonfinite: Parameters whose gradient was not finite.
         drift: In rounds: how far ranks had drifted apart, the root mean square of their distances from the mean, in

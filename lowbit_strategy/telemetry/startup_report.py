@@ -38,7 +38,7 @@ class Report:
 
     Args:
         plan: Plan of the run.
-        compressor: That the plan is of.
+        compressor: The one that the plan is for.
         device: Where kernels run.
         step_index: Optimizer steps completed.
         dims: Those of the mesh, where it has several.
@@ -150,7 +150,7 @@ class Report:
         if exact and used != Exact():
             named = ", ".join(exact[:3]) + (", ..." if len(exact) > 3 else "")
             lines.append(
-                f"    not coded: {named} (parameters of several types, or that the module gathers in a way of its own)"
+                f"    not coded: {named} (parameters of several types, or that the module gathers in its own way)"
             )
         return lines + [f"    instead: {_describe_weights(plan, other)}" for other in CHOICES if other != used]
 
@@ -159,7 +159,7 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
     """One way of sending FSDP2's weights, and what it costs a rank in a step of one forward and one backward pass."""
     again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
     keeps = {
-        "nothing": "gathered anew in backward" if again else "sent once, as FSDP2 keeps them until backward",
+        "nothing": "gathered again in backward" if again else "sent once, as FSDP2 keeps them until backward",
         "codes": "kept as codes",
         "replica": "kept as a replica",
     }

@@ -43,7 +43,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(began: Moment, ended: Moment) -> float:
-    """On CUDA, waits until the device has come to `ended`."""
+    """Seconds from one moment to another. On CUDA it waits until the device has come to `ended`."""
     if isinstance(began, float):
         assert isinstance(ended, float)
         return ended - began
@@ -60,7 +60,7 @@ class StepTime(NamedTuple):
 
 
 class StepClock:
-    """Between `start` and `take`, times steps. On CUDA by the device's own clock, which is read in `take`.
+    """Times the steps between `start` and `take`, on CUDA by the device's own clock, which is read in `take`.
 
     Args:
         device: Device of the gradients.
@@ -95,7 +95,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Training waits inside. On CUDA that is not known: what the host asks for runs beside computation."""
+        """Training waits inside. On CUDA that is not known: what the host asks for runs during computation."""
         done = self.wait() if self._device.type == "cpu" else None
         yield
         if done is not None:
@@ -169,7 +169,7 @@ def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> st
 
     Args:
         step: The median of those that were timed.
-        sent_nbytes: By this rank in one of them, gradients and weights.
+        sent_nbytes: What this rank sent in one of them, gradients and weights.
         plans: Of the run.
     """
     fp32, bf16 = (sum(uncompressed_nbytes(plan, dtype) for plan in plans) for dtype in (torch.float32, torch.bfloat16))
@@ -194,7 +194,7 @@ class Timed:
     """Steps of one set-up that were timed.
 
     Args:
-        name: For reports.
+        name: What reports call it.
         seconds: Duration of each.
     """
 

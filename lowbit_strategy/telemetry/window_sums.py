@@ -170,7 +170,7 @@ class _Whole:
 
 
 def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Of elements that lie in `ranges`, joined, those from `start` to `stop`."""
+    """The ranges of elements `start` to `stop` of what lies in `ranges`, joined."""
     found, before = [], 0
     for at, length in ranges:
         first, last = max(start - before, 0), min(stop - before, length)

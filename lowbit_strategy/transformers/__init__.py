@@ -98,7 +98,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
     if binding is not None and binding.plugin.elastic is not None:
         binding.plugin.elastic.adapter("transformers").adapt(trainer, binding_of)
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
-        return  # bound for a lowbit_config section, in whose place the script puts a plugin of its own
+        return  # bound for a lowbit_config section, in whose place the script puts its own plugin
     callback = ResidualCallback(trainer)
     trainer.add_callback(callback)
 

@@ -170,7 +170,7 @@ def collect_regroup(harness: InvariantHarness) -> Evidence:
 
 
 def _has_buckets(subject: Subject) -> bool:
-    """Under FSDP2 each module is a model of its own to methods that look at the whole model."""
+    """Under FSDP2 each module is its own model to methods that look at the whole model."""
     methods = [assignment.method for assignment in subject.assignments(subject.compressor).values()]
     return subject.layout == "ddp" or not any(method.whole_model for method in methods)
 

@@ -186,7 +186,7 @@ def whole_tiles() -> Iterator[None]:
 
 
 def _fresh(kernel: Any) -> Any:
-    """The same kernel, which looks its functions up anew."""
+    """The same kernel, which looks its functions up again."""
     alignment = [param.name for param in kernel.params if param.do_not_specialize_on_alignment]
     plain = [param.name for param in kernel.params if param.do_not_specialize]
     return triton.jit(kernel.fn, do_not_specialize=plain, do_not_specialize_on_alignment=alignment)

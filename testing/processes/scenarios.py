@@ -1,6 +1,6 @@
 """Many small trainings in one launch of real processes.
 
-    def accumulation(folder, kind):              # runs on every rank, in a process group of its own
+    def accumulation(folder, kind):              # runs on every rank, in its own process group
         ...
         return {"calls": calls}                  # facts: anything that can be pickled
 

@@ -258,7 +258,7 @@ def test_a_choice_is_resumed(facts: list[Facts]) -> None:
         if rank["first"] == "settled":
             assert (rank["then"], rank["steps"]) == ("settled", 0)
         else:
-            assert rank["then"] in ("own", "try")  # what was kept has been sent, and the trial begins anew
+            assert rank["then"] in ("own", "try")  # what was kept has been sent, and the trial starts over
             assert rank["steps"] == STEPS - (OWN + 3) - 1
 
 
@@ -346,7 +346,7 @@ def test_what_does_not_go_together(facts: list[Facts]) -> None:
 
 
 def unfrozen(folder: Path) -> Facts:
-    """Lightning wraps the module anew while one candidate is tried."""
+    """Lightning wraps the module again while one candidate is tried."""
 
     class Thaws(Regression):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that come and go under Accelerate and Fabric, each a world of its own."""
+"""Replicas that come and go under Accelerate and Fabric, each its own world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that come and go under Lightning's Trainer, each with a world of its own."""
+"""Replicas that come and go under Lightning's Trainer, each with its own world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of several ranks that share one model, each a Lightning run of its own."""
+"""Replicas of several ranks that share one model, each a Lightning its own run."""
 
 from __future__ import annotations
 

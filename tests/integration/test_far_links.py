@@ -187,7 +187,7 @@ def memory(folder: Path, kind: Kind) -> Facts:
         model = DistributedDataParallel(net, bucket_cap_mb=0.25)
         session = attach_ddp(model, prepared)
     sync = session.sync
-    for _ in range(40):  # receives of the sizes before DDP cut its buckets anew have been given up by then
+    for _ in range(40):  # receives of the sizes before DDP cut its buckets again have been given up by then
         session.begin_step()
         model.zero_grad()
         model(torch.randn(4, 256)).square().mean().backward()

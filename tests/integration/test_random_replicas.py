@@ -147,7 +147,7 @@ class Program:
             self.saved = (stamp, values, self.since, copy.deepcopy(self.optimizer.state_dict()))
 
     def again(self) -> None:
-        """A second fit: local steps end with the mean of all weights, and begin anew."""
+        """A second fit: local steps end with the mean of all weights, and start over."""
         if self.session is not None:
             self.session.finish()
         elif self.local:

@@ -20,7 +20,7 @@ from lowbit_strategy.lightning import AdaptiveCompression
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.regression import KINDS, Regression, loader, mlp, strategy, trainer
 
-STEPS = 12  # DDP orders its buckets anew once, after the first of them
+STEPS = 12  # DDP orders its buckets again once, after the first of them
 PHASES = (LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=64), PowerSGD(rank=1, start_step=0), TopK(density=0.05))
 PHASE_STEPS = 3
 
@@ -107,6 +107,6 @@ def test_a_switch_leaves_buckets_and_compiled_modules_alone(facts: list[Facts]) 
 
 @scenarios(switching, kind=KINDS)
 def test_parameters_are_regrouped_before_backward_and_not_inside_a_collective(facts: list[Facts]) -> None:
-    """On CUDA a collective has a stream of its own, in which memory must not change hands."""
+    """On CUDA a collective has its own stream, in which memory must not change hands."""
     for fact in facts:
         assert fact["begun"] == [True] * STEPS

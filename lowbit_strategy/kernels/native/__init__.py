@@ -134,7 +134,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
-    """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside.
+    """``work(first, last)`` over parts of ``range(num_blocks)``, one in this thread and the others in more.
 
     After an error or an interrupt no other thread works on the call: its tensors are the caller's again.
     """

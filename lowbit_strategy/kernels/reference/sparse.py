@@ -146,7 +146,7 @@ def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float
     for indices, values in parts:
         total.index_add_(0, indices, values)
     if alpha != 1.0:
-        everywhere = torch.cat([indices for indices, _ in parts])  # one that comes twice is written twice alike
+        everywhere = torch.cat([indices for indices, _ in parts])  # what comes twice is written twice, equally
         total.index_copy_(0, everywhere, total.index_select(0, everywhere).mul_(alpha))
     if not dense:
         out.copy_(total)

@@ -172,7 +172,8 @@ class Launch:
         elements_per_thread: More: less overhead for a block's scale and a tile's addresses, but more registers.
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
         vector: Neighboring elements of a thread, at most. 4 float32 are one 16-byte access.
-        pieces: That a tile with a tail or unaligned floats is worked off in: more are fewer registers, and less code.
+        pieces: Number of steps in which a tile with a tail or unaligned floats is worked off: more take fewer
+            registers, and less code.
         max_registers: Limit of registers per thread, on NVIDIA's GPUs: fewer are more warps at a time.
     """
 
@@ -236,7 +237,7 @@ def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, devi
 
 class Program:
     """A kernel with the arguments that no call changes. Once it is compiled calls go to its code at once: Triton would
-    look at every argument anew, which takes the host longer than all else.
+    look at every argument again, which takes the host longer than all else.
 
     Args:
         kernel: Its first parameters are the tables of `tiles`, its last ones `constants`.
@@ -255,8 +256,8 @@ class Program:
         self._run: Callable[..., object] | None = None
 
     def launch(self, *args: object, aligned: bool = True) -> None:
-        """With the other arguments, whose types must be those of the calls before. `aligned`: all of those tensors that
-        the compiler takes to be aligned are, to 16 bytes.
+        """Runs the kernel with the other arguments, whose types must be those of the calls before. `aligned`: all
+        tensors that the compiler takes to be aligned are, to 16 bytes.
         """
         if not self._grid[0]:
             return

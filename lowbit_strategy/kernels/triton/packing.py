@@ -169,7 +169,7 @@ def store_trits(pointer, code, usable, rows, fmt: tl.constexpr, shape: tl.conste
 def store_once(pointer, at, value, mask, shape: tl.constexpr):
     """Store one number per block [rows] at ``pointer + at``, from the first of the threads that hold the block.
 
-    A plain [rows] store has a layout of its own: moving there costs a trip through shared memory with two barriers.
+    A plain [rows] store has its own layout: moving there costs a trip through shared memory with two barriers.
     As ``[rows, threads]`` with one thread unmasked, the layout is the one the block's elements have, if threads look
     like neighbors in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``,
     which LLVM folds). `pointer` must not be known to be aligned.

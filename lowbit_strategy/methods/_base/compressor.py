@@ -123,7 +123,7 @@ class Compressor(ABC):
         return frozenset({0.0})
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """For adapters to call with each optimizer of the model: momentum must be applied once.
+        """Checks that momentum is applied once; adapters call it with each optimizer of the model.
 
         Raises:
             ValueError: The compressor applies different momenta to different parameters or phases; or both apply one.
@@ -179,7 +179,7 @@ class TwoPrecisionCompressor(Compressor):
 
     Args:
         high_precision: Parameters that get more bits, chosen as in `exempt`, which goes first.
-        high_precision_bits: Per code of these parameters.
+        high_precision_bits: Bits per code of these parameters.
     """
 
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")

@@ -2,7 +2,7 @@
 
 Each rank computes them itself, possibly on another type of GPU, and library routines add in an order that depends on
 the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in a
-fixed order, which are rounded alike everywhere.
+fixed order, which are rounded in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
 
 
 def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
-    """Roots are taken in float64 and rounded once: those of float32 are not rounded alike on every device."""
+    """Roots are taken in float64 and rounded once: those of float32 differ between devices."""
     square_B = tree_sum(_padded(tree_sum(columns_BRN * columns_BRN)))
     smallest_B11 = (square_B.double().sqrt().float() * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN

@@ -5,7 +5,7 @@ state on this rank. Whatever the method, what it has not yet sent can be taken o
 of the gradient: live switches, checkpoints of another configuration and changes of the world size need nothing else.
 
 A `CodecPair` has one codec per hop; all pairs of a bucket share its messages. A `Reducer` (`reducer.py`) has
-communication of its own.
+its own communication.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MethodStore:
     Args:
         method: The rule.
         state: Tensors by parameter and name.
-        numbers: What `unsent_part` needs to know beside the tensors of a parameter: plain numbers, saved with them.
+        numbers: What `unsent_part` needs to know besides the tensors of a parameter: plain numbers, saved with them.
         device: Where the tensors are.
         arenas: The tensors that those of `state` are views of, if they are.
     """
@@ -169,7 +169,7 @@ class Method(ABC):
 
     @property
     def block_size(self) -> int:
-        """Under DDP shares start on multiples of it."""
+        """Elements that shares start on multiples of, under DDP."""
         return 1
 
     @property

@@ -78,7 +78,7 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
     is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
     title: ClassVar[str]
-    own_temporary_nbytes: ClassVar[float] = 0.0  # beside what a residual of int8 takes
+    own_temporary_nbytes: ClassVar[float] = 0.0  # in addition to what an int8 residual takes
 
     density: float = 0.01
     values: Values | Codec = "float32"

@@ -16,10 +16,10 @@ from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerSta
 
 
 class Reducer(Method):
-    """A method with communication of its own. A frozen dataclass; state is passed in and changed in place.
+    """A method with its own communication. A frozen dataclass; state is passed in and changed in place.
 
     ``whole_model`` methods are given all parameters of a step at once: under DDP the engine collects the buckets and
-    calls `reduce` on the last one; under FSDP2 each module is its own model.
+    calls `reduce` on the last one; under FSDP2 each module counts as a model.
     """
 
     fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
@@ -30,7 +30,7 @@ class Reducer(Method):
 
     @property
     def temporary_nbytes(self) -> float:
-        """Memory for a moment, of each element that is reduced at once, beside state; measured: benchmarks/LOG.md."""
+        """Memory for a moment, of each element that is reduced at once, without state; measured: benchmarks/LOG.md."""
         return 0.0
 
     def keeps_zero_rows(self, spec: TensorSpec) -> bool:
@@ -44,7 +44,7 @@ class Reducer(Method):
         """State by parameter name; none by default.
 
         A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
-        ``residual_scale`` beside it where it is int8): it is carried over when the method changes.
+        ``residual_scale`` with it where it is int8): it is carried over when the method changes.
         """
         return {}
 

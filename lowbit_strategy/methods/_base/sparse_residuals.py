@@ -82,7 +82,7 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
 
 
 def nonzero(chosen: Chosen) -> Chosen:
-    """Without zeros, which need not be sent."""
+    """The selection without zeros, which need not be sent."""
     if chosen.values.all():
         return chosen
     keep = chosen.values.nonzero().view(-1)
@@ -113,7 +113,7 @@ def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]]
 
     Args:
         views: The parameters.
-        parts_SV: For each source in order, its entries of each parameter.
+        parts_SV: Entries of each parameter, for each source in order.
         world_size: Ranks that the mean is over.
     """
     for v, view in enumerate(views):

@@ -34,7 +34,7 @@ class EdenCodec(BlockwiseCodec):
     """`EDEN`'s quantizer: a decoded block has the same inner product with the original as the original itself.
 
     Args:
-        bits: Per code, 1 to 4.
+        bits: Bits per code, 1 to 4.
         block_size: Elements that are rotated together and share a scale, a power of two.
         least_error: ``S = <y, c> / |c|^2`` instead: the block shrinks, and the error never exceeds it.
     """
@@ -113,10 +113,10 @@ class EDEN(TwoPrecisionCompressor):
     LoCo's moving average of the error corrects the bias.
 
     Args:
-        bits: Per code, 1 to 4.
+        bits: Bits per code, 1 to 4.
         block_size: Elements that are rotated together and share S (bfloat16), a power of two from 32. Larger: closer to
             a Gaussian, fewer scales, a longer rotation.
-        return_bits: Per code on the downlink; None: `bits`.
+        return_bits: Bits per code on the downlink; None: `bits`.
         beta: Weight of the old error in the residual, as in `LoCo`, on both hops. 0: classic error feedback, with the
             scale of least error. None: no residual; a constant gradient then keeps a bias.
         residual: With `beta`: ``float32`` costs 4 bytes per parameter on every rank, ``int8`` one.

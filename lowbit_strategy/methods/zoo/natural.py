@@ -105,7 +105,7 @@ class NaturalCompression(Compressor):
     smaller values become 0 or the smallest power, still without bias (the publication's natural dithering).
 
     Args:
-        bits: Per code, 2 to 8.
+        bits: Bits per code, 2 to 8.
         block_size: Elements that share the byte of the largest exponent, a power of two.
 
     References:

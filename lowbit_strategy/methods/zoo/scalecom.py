@@ -33,8 +33,8 @@ class ScaleCom(CommonPositions):
     Traffic does not grow with the number of ranks.
 
     Args:
-        beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning rates,
-            which otherwise make the ranks' residuals diverge.
+        beta: Weight of the low-pass filter, in (0, 1]: 1 is plain error feedback; use 0.1 to 0.3 with large learning
+            rates, which otherwise make the ranks' residuals diverge.
 
     References:
         Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed

@@ -166,7 +166,7 @@ class SharedViews:
         torch._foreach_copy_([view.out for view in self.views], list(parts))
 
     def observe_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
-        """For feedback and monitors: the gradient, and what the other ranks decode."""
+        """Fills in the gradient and what the other ranks decode, for feedback and monitors."""
         for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
             for view, values in zip(self.views, self.packed.pieces(values_KB.view(-1)), strict=True):
                 if (target := getattr(view, key)) is not None:
@@ -182,7 +182,7 @@ class SharedScaleReducer(Reducer):
         block_size: Elements that share a scale.
         clip_sigmas: Clip each block's elements first, in standard deviations of this rank's block; None: no clipping.
         rounding: ``stochastic``: no bias; ``nearest``: least error.
-        title: For reports.
+        title: What reports call it.
     """
 
     limit: int
@@ -255,7 +255,7 @@ class SharedScale(TwoPrecisionCompressor):
     the grid of another rank's outliers.
 
     Args:
-        bits: Per code, 2 to 8.
+        bits: Bits per code, 2 to 8.
         block_size: Elements that share w, a power of two; a tensor in the publication.
 
     References:
@@ -318,10 +318,10 @@ class MultiScale(SharedScale):
     4. the mean is the sum times the step over W
 
     Args:
-        bits: Per code, 2 to 8; the agreement takes two more.
+        bits: Bits per code, 2 to 8; the agreement takes two more.
         finer_bits: log2 of the quotient of the two steps, 1 to 8.
         block_size: Elements that share w, a power of two.
-        high_precision_bits: Per code of embeddings and output heads, which have one scale.
+        high_precision_bits: Bits per code of embeddings and output heads, which have one scale.
 
     References:
         arXiv 2109.12497, 2021, its multi-scale quantizer: sums are exact only where all ranks use the same step.

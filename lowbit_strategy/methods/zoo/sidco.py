@@ -60,7 +60,7 @@ def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distri
 
     Args:
         magnitudes: float [n], not empty, all positive and finite.
-        density: In (0, 1).
+        density: Density in (0, 1).
         num_stages: More: closer to the density for any true distribution.
         distribution: Distribution of the first stage.
     """

@@ -72,7 +72,7 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
     depends on the gradient.
 
     Args:
-        sparsity: In [1, 2). Larger: more zeros.
+        sparsity: Factor in [1, 2). Larger: more zeros.
 
     References:
         Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",

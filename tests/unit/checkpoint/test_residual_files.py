@@ -1,4 +1,4 @@
-"""Residual files beside a checkpoint: whole or not there, found or refused, left or removed."""
+"""Residual files next to a checkpoint: whole or not there, found or refused, left or removed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
         ({"momentum": 1.0}, "momentum must be in"),
         ({"lr": 0.0}, "lr must be above 0"),
         ({"synchronous": -1}, "synchronous must be a number of steps"),
-        ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply a momentum of its own, got dgc"),
+        ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply its own momentum, got dgc"),
     ],
 )
 def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:

@@ -97,7 +97,7 @@ def test_feedback_in_8_bits_costs_a_quarter_and_does_nearly_as_well() -> None:
 
 @pytest.mark.parametrize("compressor", [LoCo(), EFSignSGD(), PowerSGD(rank=1)])
 def test_feedback_twice_is_refused(compressor: Compressor) -> None:
-    with pytest.raises(ValueError, match=r"cannot be given error feedback|has error feedback of its own"):
+    with pytest.raises(ValueError, match=r"cannot be given error feedback|has its own error feedback"):
         ErrorFeedback(compressor=compressor).assign(MATRIX)
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_wrapped_is_refused_at_once() -> None:
     for kind in (EF21, Rotate):
         with pytest.raises(ValueError, match="needs a quantizer"):
             kind(compressor=PowerSGD(rank=1))
-    with pytest.raises(ValueError, match="has error feedback of its own"):
+    with pytest.raises(ValueError, match="has its own error feedback"):
         ErrorFeedback(compressor=TopK())
 
 

@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_controller_is_not_taken() -> None:
     with mock.patch.object(adaptive_driver._log, "warning") as warning:
         other.load_state_dict(driver.state_dict())
     assert other.state == state
-    assert "this one starts anew" in warning.call_args.args[0]
+    assert "this one starts over" in warning.call_args.args[0]
 
 
 def test_state_is_plain() -> None:
