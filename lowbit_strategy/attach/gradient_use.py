@@ -129,14 +129,18 @@ class GradientUse:
         return stepped or (None if optimizer is None else set(self.owned_by(optimizer))) or None
 
     def roll_back_cleared(self) -> None:
-        """A backward pass begins: gradients that were reduced before it and are gone have been thrown away."""
-        prepared = self._sync.transactions.prepared
-        if not prepared or self._sync.rounds is not None:
+        """A backward pass begins: gradients that were reduced before it and are gone have been thrown away. So have
+        those that are not finite where a loss scaler skips steps.
+        """
+        sync, prepared = self._sync, self._sync.transactions.prepared
+        if not prepared or sync.rounds is not None:
             return
         cleared = [name for name in prepared if self._params[name].grad is None]
         cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
-        if cleared:
-            self._sync.set_aside(cleared)
+        if cleared and sync.skips_overflow and sync.transactions.flags.overflowed(sync.ranks.world):
+            sync.roll_back(cleared)
+        elif cleared:
+            sync.set_aside(cleared)
 
     def note_delivered(self) -> None:
         """A backward pass is about to reduce: if gradients have been cleared without a step, note what it delivers."""

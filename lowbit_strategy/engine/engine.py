@@ -315,7 +315,7 @@ class GradientSync:
         if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
             yield
             return
-        with self.transactions.taken_back():
+        with self.transactions.taken_back(), self.follower.taken_back(self.transactions.prepared):
             yield
 
     def withdraw(self, names: Iterable[str]) -> None:

@@ -13,7 +13,8 @@ order is that of subscription. All ranks call at the same point, when no collect
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -65,6 +66,11 @@ class Follower:
 
     def roll_back(self, names: Iterable[str]) -> None:
         """It was."""
+
+    @contextmanager
+    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, for a checkpoint, what is kept of these parameters is as before."""
+        yield
 
     def name_parameters(self) -> None:
         """The model has others now."""

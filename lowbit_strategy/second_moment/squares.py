@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,6 +329,14 @@ class SecondMoment(Follower):
         for name in names:
             self._known.pop(name, None)
         self._known |= {name: self._kept.pop(name) for name in names if name in self._kept}
+
+    @contextmanager
+    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
+        known = self._known
+        before = {name: self._kept[name] for name in names if name in self._kept}
+        self._known = {name: each for name, each in known.items() if name not in names} | before
+        yield
+        self._known = known
 
     def forget(self) -> None:
         """Start over: until squares have been exchanged the optimizer's own second moment serves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit_strategy import PRESETS
+from lowbit_strategy.checkpoint.capture import capture
 from lowbit_strategy.custom_loop import compress
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, scenarios
@@ -73,6 +74,84 @@ def test_a_reduction_whose_gradients_are_cleared_leaves_nothing_behind(facts: li
         assert rank["state"]
         assert rank["steps"] == 6
         assert not rank["lines"]
+
+
+def saved(folder: Path, kind: str) -> Facts:
+    """Two checkpoints of what is kept for two bits with Adam: before a discarded pass, and after it."""
+    torch.manual_seed(0)
+    net = mlp()
+    model = wrap(kind, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    session = compress(model, optimizer, "loco2")
+    for step in range(5):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = []
+    for _ in range(2):
+        captured = capture(session.sync)
+        kept.append([(keys, x.clone()) for keys, x in tensors({key: captured[key] for key in ("parameters", "own")})])
+        (100 * model(batch(9)).square().mean()).backward()
+        optimizer.zero_grad()
+    session.close()
+    return {
+        "same": [one[0] == other[0] and torch.equal(one[1], other[1]) for one, other in zip(*kept, strict=True)],
+        "squares": any("squares" in keys for keys, _ in kept[0]),
+    }
+
+
+def tensors(tree: Any, *keys: str) -> list[tuple[tuple[str, ...], Tensor]]:
+    """All tensors of nested mappings, with their keys."""
+    if isinstance(tree, Tensor):
+        return [(keys, tree)]
+    if not isinstance(tree, Mapping):
+        return []
+    return [each for key in sorted(tree, key=str) for each in tensors(tree[key], *keys, str(key))]
+
+
+@scenarios(saved, kind=("ddp", "fsdp"))
+def test_a_checkpoint_has_nothing_of_a_discarded_pass(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["squares"]
+        assert all(rank["same"])
+
+
+def overflow(folder: Path, method: str) -> Facts:
+    """A loss scaler skips a step right before gradients of two tasks are put together by hand, or nothing comes before
+    them. Residuals follow the loss scale, by a power of two.
+    """
+    found = []
+    for skips in (False, True):
+        torch.manual_seed(0)
+        net = mlp()
+        model = wrap("ddp", net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0 if skips else 128.0)
+        session = compress(model, optimizer, COMPRESSORS[method], scaler=scaler)
+        for factor in (float("inf"),) if skips else ():
+            scaler.scale(factor * model(batch(9)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        grads = []
+        for task in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(task)).square().mean()).backward()
+            grads.append([param.grad.clone() for param in net.parameters()])
+        for param, one, other in zip(net.parameters(), *grads, strict=True):
+            param.grad = one + other
+        scaler.step(optimizer)
+        found.append([*local_values(net.parameters()), *(x.clone() for x in residuals(session.sync))])
+        session.close()
+    return {"same": all(map(torch.equal, *found))}
+
+
+def residuals(sync: Any) -> list[Tensor]:
+    return [x / sync.loss_scale for name in sync.specs if (x := sync.state.residual(name)) is not None]
+
+
+@scenarios(overflow, method=("loco", "topk"))
+def test_a_step_that_a_scaler_skips_is_none_of_the_tasks(facts: list[Facts]) -> None:
+    assert all(rank["same"] for rank in facts)
 
 
 def spike(folder: Path, kind: str, method: str, rollback: bool) -> Facts:
