@@ -8,7 +8,6 @@ from lowbit_strategy.collectives.layout import TensorSpec as TensorSpec
 from lowbit_strategy.custom_loop import compress as compress
 from lowbit_strategy.methods._base.compressor import Compressor as Compressor
 from lowbit_strategy.methods.registry import PRESETS as PRESETS
-from lowbit_strategy.methods.registry import Auto as Auto
 from lowbit_strategy.methods.registry import as_compressor as as_compressor
 from lowbit_strategy.methods.registry import from_options as from_options
 from lowbit_strategy.methods.registry import preset as preset

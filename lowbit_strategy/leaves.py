@@ -9,6 +9,7 @@ from typing import Any
 PACKAGE = __name__.partition(".")[0]
 
 _OFFERED = {  # by parts, in `lowbit_strategy` itself
+    "lowbit_strategy.auto": ("Auto",),
     "lowbit_strategy.elastic": ("Elastic", "ElasticSampler"),
     "lowbit_strategy.local_steps": (
         "AdaComm", "DiLoCo", "EagerDiLoCo", "LocalSGD", "OUTER_RULES", "OuterRule", "OverlapLocalSGD", "PostLocalSGD",

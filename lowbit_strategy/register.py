@@ -95,12 +95,12 @@ def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
 
 def named(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
-    from lowbit_strategy.methods.registry import Auto, preset
+    from lowbit_strategy.methods.registry import AUTO, preset
 
     if base in RULES:
         rule = load("lowbit_strategy.local_steps:OUTER_RULES", base)[base]
         return {"compressor": rule.compressor(), "outer": rule}
-    return {"compressor": Auto() if base == _AUTO else preset(base)}
+    return {"compressor": preset(AUTO if base == _AUTO else base)}
 
 
 class _Names(list[str]):

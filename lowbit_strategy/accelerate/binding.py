@@ -40,7 +40,7 @@ from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods.registry import Auto
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.parameters import handshake, to_plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -283,7 +283,7 @@ class Binding:
     def _check_ddp_options(self) -> None:
         """Where the user has given none at all, DDP's buckets get the size that suits compression."""
         handler = self.accelerator.ddp_handler
-        if handler is None and not isinstance(self.plugin.compressor, Auto):
+        if handler is None and not isinstance(self.plugin.compressor, Chooser):
             cap = default_bucket_cap_mb(self.accelerator.device)
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
         hook = getattr(handler, "comm_hook", None)

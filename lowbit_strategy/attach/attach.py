@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model, one_replica
+from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
@@ -34,8 +34,8 @@ from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     ShardedGroup,
@@ -127,9 +127,9 @@ def attach_ddp(
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
     choice = None
-    if _is_to_choose(prepared, ranks):
+    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         hook = DDPWiring(model, sync)
-        choice = AutoChoice(prepared, sync, hook, everyone)
+        choice = prepared.compressor.begin(prepared, sync, hook, everyone)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or rule.begins_in_steps):
         hook = DDPHook(model, sync)
@@ -260,9 +260,9 @@ def attach_fsdp(
     wiring = FSDPWiring(module, groups, sync, side, mesh, others)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
-    if _is_to_choose(prepared, ranks):
+    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         wiring.give_back()
-        choice = AutoChoice(prepared, sync, wiring, everyone)
+        choice = prepared.compressor.begin(prepared, sync, wiring, everyone)
     digests = _digests(module, sync) if is_hsdp else []
     return _session(module, prepared, sync, everyone, hook=wiring, digests=digests, choice=choice, meet=meet)
 
@@ -273,8 +273,12 @@ def _on_one_mesh(prepared: PreparedModel) -> PreparedModel:
     Raises:
         ValueError: It was asked for.
     """
-    options, auto = prepared.options, isinstance(prepared.compressor, Auto)
-    asked = {"Auto()": auto, "outer=": options.outer is not None, "second_moment=True": options.second_moment}
+    options, compressor = prepared.options, prepared.compressor
+    asked = {
+        f"{type(compressor).__name__}()": isinstance(compressor, Chooser),
+        "outer=": options.outer is not None,
+        "second_moment=True": options.second_moment,
+    }
     for what, is_asked in asked.items():
         if is_asked:
             raise ValueError(
@@ -410,7 +414,7 @@ def _session(
     *,
     hook: Hook | None = None,
     digests: Sequence[ParameterDigest] = (),
-    choice: AutoChoice | None = None,
+    choice: Choice | None = None,
     ddp: DistributedDataParallel | None = None,
     meet: Callable[..., EveryStep] | None = None,
 ) -> Session:
@@ -431,17 +435,12 @@ def _session(
         digests=digests if compares else (),
         pace=pace,
         shards=prepared.scatter,
-        auto=choice,
+        choice=choice,
     )
     _report(sync, options)
     if session.replica is not None:
         session.replica.attached(session, module)
     return session
-
-
-def _is_to_choose(prepared: PreparedModel, ranks: Ranks) -> bool:
-    """Whether `Auto` has something to choose."""
-    return isinstance(prepared.compressor, Auto) and not ranks.alone
 
 
 def _refuse_join(**options: Any) -> Any:
@@ -488,7 +487,7 @@ def make_engine(
 
 def _report(sync: GradientSync, options: SyncOptions) -> None:
     """Called last: only then the memory for messages is known."""
-    if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
+    if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
     if sync.ranks.logs:
         inform("%s", render_reports(sync))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.checks import (
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
@@ -21,6 +20,7 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
+from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.loss_scale import LossScale
@@ -57,7 +57,7 @@ class Session:
         digests: Compare parameters, if they are to be compared.
         pace: When ranks meet; None: in every step.
         shards: FSDP2 shards the model; it sees in every step which parameters are trainable.
-        auto: Picks the compressor, for `Auto`.
+        choice: Picks the compressor; None: it stays.
 
     Attributes:
         ended_by: Optimizers whose steps end the session's, so that nobody has to call `end_step`.
@@ -74,11 +74,12 @@ class Session:
         digests: Iterable[ParameterDigest] = (),
         pace: EveryStep | None = None,
         shards: bool = False,
-        auto: AutoChoice | None = None,
+        choice: Choice | None = None,
     ) -> None:
         self.sync = sync
         self.options, self.group = options, group
-        self.pace, self.shards, self.auto = EveryStep() if pace is None else pace, shards, auto
+        self.pace, self.shards = EveryStep() if pace is None else pace, shards
+        self.choice = Choice() if choice is None else choice
         self._ranks = sync.all_ranks  # whose own groups `close` destroys
         self._digests = tuple(digests)
         self._let_go_of_model: Callable[[], object] = lambda: None
@@ -103,7 +104,7 @@ class Session:
 
     @property
     def is_baseline(self) -> bool:  # steps are the framework's own: chosen, or being timed
-        return self.auto is not None and self.auto.is_baseline
+        return self.choice.is_baseline
 
     @property
     def has_open_step(self) -> bool:
@@ -207,8 +208,8 @@ class Session:
             return True
         if scaler is not None:
             self._scale.read(scaler)
-        if self.auto is not None and self.auto.is_baseline:
-            return self.auto.end_step()
+        if self.is_baseline:
+            return self.choice.end_step()
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
@@ -221,8 +222,8 @@ class Session:
             digest.after_step(self.sync.step_index)
         if synchronized:
             self.pace.after_optimizer(optimizer)
-        if self.auto is not None and counted:
-            self.auto.end_step()
+        if counted:
+            self.choice.end_step()
         return counted
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -281,8 +282,7 @@ class Session:
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )
-        if self.auto is not None:
-            self.auto.after_load()
+        self.choice.after_load()
 
     @property
     def last_saved(self) -> int | None:
@@ -328,8 +328,7 @@ class Session:
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
-        if self.auto is not None:
-            self.auto.after_load()
+        self.choice.after_load()
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:
         """Serve the newly trainable parameters too, between steps, on all ranks together.

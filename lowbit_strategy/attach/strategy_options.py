@@ -25,9 +25,10 @@ from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.registry import PRESETS, Auto, as_compressor
+from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import (
@@ -216,7 +217,7 @@ class DDPConstructor(LowBitStrategy):
 
     def choose_buckets(self, device: torch.device) -> None:
         """Sets the default size of DDP's buckets on `device`, before DDP wraps."""
-        if not isinstance(self.compressor, Auto):  # the framework's own step has the framework's own buckets
+        if not isinstance(self.compressor, Chooser):  # the framework's own step has the framework's own buckets
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 

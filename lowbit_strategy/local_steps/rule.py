@@ -17,9 +17,9 @@ from lowbit_strategy.local_steps.checks import check_keeps_weights
 from lowbit_strategy.local_steps.interval import Interval, Seconds
 from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 from lowbit_strategy.methods._base.checks import check_positive
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.options.configuration import configuration
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
@@ -161,7 +161,7 @@ class OuterRule(RoundRule):
             )
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
-        if isinstance(compressor, Auto):
+        if isinstance(compressor, Chooser):
             raise ValueError(
                 "Auto chooses what every step sends, and outer= sends in some steps only: give a compressor"
             )

@@ -6,14 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from lowbit_strategy import leaves
-from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.compressor import DENSE, Compressor
-from lowbit_strategy.methods._base.method import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.entries import ENTRIES
-from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
     Conversion,
     Mismatch,
@@ -36,38 +33,7 @@ def _present() -> dict[str, Compressor]:
 
 
 PRESETS: dict[str, Compressor] = _present()
-
-
-@configuration
-class Auto(Compressor):
-    """Chooses during training, and removes itself if it cannot help.
-
-    1. the first steps are the framework's own, and are timed
-    2. LoCo at 4 bits and bfloat16 are tried for a few steps each; under FSDP2 LoCo with coded weights and with exact
-       ones. All candidates together take 20 steps at most
-    3. the fastest is kept if it is certainly faster than the framework's own. Otherwise the hook is removed. The log
-       says why
-    4. when steps take 1.5 times as long as they did, or less than two thirds, it looks again
-
-    Gradients that a candidate has not sent yet are carried over to the next one, and are sent uncompressed before the
-    framework takes over. Local steps are never chosen, because they change the algorithm.
-
-    Args:
-        quality: ``same``: 4 bits and more, whose loss was measured to be that of float32; ``close``: also 2 bits,
-            whose loss was measured to be a little worse. One bit needs `second_moment`, which does not go with a change
-            of compressors.
-
-    Raises:
-        ValueError: `quality` is neither of the two.
-    """
-
-    name: ClassVar[str] = "auto"
-
-    quality: Literal["same", "close"] = "same"
-
-    def method(self, spec: TensorSpec) -> CodecPair:
-        """Float32, through the engine's messages: what sends the rest of a candidate's residuals."""
-        return DENSE
+AUTO = "auto"  # chooses among presets, and is none
 
 
 _others: dict[str, str] = {}  # names that are not compressors, and where they belong
@@ -86,14 +52,14 @@ def preset(name: str) -> Compressor:
         MissingPart: Its file is not there.
     """
     key = name.lower()
-    if key == Auto.name:
-        return Auto()
+    if key == AUTO:
+        return leaves.load("lowbit_strategy.auto:Auto", key)()
     if key not in PRESETS:
         if key in ENTRIES:
             leaves.load(ENTRIES[key].target, key)  # raises: its file is not there
         if key in _others:
             raise ValueError(f"{name!r} is no compressor: {_others[key]}")
-        known = sorted((*PRESETS, Auto.name))
+        known = sorted((*PRESETS, AUTO))
         raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     return PRESETS[key]
 

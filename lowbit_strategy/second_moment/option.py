@@ -15,8 +15,8 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Follower
 from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.registry import Auto
 from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, check_second_moment, has_second_moment
 from lowbit_strategy.second_moment.planned import NoSquares, Squares, needs_squares, served
@@ -38,7 +38,7 @@ class SecondMomentOption(Companion):
             raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
-        if isinstance(compressor, Auto) and self._chosen:
+        if isinstance(compressor, Chooser) and self._chosen:
             raise ValueError(
                 "Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)"
             )

@@ -32,7 +32,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.checks import check_positive
-from lowbit_strategy.methods.registry import Auto
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
@@ -160,10 +160,10 @@ class ModelControl:
                 f" {type(controller).__name__} cannot as well: one model has one controller"
                 " (Guard and Schedule go around others)"
             )
-        if isinstance(self.sync.compressor, Auto):
+        if isinstance(self.sync.compressor, Chooser):
             raise ValueError(
-                f"Auto chooses this model's compressor, so {type(controller).__name__} cannot as well: give a"
-                " compressor, or leave the controller out"
+                f"{type(self.sync.compressor).__name__} chooses this model's compressor, so"
+                f" {type(controller).__name__} cannot as well: give a compressor, or leave the controller out"
             )
         driver = AdaptiveDriver(controller, clock=lambda step: self.clock(step))
         driver.attach(self.sync)

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, Dense, LoCo
-from lowbit_strategy.attach import auto as running
-from lowbit_strategy.attach.auto import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS, Candidate, num_timed
+from lowbit_strategy.auto import choice as running
+from lowbit_strategy.auto.choice import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS, Candidate, num_timed
+from lowbit_strategy.auto.times import Timed, Verdict
 from lowbit_strategy.hooks.ddp import hooked
 from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from lowbit_strategy.telemetry.step_times import Timed, Verdict
 
 OWN = WARM_STEPS + OWN_STEPS
 TRIED = 2 * (WARM_TRIED_STEPS + num_timed(2))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, Dense, LoCo, TopK
-from lowbit_strategy.attach import auto as running
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
-from lowbit_strategy.attach.auto import WARM_TRIED_STEPS
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.auto import choice as running
+from lowbit_strategy.auto.choice import WARM_TRIED_STEPS
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh
@@ -68,8 +68,8 @@ def declining(folder: Path, kind: Kind) -> Facts:
         "losses": model.losses,
         "stock": stock.losses,
         "own": session.is_baseline,
-        "phase": session.auto.phase,
-        "steps": session.auto.trial_steps,
+        "phase": session.choice.phase,
+        "steps": session.choice.trial_steps,
         "hook": hooked(made),
         "sent": session.sync.ranks.peers.sent_nbytes,
         "lines": lines,
@@ -119,10 +119,10 @@ def choosing(folder: Path, kind: Kind) -> Facts:
     session = made.strategy.session
     return {
         "stock": stock.losses,
-        "chosen": session.auto.active.name,
+        "chosen": session.choice.active.name,
         "method": session.sync.compressor,
         "losses": model.losses,
-        "steps": session.auto.trial_steps,
+        "steps": session.choice.trial_steps,
         "print": fingerprint(model),
         "hook": hooked(made),
         "sent": session.sync.ranks.peers.sent_nbytes,
@@ -204,8 +204,8 @@ def conserving(folder: Path, kind: Kind) -> Facts:
                 model, session = attached(kind, compressor)
                 train(model, session, range(STEPS))
             found[name] = full_parameters(model)
-            if session.auto is not None:
-                found["phase"], found["own"] = session.auto.phase, session.is_baseline
+            if name == "auto":
+                found["phase"], found["own"] = session.choice.phase, session.is_baseline
                 found["unsent"] = [session.sync.state.export_unsent(name) is None for name in session.sync.specs]
             session.close()
     return found
@@ -247,7 +247,7 @@ def resumed(folder: Path, kind: Kind, stop: int) -> Facts:
             if path is None:
                 made.save_checkpoint(folder / "last.ckpt")
         strategy: Any = made.strategy
-        runs.append(strategy.session.auto)
+        runs.append(strategy.session.choice)
     return {"first": runs[0].phase, "then": runs[1].phase, "steps": runs[1].trial_steps, "print": fingerprint(model)}
 
 
@@ -267,13 +267,12 @@ def looking_again(folder: Path) -> Facts:
     with settled(0), mock.patch.object(running, "LOOK_EVERY", 3), listen() as lines:
         model, session = attached("ddp", Auto())
         train(model, session, range(OWN + TRIED))
-        assert session.auto is not None
-        phases.append(session.auto.phase)
-        session.auto._reference_s = 1e-9  # as if steps had been far faster then
-        session.auto._remaining = 3
+        phases.append(session.choice.phase)
+        session.choice._reference_s = 1e-9  # as if steps had been far faster then
+        session.choice._remaining = 3
         for step in range(OWN + TRIED, OWN + TRIED + 4):
             train(model, session, range(step, step + 1))
-            phases.append(session.auto.phase)
+            phases.append(session.choice.phase)
     session.close()
     return {"phases": phases, "lines": lines}
 
@@ -307,8 +306,7 @@ def following_times(folder: Path) -> Facts:
             model.register_forward_pre_hook(link)
             link.session = session
             train(model, session, range(STEPS))
-            assert session.auto is not None
-            found[name] = {"first": session.is_baseline, "steps": session.auto.trial_steps}
+            found[name] = {"first": session.is_baseline, "steps": session.choice.trial_steps}
             link.own_s, link.engine_s = link.engine_s, link.own_s
             train(model, session, range(STEPS, 3 * STEPS))
             found[name] |= {"then": session.is_baseline, "looked": [line for line in lines if "looking again" in line]}

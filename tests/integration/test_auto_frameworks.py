@@ -47,7 +47,7 @@ def under_the_trainer(folder: Path) -> Facts:
         trained = hf_trainer(folder, "ddp", "auto", max_steps=STEPS)
         trained.train()
     session: Any = trained.accelerator.lowbit.sessions[0]
-    return {"phase": session.auto.phase, "name": session.auto.active.name, "bits": fingerprint(trained.model)}
+    return {"phase": session.choice.phase, "name": session.choice.active.name, "bits": fingerprint(trained.model)}
 
 
 @scenarios(under_the_trainer)
@@ -67,7 +67,12 @@ def under_fabric(folder: Path, name: str) -> Facts:
         losses = fabric(made, model, optimizer, own)
     strategy: Any = made.strategy
     session = strategy.sessions[0]
-    return {"name": session.auto.active.name, "auto": strategy.compressor, "losses": losses, "bits": fingerprint(model)}
+    return {
+        "name": session.choice.active.name,
+        "auto": strategy.compressor,
+        "losses": losses,
+        "bits": fingerprint(model),
+    }
 
 
 @scenarios(under_fabric, name=("lowbit_ddp", "lowbit_fsdp"))

@@ -54,6 +54,11 @@ LEAVES = {  # one row per leaf
         "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(elastic={})",
         "elastic needs lowbit_strategy.elastic",
     ),
+    "auto": Leaf(
+        ("auto",),
+        "from lightning import Trainer; Trainer(strategy='lowbit_ddp', accelerator='cpu', devices=1, logger=False)",
+        "auto needs lowbit_strategy.auto",
+    ),
     "second moment": Leaf(
         ("second_moment",),
         "from lowbit_strategy.lightning import LowBitDDPStrategy; LowBitDDPStrategy(second_moment=True)",

@@ -113,8 +113,7 @@ def chosen(folder: Path, layout: str) -> Facts:
     losses = run.train(session, 30)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (place_in(run.mesh), session.sync.ranks.column, run.weights()))
-    assert session.auto is not None
-    choice = session.auto.phase, session.auto.active and session.auto.active.name
+    choice = session.choice.phase, session.choice.active and session.choice.active.name
     session.close()
     return {"losses": losses, "choice": choice, "everyone": everyone}
 

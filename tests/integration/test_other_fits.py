@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowbit_strategy import PRESETS, Auto, DiLoCo
-from lowbit_strategy.attach import auto as running
+from lowbit_strategy.auto import choice as running
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.processes.ranks import join_group, run_ranks
 from testing.training.auto import settled
@@ -93,7 +93,7 @@ def _while_trying(rank: int, world_size: int, folder: Path, kind: str) -> tuple[
     with settled(0), mock.patch.object(running, "LOOK_EVERY", 4):
         fitting = trainer(_strategy(kind, Auto()), max_steps=15)
         fitting.fit(model, loader(96 * 12))
-        before = fitting.strategy.session.auto.phase
+        before = fitting.strategy.session.choice.phase
         fitting.fit_loop.epoch_loop.max_steps = 30
         fitting.fit(model, loader(96 * 12))
     return before, fitting.global_step, fingerprint(model)

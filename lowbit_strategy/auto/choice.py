@@ -20,7 +20,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.prepare import PreparedModel, room_for
+from lowbit_strategy.auto.option import Auto
+from lowbit_strategy.auto.times import Timed, decide, has_changed
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPWiring
@@ -28,10 +31,10 @@ from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.methods.registry import PRESETS, Auto
+from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed
+from lowbit_strategy.telemetry.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"
 WARM_STEPS = 3  # of the framework's own, before any is timed
@@ -95,7 +98,7 @@ def num_timed(num_candidates: int) -> int:
     return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
-class AutoChoice:
+class AutoChoice(Choice):
     """The choice of one model's set-up on one rank.
 
     Args:
@@ -143,7 +146,6 @@ class AutoChoice:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether steps are the framework's own, which the engine knows nothing of."""
         return self.active is None and self.phase != "empty"
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Whether one set-up is certainly faster than another, by the times of their steps.
+
+References:
+    Mann & Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster than that is not worth having
+MIN_WIN_RATE = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
+CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps of one set-up that were timed.
+
+    Args:
+        name: What reports call it.
+        seconds: Duration of each.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median; of an even number of steps the lower middle one, since disturbances make steps longer."""
+        return statistics.median_low(self.seconds)
+
+    def is_certainly_faster(self, other: Timed) -> bool:
+        """Whether in most pairs of a step of each this is the faster one, as Mann and Whitney count them."""
+        pairs = [own < seconds for own in self.seconds for seconds in other.seconds]
+        return sum(pairs) >= MIN_WIN_RATE * len(pairs)
+
+    def __str__(self) -> str:
+        ordered, out = sorted(self.seconds), len(self.seconds) // 4
+        return f"{self.name} {self.median:.3g} s ({ordered[out]:.3g} to {ordered[-1 - out]:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is used from now on: number `chosen` of what was tried; None: nothing of it. And why, in a sentence."""
+
+    chosen: int | None
+    reason: str
+
+
+def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
+    """The fastest of what is certainly faster than the framework's own."""
+    if not tried:
+        return Verdict(None, "no candidate fits into the memory")
+    measured = ", ".join(str(each) for each in (own, *tried))
+    faster = [at for at, each in enumerate(tried) if each.median <= AUTO_MAX_STEP_RATIO * own.median]
+    if not faster:
+        return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
+    certain = [at for at in faster if tried[at].is_certainly_faster(own)]
+    if not certain:
+        return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
+    best = min(certain, key=lambda at: tried[at].median)
+    return Verdict(best, f"{own.median / tried[best].median:.2f} times as fast as the framework's own step: {measured}")
+
+
+def has_changed(seconds: float, reference_s: float) -> bool:
+    """Whether steps take much longer or shorter than when the choice was made."""
+    return not reference_s / CHANGED < seconds < reference_s * CHANGED

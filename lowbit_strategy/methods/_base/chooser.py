@@ -1,0 +1,32 @@
+"""Compressors that choose others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import DENSE, Compressor
+from lowbit_strategy.methods._base.method import CodecPair
+
+
+class Chooser(Compressor, ABC):
+    """A compressor that only chooses: steps are the framework's own, with its own buckets, unless it has chosen."""
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        """Float32, through the engine's messages: what sends the rest of a chosen one's residuals."""
+        return DENSE
+
+    @abstractmethod
+    def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Any:
+        """Begin to choose, for one model.
+
+        Args:
+            prepared: The `PreparedModel`, with this as its compressor.
+            sync: The engine; nothing calls it yet.
+            wiring: Switches between the framework's own communication and the engine's.
+            group: All ranks.
+
+        Returns:
+            A `Choice`, which a session follows.
+        """
