@@ -216,7 +216,10 @@ def _check_sharded(
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]
-                raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
+                raise ValueError(
+                    f"{name} is sharded along dim {param.fsdp_placement.dim}, and a rank's part of a gradient is"
+                    " compressed as rows of dim 0: let shard_placement_fn return Shard(0) or None for it"
+                )
     if left := [name for key, name in names.items() if key not in sharded and name in sync.specs]:
         which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
         if _holder_is_sharded(module, left[0]):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowbit_strategy import Dense, ExDyna, LoCo, TopK
@@ -429,13 +430,29 @@ def test_fabric(facts: list[Facts]) -> None:
 
 
 def refused(folder: Path) -> Facts:
-    """Methods that select from a whole model."""
+    """Methods that select from a whole model, and columns that FSDP2 shards."""
     run = wrapped("fsdp")
     whole = raised(lambda: compress(run.model, run.optimizer, ExDyna(exempt=())))
-    return {"whole": whole}
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    found = {}
+    for dim in (0, 1):
+        model = net()
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh, shard_placement_fn=lambda param, dim=dim: Shard(min(dim, param.ndim - 1)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            session = compress(model, optimizer, LOCO)
+            Run(model, optimizer, mesh).train(session, 2)
+            session.close()
+
+        found[dim] = raised(train)
+    return {"whole": whole, "columns": found}
 
 
 @scenarios(refused, world_size=4)
 def test_refused(facts: list[Facts]) -> None:
     for rank in facts:
         assert "selects from all parameters of a rank" in rank["whole"]
+        assert rank["columns"][0] == ""
+        assert "0.up.weight is sharded along dim 1" in rank["columns"][1]
