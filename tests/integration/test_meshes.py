@@ -314,7 +314,7 @@ class Lit(L.LightningModule):
         mesh: Any = self.device_mesh
         if self.own_mesh:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        tensor_parallel(self.net, mesh["tensor_parallel"])
+        tensor_parallel(self.net, mesh["tensor_parallel"], norms=True)  # torch clips on one mesh alone
         for part in (*self.net, self.net) if self.shards else ():
             fully_shard(part, mesh=mesh["data_parallel"])
 
@@ -331,11 +331,17 @@ class Lit(L.LightningModule):
 
 
 def fit(strategy: Any, model: Lit, folder: Path, checkpoint: Path | None = None, **options: Any) -> L.Trainer:
-    """Seven steps, four of which are an epoch."""
+    """Seven clipped steps, four of which are an epoch."""
     batches = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
     loader = DataLoader(batches, batch_size=4)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_steps": 7, "callbacks": [ModelCheckpoint(folder, every_n_train_steps=4)], **quiet, **options}
+    options = {
+        "max_steps": 7,
+        "gradient_clip_val": 0.5,
+        "callbacks": [ModelCheckpoint(folder, every_n_train_steps=4)],
+        **quiet,
+        **options,
+    }
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, **options)
     trainer.fit(model, loader, loader if options.get("limit_val_batches") else None, ckpt_path=checkpoint)
     return trainer
@@ -419,14 +425,22 @@ def fabric(folder: Path) -> Facts:
             optimizer.step()
             optimizer.zero_grad()
             losses[name].append(loss.item())
-    return losses
+    made = L.Fabric(accelerator="cpu", devices=4, strategy="loco_fsdp")
+    made.launch()
+    loader = made.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    late = raised(lambda: made.setup_module(both(net(), mesh)))
+    return {"losses": losses, "late": late, "sampled": len(loader)}
 
 
 @scenarios(fabric, world_size=4)
 def test_fabric(facts: list[Facts]) -> None:
-    for losses in facts:
+    for rank in facts:
+        losses = rank["losses"]
         assert losses["dense"] == losses["stock"]
         assert losses["loco"] == pytest.approx(losses["stock"], rel=0.05)
+        assert rank["sampled"] == 2  # on all four ranks by themselves
+        assert "data was split for 4 ranks, and the model has made a mesh on which 2 have" in rank["late"]
 
 
 def refused(folder: Path) -> Facts:
