@@ -1,4 +1,4 @@
-"""Whether residuals should follow the learning rate: pairs of runs of the small GPT of `benchmarks/loss_over_bytes.py`.
+"""Whether residuals should follow the learning rate: pairs of runs of the model of `benchmarks/loss_over_bytes.py`.
 
 Error feedback as first published adds the learning rate times the gradient to its residual; here residuals are in units
 of the gradient, unless ``follows_rate=True`` rescales them. Peak rates are the best without compression.

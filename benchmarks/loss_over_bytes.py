@@ -1,4 +1,5 @@
-"""Loss over bytes of all compressors with defaults: a GPT of 53,000 parameters on Python source, two simulated ranks.
+"""Loss over bytes of all compressors with defaults: a convolutional model of 52,000 parameters on Python source, two
+simulated ranks.
 
 The learning rate of each is chosen on seed 0: from `FIRST` on rates are doubled or halved until the best one lies
 between two others. Then it trains with more seeds at that rate. All see the same initial weights and batches.
@@ -15,7 +16,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,16 +28,16 @@ from rich.table import Table
 
 from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
+from benchmarks.small_models import Convolutional
 from lowbit_strategy.methods.composed import WarmUp, Wrapper
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.second_moment.planned import needs_squares
-from recipes.gpt import GPT
 from recipes.text import standard_library
 
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "drops"]
-FIRST = {"adamw": 8e-3, "sgd": 0.4}
+FIRST = {"adamw": 64e-3, "sgd": 0.4}
 LIMITS = 1e-4, 10.0
 # Momentum is AdamW's own; the warm-up of authors is a tenth of the run.
 DGC = 'dgc {"momentum": 0, "warmup_steps": 20}'
@@ -47,8 +48,7 @@ class Setting:
     """What all runs of one file share."""
 
     width: int = 48
-    depth: int = 1
-    heads: int = 2
+    depth: int = 2
     context: int = 16
     batch: int = 8
     workers: int = 2
@@ -109,7 +109,7 @@ def train(
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
-    model = GPT(setting.width, setting.depth, setting.heads, setting.context)
+    model = Convolutional(setting.width, setting.depth)
     compressor, is_adam = parse(variant), optimizer_name == "adamw"
     corrects = is_adam and needs_squares(compressor, describe_parameters(model))
     exchange = Exchange(model, compressor, setting.workers, "ddp", seed, follows_rate=follows_rate, corrects=corrects)
@@ -204,22 +204,22 @@ class Point:
 def is_beaten(point: Point, others: list[Point]) -> bool:
     """Whether another one sends less, and its loss is lower on every seed."""
     return any(
-        each.all_bits <= point.all_bits and all(a < b for a, b in zip(each.losses, point.losses, strict=True))
+        each.bits <= point.bits and all(a < b for a, b in zip(each.losses, point.losses, strict=True))
         for each in others
         if each is not point
     )
 
 
-def points(runs: Runs[Run]) -> list[Point]:
-    """Of runs that are all there; the fewest bits first."""
+def points(runs: Runs[Run], variants: Iterable[str] | None = None) -> list[Point]:
+    """Of runs that are all there; the fewest bits first. None: of all variants."""
     found = []
-    for variant in dict.fromkeys(run.variant for run in runs.runs):
+    for variant in dict.fromkeys(run.variant for run in runs.runs) if variants is None else variants:
         first = runs.of(variant=variant, seed=0)
         rate = min(first, key=lambda run: run.validation_loss).learning_rate
         chosen = sorted(runs.of(variant=variant, learning_rate=rate), key=lambda run: run.seed)
         losses = [run.validation_loss for run in chosen]
         found.append(Point(variant, rate, chosen[0].bits, chosen[0].all_bits, losses))
-    return sorted(found, key=lambda point: point.all_bits)
+    return sorted(found, key=lambda point: point.bits)
 
 
 def read(path: Path) -> Runs[Run]:

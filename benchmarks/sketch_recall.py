@@ -27,7 +27,7 @@ from lowbit_strategy.methods.zoo.sketchedsgd import CountSketch
 from recipes.gpt import GPT
 from recipes.text import standard_library
 
-WIDTHS = (64, 256)
+WIDTHS = (64, 160)
 DENSITIES = (0.01, 0.001)
 RANKS = (2, 8)
 TABLES = ((5, 4), (5, 16), (3, 7), (1, 20), (5, 64), (1, 320))  # rows, columns per entry to find
@@ -105,8 +105,8 @@ def looked_for(
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="of training")] = 60,
-    looks: Annotated[int, typer.Option(help="last steps in which sketches are tried")] = 5,
+    steps: Annotated[int, typer.Option(help="of training")] = 40,
+    looks: Annotated[int, typer.Option(help="last steps in which sketches are tried")] = 3,
     batch: Annotated[int, typer.Option(help="windows per rank")] = 4,
     json_path: Annotated[Path | None, typer.Option("--json", help="results file")] = None,
 ) -> None:

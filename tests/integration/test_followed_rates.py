@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.custom_loop import compress
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.plain import COMPRESSORS, batch, local_values, wrap
-from testing.training.regression import mlp
+from testing.training.regression import ByStep, Kind, loader, mlp, strategy, trainer
 
 SCHEDULES = {  # of two parameter groups, over 10 steps; the first begins at zero
     "changing": ([0.0, 0.02, 0.05, 0.1, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002], [0.1] * 5 + [0.01] * 5),
@@ -68,3 +68,37 @@ def trained(folder: Path, kind: str, method: str) -> Facts:
 def test_residuals_follow_the_rate_of_their_group(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"resumed": True, "matters": True, "constant": True}
+
+
+class Scheduled(ByStep):
+    """The learning rate halves after every second step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fitted(folder: Path, kind: Kind) -> Facts:
+    """With Lightning; resumed between two steps of different rates."""
+
+    def run(steps: int, ckpt: Path | None = None, **options: Any) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = Scheduled()
+        made = trainer(strategy(kind, "loco", **options), max_steps=steps)
+        made.fit(model, loader(), ckpt_path=ckpt)
+        return made, local_values(model.parameters())
+
+    straight, half = run(8, follows_rate=True)[1], run(4, follows_rate=True)[0]
+    half.save_checkpoint(folder / "half.ckpt")
+    again = run(8, folder / "half.ckpt", follows_rate=True)[1]
+    return {
+        "resumed": all(map(torch.equal, straight, again)),
+        "matters": not all(map(torch.equal, straight, run(8)[1])),
+    }
+
+
+@scenarios(fitted, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
+def test_residuals_follow_a_scheduler_of_lightning(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank == {"resumed": True, "matters": True}

@@ -70,8 +70,10 @@ class SketchedSGD(CommonPositions):
     3. each element is estimated by the median over rows; the ``k = density * n`` largest are the same on all ranks
     4. all ranks add up their exact h there; ``e' = h``, 0 there
 
-    Traffic does not grow with the number of ranks, and the elements are the largest of the sum. A table costs ten times
-    as much as top-k for the same k, so it pays from some tens of ranks on.
+    Traffic does not grow with the number of ranks. The estimates err by ``|h| / sqrt(rows * columns)``, which must be
+    small beside the elements to find. Of language models it is not: the defaults found at most 7 % of the k largest,
+    tables of 26 bits per element 21 %, at 2 and 8 ranks and up to 0.7 million parameters. What is chosen is then nearly
+    random, and 4-bit codes of all elements are smaller. It is for sums with few large elements.
 
     Args:
         rows: Number of rows of the sketch. More: fewer small elements are taken for large ones.
