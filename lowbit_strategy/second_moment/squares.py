@@ -153,6 +153,7 @@ class SecondMoment(Follower):
         self.name_parameters()
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _ParamStats] = {}
+        self.has_left = False
         sync.follow(self, Squares())
         sync.listeners.add(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
@@ -166,10 +167,11 @@ class SecondMoment(Follower):
             self.correct_(optimizer)
 
     def leave(self) -> None:
-        """Correct nothing from now on, on all ranks."""
+        """Correct nothing from now on, on all ranks, and after a resume."""
+        self.has_left = True
+        self.forget()
         self._sync.follow(Follower(), NoSquares())
         self._sync.listeners.remove(self)
-        del self._sync.rank_state[self.name]
 
     def begin_step(self) -> SecondMoment:
         return self
@@ -345,7 +347,7 @@ class SecondMoment(Follower):
     def state_dict(self) -> dict[str, Any]:
         fields = [field for field in _ParamStats.__slots__ if field != "pending"]  # it is for the current step
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
-        return {"known": known, "layout": self._layout()}
+        return {"known": known, "layout": self._layout(), "has_left": self.has_left}
 
     def _layout(self) -> dict[str, Any]:
         """How the elements of what is known lie."""
@@ -355,6 +357,8 @@ class SecondMoment(Follower):
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
         """`own`: the state was saved by this rank, with the same world size."""
         self.forget()
+        if state.get("has_left"):
+            self.leave()
         if not own or state.get("layout", self._layout()) != self._layout():
             if state["known"] and self._sync.ranks.logs:
                 _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment starts over")

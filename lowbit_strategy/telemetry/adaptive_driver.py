@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -242,6 +243,7 @@ class AdaptiveDriver:
             "controller": type(self.controller).__name__,
             "state": self.state,
             "decided_step": self._decided_step,
+            "probe": asdict(self._probe),
             "levels": dict(self.levels),
             "accumulation": self.accumulation,
             "learning_rate_factor": self.learning_rate_factor,
@@ -259,6 +261,7 @@ class AdaptiveDriver:
             self._window.forget()
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
+        self._probe = Probe(**state["probe"])
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
         self._shown = dict(state["shown"])
         self.levels = dict(state["levels"])
