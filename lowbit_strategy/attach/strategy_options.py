@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,7 @@ from lowbit_strategy.model.fsdp_sharding import (
 from lowbit_strategy.model.mesh import by_rows
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
-from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
+from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 
 
 @configuration
@@ -315,9 +315,9 @@ class FSDPConstructor(LowBitStrategy):
         stock._data_parallel_size = data = max(1, world_size // tensor) if data == auto else data
         super().setup_environment()  # type: ignore[misc]
         if self.options.shard_size is not None:
-            asked = self.options.shard_size if self.options.shard_size == "node" else self.options.shard_size * tensor
-            shard_size = resolve_shard_size(asked, find_topology()) // tensor
-            stock._device_mesh = hybrid_mesh(stock.root_device.type, data, shard_size, tensor)
+            shard_size = resolve_shard_size(self.options.shard_size, find_topology(), tensor)
+            shape, names = (data // shard_size, shard_size, tensor), ("replicate", "data_parallel", "tensor_parallel")
+            stock._device_mesh = init_device_mesh(stock.root_device.type, shape, mesh_dim_names=names)
             if (module := getattr(stock, "lightning_module", None)) is not None:
                 module._device_mesh = stock._device_mesh  # for configure_model
 

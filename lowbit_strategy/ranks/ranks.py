@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -172,34 +171,30 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
-    """How many ranks shard one model.
+def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int = 1) -> int:
+    """How many ranks shard one model, or each of the parts that tensor parallelism cuts it into.
 
     Raises:
-        ValueError: On every rank, if it does not divide the ranks of every node, or is "node" and nodes differ.
+        ValueError: On every rank, if those of all parts do not divide the ranks of every node, or it is "node" and
+            nodes differ.
     """
+    parts = "" if num_parts == 1 else f" for each of {num_parts} tensor-parallel ranks"
     if shard_size == "node":
         if topology.ranks_per_node is None:
             raise ValueError(
                 'shard_size="node" needs as many ranks on every node, consecutive ones, but'
                 f" {topology.obstacle}: give a number that divides the ranks of all nodes"
             )
-        return topology.ranks_per_node
-    if not topology.node_sizes or any(size % shard_size for size in topology.node_sizes):
+        size = max(1, topology.ranks_per_node // num_parts)
+    else:
+        size = shard_size
+    if not topology.node_sizes or any(each % (size * num_parts) for each in topology.node_sizes):
         sizes = _runs(topology.node_sizes or ()) or "ranks that do not follow each other"
         raise ValueError(
-            f"shard_size={shard_size} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
+            f"shard_size={size}{parts} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
             ' links between nodes. Give a number that does, or "node"'
         )
-    return shard_size
-
-
-def hybrid_mesh(device_type: str, num_ranks: int, shard_size: int, tensor_parallel_size: int = 1) -> DeviceMesh:
-    """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel``; `num_ranks` are
-    those of the first two.
-    """
-    shape = (num_ranks // shard_size, shard_size, tensor_parallel_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"))
+    return size
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, Dense, LoCo, TopK
@@ -23,7 +24,7 @@ from lowbit_strategy.auto import choice as running
 from lowbit_strategy.auto.choice import WARM_TRIED_STEPS
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh
+from lowbit_strategy.ranks.ranks import find_topology
 from lowbit_strategy.telemetry.model_control import ModelControl
 from testing.log import listen
 from testing.processes.node_size import nodes_of
@@ -176,7 +177,8 @@ def attached(kind: Kind, compressor: Any) -> tuple[nn.Module, Session]:
         model = DistributedDataParallel(module)
         return model, attach_ddp(model, prepared)
     world = torch.distributed.get_world_size()
-    mesh = hybrid_mesh("cpu", world, 2 if kind == "hsdp" else world)
+    shards = 2 if kind == "hsdp" else world
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "data_parallel"))
     shard_any(module, mesh["data_parallel"], torch.device("cpu"), ShardPolicy(min_numel=1))
     return module, attach_fsdp(module, prepared)
 

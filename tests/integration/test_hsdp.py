@@ -27,7 +27,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.ranks.ranks import find_topology, hybrid_mesh, resolve_shard_size
+from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.node_size import nodes_of
@@ -272,7 +272,7 @@ def sharded_on_meta() -> nn.Module:
     """A module that is sharded before its weights exist."""
     with torch.device("meta"):
         net = nn.Linear(16, 8)
-    mesh = hybrid_mesh("cpu", 4, 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data_parallel"))
     prepared_model = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
     shard_any(net, mesh["data_parallel"], torch.device("cpu"), ShardPolicy())
     attach_fsdp(net, prepared_model, device=torch.device("cpu"), mesh=mesh["replicate", "data_parallel"])
@@ -328,9 +328,9 @@ def test_fabric(facts: list[InFabric]) -> None:
 
 
 def refused(folder: Path) -> Facts:
-    def resolve(num_ranks: int | str, shard_size: Any) -> str:
+    def resolve(num_ranks: int | str, shard_size: Any, num_parts: int = 1) -> str:
         with nodes_of(num_ranks):
-            return raised(lambda: resolve_shard_size(shard_size, find_topology()))
+            return raised(lambda: resolve_shard_size(shard_size, find_topology(), num_parts))
 
     def prepare_with(shard_size: Any, *, scatter: bool) -> str:
         return raised(lambda: prepare(mlp(), LoCo(), SyncOptions(shard_size=shard_size), scatter=scatter))
@@ -344,6 +344,7 @@ def refused(folder: Path) -> Facts:
         return {
             "too large": resolve(2, 4),
             "does not divide": resolve(4, 3),
+            "parts": resolve(2, "node", 4),
             "uneven": resolve(3 if rank < 3 else 1, "node"),
             "topology": resolve(2 if rank == 0 else 4, 2),
             "differs": prepare_with(1 + rank % 2, scatter=True),
@@ -360,6 +361,7 @@ def test_bad_input(facts: list[Facts]) -> None:
     for rank in facts:
         assert "shard_size=4 does not divide the ranks of a node (2, 2)" in rank["too large"]
         assert "shard_size=3 does not divide the ranks of a node (4)" in rank["does not divide"]
+        assert "shard_size=1 for each of 4 tensor-parallel ranks does not divide" in rank["parts"]
         assert "nodes have different numbers of ranks (3, 1)" in rank["uneven"]
         assert "ranks disagree about the topology: rank 0 has LOCAL_WORLD_SIZE=2 and rank 1" in rank["topology"]
         assert "rank 1 differs from rank 0 in shard_size: 2 instead of 1" in rank["differs"]

@@ -16,7 +16,6 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
-from lowbit_strategy.ranks.ranks import hybrid_mesh
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
@@ -139,7 +138,7 @@ def hsdp(folder: Path, weights: str, outer: bool) -> Facts:
         rule = DiLoCo(every=4) if outer else None
         options = SyncOptions(check_digest=False, shard_size="node", outer=rule, weights=as_weights(weights))
         prepared = prepare(module, LoCo(block_size=32, beta=0.0, reset_steps=None), options, scatter=True)
-        mesh = hybrid_mesh("cpu", 4, 2)["data_parallel"]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
         for child in (*module, module):
             fully_shard(child, mesh=mesh)
         session = attach_fsdp(module, prepared, device=CPU)
