@@ -39,7 +39,6 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     ShardedGroup,
-    broadcast_shards,
     check_held,
     reshard,
     sharded_groups,
@@ -62,6 +61,7 @@ from lowbit_strategy.model.parameters import (
     canonical_name,
     describe_parameters,
     handshake,
+    local_part,
     named_parameters,
     settings_facts,
 )
@@ -403,7 +403,7 @@ def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks],
         held.setdefault(others.get(name, ranks).peers, {})[name] = param
     for peers, same in held.items():
         if not ParameterDigest(functools.partial(dict, same), peers, device).agree():
-            broadcast_shards(same.values(), peers.group)
+            _broadcast_shards(same.values(), peers.group)
 
 
 def _session(
@@ -502,3 +502,10 @@ def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _broadcast_shards(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
+    for tensor in tensors:
+        if (local := local_part(tensor.detach())).numel():
+            dist.broadcast(local, group_src=0, group=group)

@@ -32,12 +32,13 @@ from lowbit_strategy.model.parameters import (
     to_plain,
     unmatched_patterns,
 )
-from lowbit_strategy.options.conversion import size
-from lowbit_strategy.plan.fitting import MemoryOption, Setup, allowed_nbytes, choose, enough_gb, memory_options
+from lowbit_strategy.options.sizes import size
+from lowbit_strategy.plan.fitting import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
+_PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -245,6 +246,19 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
     ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
     room, limit = least.tolist()
     return room, limit
+
+
+def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
+    """What compression may keep on a GPU unless `memory=` is given: half of what will be free, which leaves the other
+    half to activations, but at least an eighth of the memory and at most a quarter.
+
+    Args:
+        total_nbytes: Memory of the GPU.
+        free_nbytes: There, once parameters are on it.
+        own_numel: Trained elements whose gradients and optimizer state this rank will hold.
+    """
+    left = (free_nbytes - _PENDING_NBYTES * own_numel) // 2
+    return min(total_nbytes // 4, max(total_nbytes // 8, left))
 
 
 def watch_optimizers(session: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -12,37 +12,6 @@ from torch import nn
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
-
-
-class Replica(Protocol):
-    """A replica among others that come and go.
-
-    Attributes:
-        on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
-    """
-
-    sync: Any
-    data: Any
-    on_healed: Callable[[], object]
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether it has met the others."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this replica is the first one, which writes checkpoints."""
-
-    def check_joined(self) -> None:
-        """Raises:
-        RuntimeError: Training has begun, and it has not met them.
-        """
-
-    def count_samples(self, number: int) -> None:
-        """`number` more before the next optimizer step."""
-
-    def attached(self, session: Any, module: nn.Module) -> None:
-        """The session is complete."""
 
 
 class Replicas(ABC):

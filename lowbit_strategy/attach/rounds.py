@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,37 @@ from lowbit_strategy.options.conversion import Conversion, Source, register_conv
 from lowbit_strategy.plan.rounds import RoundPlan
 
 
+class Replica(Protocol):
+    """A replica among others that come and go.
+
+    Attributes:
+        on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
+    """
+
+    sync: Any
+    data: Any
+    on_healed: Callable[[], object]
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has met the others."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica is the first one, which writes checkpoints."""
+
+    def check_joined(self) -> None:
+        """Raises:
+        RuntimeError: Training has begun, and it has not met them.
+        """
+
+    def count_samples(self, number: int) -> None:
+        """`number` more before the next optimizer step."""
+
+    def attached(self, session: Any, module: nn.Module) -> None:
+        """The session is complete."""
+
+
 class EveryStep:
     """When ranks meet, as a session asks: in every step. What lets them meet in rounds derives from this.
 
@@ -28,14 +59,17 @@ class EveryStep:
         own: Gives the optimizers and the scaler, whose state may differ between ranks, by name; set by the adapter. If
             it gives none, as in a custom loop, those that have stepped count.
         on_forward: Called before each forward pass in training, where this sees it.
-        replica: This one, where replicas join and leave; otherwise None.
         serves_replaced: Whether other parameters in the place of those that it was given are served.
     """
 
     own: Callable[[], Mapping[str, Stateful]] = dict
     on_forward: Callable[[], None]
-    replica: Any = None
     serves_replaced: ClassVar[bool] = True
+
+    @property
+    def replica(self) -> Replica | None:
+        """This replica, where replicas join and leave; otherwise None."""
+        return None
 
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
         """DDP around the model, which the adapter may have replaced."""

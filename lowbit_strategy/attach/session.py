@@ -26,8 +26,7 @@ from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import watching
 from lowbit_strategy.attach.prepare import watch_optimizers
-from lowbit_strategy.attach.replicas import Replica
-from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.attach.rounds import EveryStep, Replica
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec, StateTensors, StepContext
-from lowbit_strategy.codecs.packed import aligned, kept_with, pack_segments
+from lowbit_strategy.codecs.packed import kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
 
@@ -87,8 +87,13 @@ class ChunkTopK(BucketCodec):
         packing.spread_(total.mul_(alpha), out)
 
 
+def _aligned(nbytes: int) -> int:
+    """Up to the next multiple of 16."""
+    return -(-nbytes // 16) * 16
+
+
 def _positions_nbytes(kept: int) -> int:
-    return aligned((kept + 1) // 2 * 3)
+    return _aligned((kept + 1) // 2 * 3)
 
 
 def _pack_positions(positions_P: Tensor) -> Tensor:

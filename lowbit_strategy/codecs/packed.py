@@ -190,11 +190,6 @@ def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
     return kept_with(segments, ("parts", limit), parts)
 
 
-def aligned(nbytes: int) -> int:
-    """Up to the next multiple of 16."""
-    return -(-nbytes // 16) * 16
-
-
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(sources))

@@ -18,8 +18,8 @@ from lowbit_strategy.control.base import (
     Telemetry,
     check_order,
 )
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 MODEL = "model"  # the name under which the whole model is judged

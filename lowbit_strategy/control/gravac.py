@@ -10,9 +10,9 @@ from dataclasses import field
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, check_order
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _DENSE = 0  # index of the uncompressed level; candidates follow

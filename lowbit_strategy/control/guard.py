@@ -21,8 +21,8 @@ from lowbit_strategy.control.base import (
     grouped,
     reference_nbytes,
 )
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lowbit_strategy.elastic.outer import ElasticOuterSync
-from lowbit_strategy.elastic.replica import advance_schedule
 from lowbit_strategy.elastic.sampler import ElasticSampler
+from lowbit_strategy.elastic.schedule import advance_schedule
 
 
 def join_in(trainer: Any, replica: ElasticOuterSync, terminated: Callable[[], bool]) -> None:

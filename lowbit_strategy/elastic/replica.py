@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -63,11 +62,3 @@ def register(
         inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
     make_outer = partial(ElasticOuterSync, membership=Membership(elastic, same, inside))
     return partial(rule.attach, make_outer=make_outer)
-
-
-def advance_schedule(schedule: Any, num_steps: int) -> None:
-    """Bring a schedule of the learning rate to where the other replicas are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer has not stepped before the schedule
-        for _ in range(num_steps):
-            schedule.step()

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lowbit_strategy.elastic.replica import advance_schedule
+from lowbit_strategy.elastic.schedule import advance_schedule
 
 
 def adapt(trainer: Any, binding_of: Callable[[Any], Any]) -> None:

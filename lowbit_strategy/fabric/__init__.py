@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin, adapt, monitor
+from lowbit_strategy.fabric.adapt import adapt, monitor
+from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin
 
 __all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy", "adapt", "monitor"]
 

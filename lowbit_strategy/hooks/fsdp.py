@@ -13,11 +13,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
-from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction, reduce_dtype
+from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import UnusedParameters
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups, take_over_replication
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.ranks.ranks import Ranks
@@ -122,27 +122,6 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
     for param in group.fsdp_params:
         if param.post_forward_mesh_info is not None:
             param.post_forward_mesh_info = info
-
-
-def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
-    """What accumulating `num_batches` micro-batches per step costs, in words; None if there is one."""
-    if num_batches < 2:
-        return None
-    if accumulate == "reduce":
-        return (
-            f"gradients are reduced {num_batches} times per step, and weights gathered as often, because"
-            f' accumulate="reduce" keeps none of {num_batches} micro-batches unsharded'
-        )
-    nbytes = sum(
-        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
-        for each in sharded_groups(module)
-        for param in each.param_group.fsdp_params
-        if param.sharded_param.requires_grad
-    )
-    return (
-        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {nbytes / 2**30:.2f} GiB on every"
-        f' rank; accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
-    )
 
 
 def install(

@@ -33,15 +33,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, UnusedParameters
+from lowbit_strategy.model.fsdp_sharding import reduce_dtype
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import clock_of
-
-
-def reduce_dtype(group: Any) -> torch.dtype:
-    """Type in which a parameter group's gradients are reduced."""
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-    return dtype
 
 
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):

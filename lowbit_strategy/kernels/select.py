@@ -13,10 +13,11 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.native import sparse as native
 from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.reference.rng import sample_positions
 
 CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 MAX_INT32_NUMEL = 2**31 - 1
-_CHUNK = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
+_PIECE_NUMEL = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
 _SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
 _GROUPED_NUMEL = 1 << 21  # up to here groups are faster than a sample
 _GROUP = 32  # elements of a group whose largest bounds the k-th largest of a small tensor
@@ -66,10 +67,10 @@ def select_above(
         return indices, values
     if is_long:
         return _select_long(x, threshold)
-    if x.device.type != "cpu" or x.numel() <= _CHUNK:
+    if x.device.type != "cpu" or x.numel() <= _PIECE_NUMEL:
         return reference.select_above(x, threshold)
-    found = [reference.select_above(piece, threshold) for piece in x.split(_CHUNK)]
-    positions = [part + at * _CHUNK for at, (part, _) in enumerate(found)]
+    found = [reference.select_above(piece, threshold) for piece in x.split(_PIECE_NUMEL)]
+    positions = [part + at * _PIECE_NUMEL for at, (part, _) in enumerate(found)]
     return torch.cat(positions), torch.cat([part for _, part in found])
 
 
@@ -90,7 +91,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
     if _is_plain(x, addend) and backends.is_native(x.device):
         return native.sample_magnitudes(x, num, seed, addend)
     # index_select: on the CPU ten times faster than x[...]
-    places = reference.sample_positions(x.numel(), num, seed, x.device)
+    places = sample_positions(x.numel(), num, seed, x.device)
     sample = x.index_select(0, places)
     return (sample if addend is None else sample.add_(addend.index_select(0, places))).abs_()
 

@@ -269,12 +269,6 @@ def _finish_writing(checkpoint_io: Any) -> bool:
     return True
 
 
-def averages_weights(callback: Any) -> bool:
-    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
-    names = {base.__name__ for base in type(callback).__mro__}
-    return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))
-
-
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """Tensors that stay as they are when the model goes on."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -11,7 +11,7 @@ from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.base_strategy import Callback
-from lowbit_strategy.options.configuration import refusing_unknown_options
+from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.telemetry.observe import Observation

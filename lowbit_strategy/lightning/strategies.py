@@ -14,10 +14,9 @@ from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
-from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
-from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy, averages_weights
-from lowbit_strategy.model.fsdp_sharding import end_iteration
+from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy
+from lowbit_strategy.model.fsdp_sharding import cost_of_accumulation, end_iteration
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
@@ -193,3 +192,9 @@ def _refuse_averaging(callbacks: list[Any]) -> None:
                 f"{type(callback).__name__} averages weights in a copy of the whole module, and FSDP2 keeps a shard of"
                 " them on each rank: use a DDP strategy such as loco_ddp with it, or average the checkpoints afterwards"
             )
+
+
+def averages_weights(callback: Any) -> bool:
+    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))

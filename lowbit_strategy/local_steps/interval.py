@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from lowbit_strategy.methods._base.checks import check_positive
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.lightning.base_strategy import averages_weights
 from lowbit_strategy.lightning.signals import REQUEUE, DeferredSignals
+from lowbit_strategy.lightning.strategies import averages_weights
 from lowbit_strategy.local_steps.outer import OuterSync
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")

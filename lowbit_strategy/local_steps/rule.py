@@ -16,10 +16,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.checks import check_keeps_weights
 from lowbit_strategy.local_steps.interval import Interval, Seconds
 from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.

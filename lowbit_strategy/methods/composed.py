@@ -10,7 +10,6 @@ from typing import ClassVar
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec
 from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import (
     REFERENCE,
     Assignment,
@@ -34,6 +33,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo, LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 Rule = tuple[Selector, Compressor]

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.kernels.reference.sparse import sample_positions
+from lowbit_strategy.kernels.reference.rng import sample_positions
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, conditions

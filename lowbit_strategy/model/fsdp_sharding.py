@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowbit_strategy.model.parameters import canonical_name, local_part, named_parameters, param_groups, shard_records
+from lowbit_strategy.model.parameters import canonical_name, named_parameters, param_groups, shard_records
+from lowbit_strategy.options.sizes import binary_size
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -265,13 +266,6 @@ def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
                 place.post_forward_mesh_info = param_group.mesh_info
 
 
-def broadcast_shards(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
-    for tensor in tensors:
-        if (local := local_part(tensor.detach())).numel():
-            dist.broadcast(local, group_src=0, group=group)
-
-
 def _called_children(module: nn.Module) -> list[nn.Module]:
     """Children with parameters; instead of lists and dicts, which are never called, their entries."""
     found: list[nn.Module] = []
@@ -311,3 +305,31 @@ def materialize(module: nn.Module, device: torch.device) -> None:
             )
         child.to_empty(device=device, recurse=False)
         reset()
+
+
+def reduce_dtype(group: Any) -> torch.dtype:
+    """Type in which a parameter group's gradients are reduced."""
+    policy = group.mp_policy
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return dtype
+
+
+def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
+    """What accumulating `num_batches` micro-batches per step costs, in words; None if there is one."""
+    if num_batches < 2:
+        return None
+    if accumulate == "reduce":
+        return (
+            f"gradients are reduced {num_batches} times per step, and weights gathered as often, because"
+            f' accumulate="reduce" keeps none of {num_batches} micro-batches unsharded'
+        )
+    nbytes = sum(
+        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
+        for each in sharded_groups(module)
+        for param in each.param_group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
+    return (
+        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {binary_size(nbytes)} on every"
+        f' rank; accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
+    )

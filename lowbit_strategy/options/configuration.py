@@ -58,19 +58,6 @@ def configuration(cls: type[T]) -> type[T]:
     return cls
 
 
-def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., None]:
-    """A constructor written by hand, with the same error for options that it does not have."""
-    known = [name for name in inspect.signature(initialize).parameters if name != "self"]
-
-    @functools.wraps(initialize)
-    def __init__(self: Any, *values: Any, **options: Any) -> None:
-        if unknown := next((name for name in options if name not in known), None):
-            raise unknown_option(type(self).__name__, unknown, known)
-        initialize(self, *values, **options)
-
-    return __init__
-
-
 def takes_options_of(source: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Show the fields of a configuration as arguments of a constructor that takes them in its ``**kwargs``.
 

@@ -14,16 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-
-def size(nbytes: float) -> str:
-    """Bytes with a unit: ``1.5 MB``."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
 # What other libraries and publications call an option, and its name here.
 _ELSEWHERE = {
     "compress_ratio": "density",
@@ -76,6 +66,19 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
     if advice:
         return TypeError(f"{of} has no option {name!r}: {advice}")
     return TypeError(f"{of} has no option {name!r}{hint} Known: {', '.join(names)}")
+
+
+def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., None]:
+    """A constructor written by hand, with the same error for options that it does not have."""
+    known = [name for name in inspect.signature(initialize).parameters if name != "self"]
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *values: Any, **options: Any) -> None:
+        if unknown := next((name for name in options if name not in known), None):
+            raise unknown_option(type(self).__name__, unknown, known)
+        initialize(self, *values, **options)
+
+    return __init__
 
 
 T = TypeVar("T")

@@ -13,14 +13,13 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.options.conversion import size
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
-PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
 
 
@@ -156,19 +155,6 @@ def memory_option(
         differs=differs,
         costs=costs,
     )
-
-
-def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
-    """What compression may keep on a GPU unless `memory=` is given: half of what will be free, which leaves the other
-    half to activations, but at least an eighth of the memory and at most a quarter.
-
-    Args:
-        total_nbytes: Memory of the GPU.
-        free_nbytes: There, once parameters are on it.
-        own_numel: Trained elements whose gradients and optimizer state this rank will hold.
-    """
-    left = (free_nbytes - PENDING_NBYTES * own_numel) // 2
-    return min(total_nbytes // 4, max(total_nbytes // 8, left))
 
 
 def enough_gb(choice: MemoryOption) -> str:

@@ -112,12 +112,3 @@ def ahead_nbytes(transfer: TransferGroup) -> int:
     """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
     own = (message for message in transfer.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
     return sum(message.total_nbytes for message in own)
-
-
-def binary_size(nbytes: float) -> str:
-    """Bytes with a unit: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    raise AssertionError

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from lowbit_strategy.options.conversion import size
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.report.charts import draw_all
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run
 

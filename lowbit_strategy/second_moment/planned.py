@@ -10,9 +10,10 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.options.sizes import binary_size
 from lowbit_strategy.plan.beside import Beside
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
-from lowbit_strategy.plan.messages import TransferGroup, binary_size, step_nbytes
+from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import Topology
 

@@ -16,8 +16,7 @@ from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.kernels.reference.rng import hash32
-from lowbit_strategy.kernels.reference.sparse import sample_positions
+from lowbit_strategy.kernels.reference.rng import hash32, sample_positions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.ranks.ranks import Ranks

@@ -31,9 +31,9 @@ from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.parameters import handshake
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver

@@ -12,7 +12,8 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
-from lowbit_strategy.plan.messages import binary_size, internode_nbytes, step_nbytes
+from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Ranks, Topology

@@ -17,7 +17,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weight_codings import Exact
-from lowbit_strategy.plan.messages import binary_size, step_nbytes
+from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
 

@@ -16,12 +16,13 @@ import torch
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
 _ABI = 8  # LOWBIT_ABI in lowbit.h
+_EXTENSION = "lowbit_strategy.kernels.native._lowbit"
 
 
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether the C extension was built; without it the plain PyTorch path serves."""
-    return find_spec("lowbit_strategy.kernels.native._lowbit") is not None
+    return find_spec(_EXTENSION) is not None
 
 
 @lru_cache(maxsize=1)
@@ -31,7 +32,7 @@ def library() -> ctypes.CDLL:
     Raises:
         RuntimeError: The extension was not built, or from other sources than these.
     """
-    spec = find_spec("lowbit_strategy.kernels.native._lowbit")
+    spec = find_spec(_EXTENSION)
     if spec is None or spec.origin is None:
         raise RuntimeError("the C extension is not built: reinstall with a C compiler")
     lib = ctypes.CDLL(spec.origin)

@@ -5,6 +5,7 @@ The mixer is the public-domain 32-bit "lowbias32" finaliser (C. Wellons, 2018).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -37,3 +38,14 @@ def dither(first: int, numel: int, key: int, device: torch.device) -> Tensor:
 def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
     """`dither` at any elements: int64 indices and keys that broadcast."""
     return (hash32(index * GOLDEN + key) >> 8).to(torch.float32) * 2.0**-24 - 0.5
+
+
+@lru_cache(maxsize=8)  # parameters of equal size have the same in a step
+def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> Tensor:
+    """int64 [num]: one position in each of `num` equal strata, at a place that a hash of (seed, stratum) gives.
+
+    A plain stride would look at the same columns of a matrix again and again; a generator would need state.
+    """
+    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
+    x = hash32(torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed))
+    return edges[:-1] + ((x * edges.diff()) >> 32)  # a stratum has fewer than 2**31 elements

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 
 
 def select_above(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -43,17 +40,6 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tens
     chosen_MK.masked_fill_(is_free_MK, 0)
     positions_MK.copy_(chosen_MK)
     values_MK.copy_(x_MC.gather(1, chosen_MK).masked_fill(is_free_MK, 0.0))
-
-
-@lru_cache(maxsize=8)  # parameters of equal size have the same in a step
-def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> Tensor:
-    """int64 [num]: one position in each of `num` equal strata, at a place that a hash of (seed, stratum) gives.
-
-    A plain stride would look at the same columns of a matrix again and again; a generator would need state.
-    """
-    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
-    x = hash32(torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed))
-    return edges[:-1] + ((x * edges.diff()) >> 32)  # a stratum has fewer than 2**31 elements
 
 
 BLOCK_BITS = 16

@@ -1,4 +1,4 @@
-"""Checks of options that many compressors have."""
+"""Checks of block sizes and bits, which many compressors have."""
 
 from __future__ import annotations
 
@@ -23,11 +23,3 @@ def check_codes(block_size: int, **bits: int | None) -> None:
     for field, value in bits.items():
         if value is not None:
             check_bits(field, value)
-
-
-def check_positive(field: str, value: int) -> None:
-    """Raises:
-    ValueError: Less than 1.
-    """
-    if value < 1:
-        raise ValueError(f"{field} must be a positive integer, got {value!r}")

@@ -16,9 +16,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass

@@ -14,9 +14,9 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))

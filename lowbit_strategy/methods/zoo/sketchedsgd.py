@@ -15,9 +15,9 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.checks import check_positive
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.reference.rng import sample_positions
 from testing.kernels.row_cases import chunk_cases
 
 
@@ -126,12 +127,12 @@ def test_top_k_refuses_more_than_there_are() -> None:
 
 @pytest.mark.parametrize(("numel", "num"), [(100, 100), (101, 10), (70_001, 4096)])
 def test_samples_are_one_from_each_stratum(numel: int, num: int) -> None:
-    positions = reference.sample_positions(numel, num, 5, torch.device("cpu"))
+    positions = sample_positions(numel, num, 5, torch.device("cpu"))
     edges = torch.arange(num + 1) * numel // num
     assert (positions >= edges[:-1]).all()
     assert (positions < edges[1:]).all()
     if num < numel:
-        assert not torch.equal(positions, reference.sample_positions(numel, num, 6, torch.device("cpu")))
+        assert not torch.equal(positions, sample_positions(numel, num, 6, torch.device("cpu")))
 
 
 def test_a_threshold_of_a_sample_is_near_the_quantile() -> None:
@@ -165,5 +166,5 @@ def test_chunk_top_k_refuses_other_sizes() -> None:
 def test_samples_are_the_references(path: str, numel: int, num: int) -> None:
     x = _values(numel)
     for seed in (0, 5, 2**32 - 1):
-        places = reference.sample_positions(numel, num, seed, torch.device("cpu"))
+        places = sample_positions(numel, num, seed, torch.device("cpu"))
         assert torch.equal(select.sample_magnitudes(x, num, seed=seed), x[places].abs())

@@ -205,7 +205,7 @@ def test_errors_name_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [999, 1000, 5e14])
 def test_sizes(nbytes: float) -> None:
-    from lowbit_strategy.options.conversion import size
+    from lowbit_strategy.options.sizes import size
 
     assert size(nbytes) == {999: "999 B", 1000: "1 KB", 5e14: "500 TB"}[nbytes]
 

@@ -1,0 +1,95 @@
+"""A controller and a monitor in a loop with Fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit_strategy import custom_loop
+from lowbit_strategy.control.base import Controller, GroupBy
+from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.observe import Observer
+
+
+def engine_of(fabric: Any, model: nn.Module | None = None) -> GradientSync:
+    """The engine of a model that has been set up; of the only one if none is given.
+
+    Raises:
+        ValueError: The strategy is none of ours, or which model is meant is not clear.
+    """
+    sessions = getattr(fabric.strategy, "sessions", None)
+    if sessions is None:
+        raise ValueError(
+            f"the strategy is {type(fabric.strategy).__name__}, which compresses nothing: use"
+            ' Fabric(strategy="loco_ddp"), "loco_fsdp" or another of lowbit_strategy'
+        )
+    found = [each for each in sessions if model is None or each.serves(model)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} models fit: call fabric.setup first, and pass the model if there are several")
+    sync: GradientSync = found[0].sync
+    return sync
+
+
+def adapt(
+    fabric: Any,
+    controller: Controller,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    num_steps: int | None = None,
+    steps_per_epoch: int | None = None,
+) -> AdaptiveDriver:
+    """Let a controller choose compressors; after ``fabric.setup`` and before ``fabric.load``.
+
+    Args:
+        fabric: A Fabric with one of our strategies.
+        controller: One of `lowbit_strategy.control`.
+        model: Which, if several are set up.
+        optimizer: Gives the learning rate.
+        num_steps: Optimizer steps planned; for phases in fractions.
+        steps_per_epoch: Optimizer steps per epoch; for phases in epochs.
+
+    Returns:
+        The driver. Its ``accumulation`` and ``learning_rate_factor`` are for the loop to apply, if the controller
+        decides on them.
+
+    Raises:
+        ValueError: The controller cannot serve this model, or there is one already.
+    """
+    clock = custom_loop.LoopClock(optimizer, num_steps, steps_per_epoch)
+    return custom_loop.adapt(engine_of(fabric, model), controller, clock)
+
+
+def monitor(
+    fabric: Any,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    every_n_steps: int = 50,
+    group_by: GroupBy = "kind",
+    bounds: Bounds | None = None,
+    record: str | Path | None = None,
+) -> Observer:
+    """Log what compression does, every n steps, through ``fabric.log_dict``; after ``fabric.setup``.
+
+    A controller's decisions (`adapt`) go the same way.
+
+    Args:
+        fabric: A Fabric with one of our strategies.
+        model: Which, if several are set up.
+        optimizer: Gives the learning rate for the record, where `adapt` has not got it already.
+        every_n_steps: Optimizer steps from one observation to the next.
+        group_by: See `lowbit_strategy.lightning.CompressionMonitor`.
+        bounds: Likewise.
+        record: A folder for the record that `lowbit report` draws.
+    """
+    sync = engine_of(fabric, model)
+    if optimizer is not None:
+        custom_loop.control_of(sync).clock = custom_loop.LoopClock(optimizer)
+    log = fabric.log_dict if fabric.loggers else None
+    return custom_loop.monitor(sync, log, every_n_steps=every_n_steps, group_by=group_by, bounds=bounds, record=record)
