@@ -24,6 +24,9 @@ class MissingPart(ImportError):
     """A part of this package is not there."""
 
 
+OPTIONS = {"far_links": "lowbit_strategy.far_links", "memory": "lowbit_strategy.fitting"}  # of `SyncOptions`, by parts
+
+
 def load(target: str, asked_for: str) -> Any:
     """What `target` names.
 
@@ -41,9 +44,19 @@ def load(target: str, asked_for: str) -> Any:
         missing = error.name or ""
         if not f"{module}.".startswith(f"{missing}.") or not missing.startswith(PACKAGE):
             raise
-        raise MissingPart(
-            f"{asked_for} needs {missing}, which this installation lacks: reinstall lowbit-strategy", name=missing
-        ) from None
+        raise _missing(missing, asked_for) from None
+
+
+def need(part: str, asked_for: str) -> None:
+    """Raises:
+    MissingPart: `part` is not there.
+    """
+    if not is_present(part):
+        raise _missing(part, asked_for)
+
+
+def _missing(part: str, asked_for: str) -> MissingPart:
+    return MissingPart(f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part)
 
 
 def is_present(target: str) -> bool:

@@ -39,6 +39,8 @@ ROOMS = {
     "local_steps": (1, 2, "outer=: rounds, anchors"),
     "second_moment": (2, 2, "corrects Adam's"),
     "auto": (0, 2.95, "times and chooses"),
+    "fitting": (1, 2.95, "memory="),
+    "far_links": (2, 2.95, "a transport"),
     "hooks": (2, 8.45, "DDP and FSDP2 hand over"),
     "engine": (1, 9.4, "buckets, state, steps"),
     "register": (2, 9.4, "strategy names"),

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import rounded
@@ -25,7 +25,6 @@ from lowbit_strategy.advisor.workload import (
 )
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import default_weights
-from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
@@ -78,6 +77,7 @@ ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
 _RULES = "lowbit_strategy.local_steps:OUTER_RULES"
+_WAYS = "lowbit_strategy.fitting.ways"
 _OF_SQUARES = "lowbit_strategy.second_moment.planned:Squares"
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
@@ -147,14 +147,18 @@ def _leaving(transfers: Sequence[TransferGroup]) -> float:
     )
 
 
-def kept(workload: Workload) -> list[fitting.MemoryOption]:
-    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
+def kept(workload: Workload) -> list[Any]:
+    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to: ways of `fitting`, if that
+    is installed.
+    """
+    if not leaves.is_present(f"{_WAYS}:memory_options"):
+        return []
     compressor = PRESETS["loco"]
-    setup = fitting.Setup(
+    setup = leaves.load(f"{_WAYS}:Setup", "memory")(
         specs=workload.specs, topology=topology_for(workload, "fsdp"), layout="fsdp", modules=workload.modules
     )
     coding = default_weights(compressor)
-    return list(fitting.memory_options(compressor, coding, setup, may_recode=True))
+    return list(leaves.load(f"{_WAYS}:memory_options", "memory")(compressor, coding, setup, may_recode=True))
 
 
 def setup_options(workload: Workload, situation: Situation | None = None) -> list[SetupOption]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link, duration, rate, rounded, size
 from lowbit_strategy.advisor.cost import StepTime, step_time
 from lowbit_strategy.options.conversion import did_you_mean
 from lowbit_strategy.plan.plan import StepPlan
-from lowbit_strategy.ranks.groups import FAR_S
 
 Source = Literal["measured", "given", "nominal", "assumed"]
 What = Literal["link", "latency", "inside", "coding", "compute"]
@@ -108,7 +108,8 @@ class Figure:
 
 def is_far(latency_s: float) -> bool:
     """Whether ranks, so far apart one way, let all messages travel at once; links lose packets and begin slowly."""
-    return 2 * latency_s >= FAR_S
+    far_s = "lowbit_strategy.far_links.distance:FAR_S"
+    return leaves.is_present(far_s) and bool(2 * latency_s >= leaves.load(far_s, "far_links"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lowbit_strategy import leaves
 from lowbit_strategy.attach.companion import Companion, companion_of
 from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
 from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
-from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
@@ -32,13 +31,10 @@ from lowbit_strategy.model.parameters import (
     to_plain,
     unmatched_patterns,
 )
-from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.fitting import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
-_PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -181,7 +177,7 @@ def settings_of(options: SyncOptions) -> dict[str, object]:
 def fit_to_memory(
     prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]
 ) -> PreparedModel:
-    """`prepared` adjusted to the memory limit, the same on every rank; unchanged without a limit.
+    """`prepared` adjusted to the memory that compression may take (``memory=``), the same on every rank.
 
     Args:
         prepared: What the user asked for.
@@ -192,73 +188,11 @@ def fit_to_memory(
     Raises:
         ValueError: Nothing fits.
     """
-    if ranks.alone or (prepared.options.memory is None and device.type != "cuda"):
+    fitted = "lowbit_strategy.fitting.fit:fitted"
+    if ranks.alone or (prepared.options.memory is None and not leaves.is_present(fitted)):
         return prepared
-    shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
-    own_numel = sum(spec.numel for spec in prepared.specs) // shards
-    room, limit = room_for(prepared.options.memory, device, ranks, own_numel)
-    assert room is not None
-    setup = Setup(
-        specs=prepared.specs,
-        topology=ranks.topology,
-        layout=prepared.layout,
-        modules=modules,
-        beside=prepared.companion.planned(prepared),
-        copies=prepared.copies_residuals,
-    )
-    options, weights = prepared.options, prepared.weights
-    found = list(memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None))
-    chosen = choose(found, room, limit)
-    if chosen.differs and ranks.world.rank == 0:
-        _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
-    if chosen.weights != weights:
-        options = replace(options, weights=chosen.weights)
-    companion = prepared.companion if chosen.beside is setup.beside else prepared.companion.given_up()
-    if setup.copies and not chosen.copies:
-        options = replace(options, rollback=False)
-    return replace(prepared, compressor=chosen.compressor, options=options, companion=companion)
-
-
-def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:
-    """`unchanged`: the choices with the requested compressor."""
-    if chosen not in unchanged:
-        smallest = min(unchanged, key=lambda way: way.memory.total)
-        warnings.warn(
-            f"{smallest.compressor.name} runs without its residual, which does not fit: to keep it give"
-            f" memory={enough_gb(smallest)}, or divide it with HSDP (shard_size='node') or nodes of several ranks",
-            stacklevel=3,
-        )
-    allowed, arithmetic = size(room_nbytes), chosen.arithmetic()
-    inform("to fit into %s of memory, %s: %s. Cost: %s", allowed, chosen.differs, arithmetic, chosen.costs)
-
-
-def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel: int = 0) -> tuple[int | None, int]:
-    """Bytes that compression should keep within, and those that it must, on the rank that has least; None: no limit.
-
-    `own_numel`: elements whose gradients and optimizer state have not been allocated yet.
-    """
-    if memory is not None:
-        return int(memory * 1e9), int(memory * 1e9)
-    if device.type != "cuda":
-        return None, 0
-    free, total = torch.cuda.mem_get_info(device)
-    least = torch.tensor([allowed_nbytes(total, free, own_numel), free], dtype=torch.int64, device=device)
-    ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
-    room, limit = least.tolist()
-    return room, limit
-
-
-def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
-    """What compression may keep on a GPU unless `memory=` is given: half of what will be free, which leaves the other
-    half to activations, but at least an eighth of the memory and at most a quarter.
-
-    Args:
-        total_nbytes: Memory of the GPU.
-        free_nbytes: There, once parameters are on it.
-        own_numel: Trained elements whose gradients and optimizer state this rank will hold.
-    """
-    left = (free_nbytes - _PENDING_NBYTES * own_numel) // 2
-    return min(total_nbytes // 4, max(total_nbytes // 8, left))
+    found: PreparedModel = leaves.load(fitted, "memory")(prepared, ranks, device, modules)
+    return found
 
 
 def watch_optimizers(session: Any) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy import leaves
 from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.replicas import Replicas
 from lowbit_strategy.attach.rounds import RoundRule
@@ -114,6 +115,9 @@ class SyncOptions:
 
     def __post_init__(self) -> None:
         companion_of(self).check_options(self)
+        for option, part in leaves.OPTIONS.items():
+            if getattr(self, option):
+                leaves.need(part, option)
         if self.intra not in (None, 8):
             raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
         if self.max_residual is not None and not self.max_residual > 0:

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lowbit_strategy import leaves
 from lowbit_strategy.attach.choice import Choice
-from lowbit_strategy.attach.prepare import PreparedModel, room_for
+from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.auto.option import Auto
 from lowbit_strategy.auto.times import Timed, decide, has_changed
 from lowbit_strategy.collectives.comm import gathered
@@ -46,6 +47,7 @@ TOO_SLOW = 2.0  # times the framework's own step: a candidate whose first timed 
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
 LOOKED_AT = 50  # of them, the last ones, are timed
 _MOST_EMPTYING_STEPS = 3
+_ROOM = "lowbit_strategy.fitting.fit:room_for"
 
 Phase = Literal["own", "try", "empty", "settled"]
 
@@ -131,7 +133,9 @@ class AutoChoice(Choice):
         self.trial_s = 0.0
         self.phase: Phase = "own"
         self._group = group
-        self._room = room_for(prepared.options.memory, sync.device, sync.ranks)[0]
+        self._room: int | None = None
+        if leaves.is_present(_ROOM):
+            self._room = leaves.load(_ROOM, "memory")(prepared.options.memory, sync.device, sync.ranks)[0]
         self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
         self._clock = StepClock(sync.device)
         self._own: Timed | None = None  # in the trial under way, or the last one

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from lowbit_strategy import leaves
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.collectives.transports import FarComm
-from lowbit_strategy.ranks.groups import connected, is_far, new_group
+from lowbit_strategy.ranks.groups import connected, new_group
 
 ShardSize = int | Literal["node"]
+
+FAR_LINKS = "lowbit_strategy.far_links"  # ranks that are far apart have its transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +319,8 @@ def make_ranks(
     if device.type != "cpu" or backend.name() != "gloo" or len(members) == 1:
         far = False
     elif far is None:
-        far = topology.num_nodes != 1 and is_far(group)
+        is_far = f"{FAR_LINKS}.distance:is_far"
+        far = topology.num_nodes != 1 and leaves.is_present(is_far) and leaves.load(is_far, "far_links")(group)
     far_world = far and size is None
     own_world |= far_world
     own = [connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []
@@ -353,6 +356,6 @@ def _comm(
     comm = GroupComm(group)
     if far:
         assert group is not None
-        comm = FarComm(group)
+        comm = leaves.load(f"{FAR_LINKS}.comm:FarComm", "far_links")(group)
     comm.num_near = topology.num_near(members, rank)
     return comm

@@ -59,6 +59,16 @@ LEAVES = {  # one row per leaf
         "from lightning import Trainer; Trainer(strategy='lowbit_ddp', accelerator='cpu', devices=1, logger=False)",
         "auto needs lowbit_strategy.auto",
     ),
+    "far links": Leaf(
+        ("far_links",),
+        "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(far_links=True)",
+        "far_links needs lowbit_strategy.far_links",
+    ),
+    "fitting": Leaf(
+        ("fitting",),
+        "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(memory=1.0)",
+        "memory needs lowbit_strategy.fitting",
+    ),
     "second moment": Leaf(
         ("second_moment",),
         "from lowbit_strategy.lightning import LowBitDDPStrategy; LowBitDDPStrategy(second_moment=True)",

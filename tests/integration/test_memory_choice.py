@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy import LoCo, WeightCode
+from lowbit_strategy.fitting.ways import Setup, memory_options
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from lowbit_strategy.plan.fitting import Setup, memory_options
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
-from lowbit_strategy.attach.prepare import allowed_nbytes
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.fitting.fit import allowed_nbytes
+from lowbit_strategy.fitting.ways import Setup, choose, memory_option, memory_options
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.plan.fitting import Setup, choose, memory_option, memory_options
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout

@@ -1,0 +1,1 @@
+"""`far_links=`: a transport for ranks that are far apart."""

@@ -1,0 +1,1 @@
+"""`memory=`: what compression keeps has to fit."""
