@@ -21,9 +21,15 @@ RECIPES = {
     "python -m recipes.muloco --steps 60": r"diloco, every 30 steps: a rank sends",
     "python -m recipes.dion --steps 20": r"training loss [23]\.\d",
     "python -m recipes.ray_train --steps 4 --storage $PWD/ray": r"'step': 4\}",
+    "torchrun --nproc-per-node 4 -m recipes.torchtitan_llama --steps 40": r"step 40: loss [23]\.\d",
     "python recipes/wandb_offline.py --steps 20": r"loss \d.*offline run in .*runs/wandb",
 }
-NEEDS = {"recipes/lora.py": "peft", "recipes/wandb_offline.py": "wandb", "recipes.ray_train": "ray"}
+NEEDS = {
+    "recipes/lora.py": "peft",
+    "recipes/wandb_offline.py": "wandb",
+    "recipes.ray_train": "ray",
+    "recipes.torchtitan_llama": "torchtitan",
+}
 
 
 @pytest.mark.slow
@@ -35,7 +41,7 @@ def test_a_recipe(command: str, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "recipes", tmp_path / "recipes")
     done = run_script(["bash", "-c", command], cwd=tmp_path, env=ON_CPU, timeout=280)
     output = done.stdout + done.stderr
-    assert re.search("compressed (pseudo-)?gradient all-reduce over 2 ranks", output)
+    assert re.search("compressed (pseudo-)?gradient (all-reduce|reduce-scatter) over 2 ranks", output)
     assert re.search(RECIPES[command], output)
 
 
