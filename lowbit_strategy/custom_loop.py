@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
+from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
@@ -38,8 +40,6 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import by_rows, is_hybrid, shard_group
 from lowbit_strategy.model.parameters import named_parameters
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.telemetry.observe import Observer
 
 __all__ = [

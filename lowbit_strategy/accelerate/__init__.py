@@ -14,8 +14,8 @@ from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.adaptation.model_control import MonitorOptions
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
+from lowbit_strategy.adaptation.model_control import ModelControl, ProgressClock
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Controller, Progress
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.model_control import ModelControl, ProgressClock
 from lowbit_strategy.telemetry.run_record import for_model
 
 

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import PreparedModel, prepare, watch_optimizers
@@ -43,7 +44,6 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.parameters import handshake, to_plain
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"

@@ -14,6 +14,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from lowbit_strategy.adaptation.model_control import MonitorOptions
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -21,7 +22,6 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
-from lowbit_strategy.telemetry.model_control import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
 _log = logging.getLogger("lowbit_strategy")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import prepare
@@ -22,7 +23,6 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.model.fsdp_sharding import reshard
-from lowbit_strategy.telemetry.model_control import ModelControl
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy

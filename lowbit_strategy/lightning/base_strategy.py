@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.strategy_options import LowBitStrategy
@@ -22,7 +23,6 @@ from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
 from lowbit_strategy.model.parameters import handshake
-from lowbit_strategy.telemetry.model_control import ModelControl
 
 # While a program runs, the classes of either Lightning namespace.
 if TYPE_CHECKING:

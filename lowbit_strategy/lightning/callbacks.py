@@ -7,13 +7,13 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
+from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.base_strategy import Callback
 from lowbit_strategy.options.conversion import refusing_unknown_options
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.telemetry.observe import Observation
 
 Where = bool | str | Path

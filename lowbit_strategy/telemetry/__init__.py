@@ -1,1 +1,1 @@
-"""What compression does to a run: observation, controllers at work, records, the start-up report."""
+"""What observes: figures of a step, records, the start-up report."""

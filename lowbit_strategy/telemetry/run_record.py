@@ -12,7 +12,6 @@ from typing import Any
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import to_plain
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation
 from lowbit_strategy.telemetry.startup_report import describe_ranks
 
@@ -56,20 +55,6 @@ def observation_metrics(observation: Observation) -> dict[str, float]:
     return metrics
 
 
-def level_metrics(driver: AdaptiveDriver) -> dict[str, float]:
-    """The share of all elements that each of a controller's levels has."""
-    return {metric_name("share", f"level_{at}"): share for at, share in enumerate(shares(driver).values())}
-
-
-def shares(driver: AdaptiveDriver) -> dict[str, float]:
-    """Share of all elements by the level's label, as the controller has it in force."""
-    specs, numels = driver.sync.specs, dict.fromkeys(driver.labels, 0)
-    for name, level in driver.levels.items():
-        numels[driver.labels[level]] += specs[name].numel
-    total = sum(numels.values()) or 1
-    return {label: numel / total for label, numel in numels.items()}
-
-
 # -- fields of the record ---------------------------------------------------------------------------------------------
 
 
@@ -85,16 +70,6 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
         "controller": None if controller is None else type(controller).__name__,
         "levels": None if controller is None else list(labels(controller.levels)),
         "configuration": to_plain("compressor" if controller is None else "controller", chooses),
-    }
-
-
-def level_fields(driver: AdaptiveDriver) -> dict[str, Any]:
-    """The levels in force."""
-    return {
-        "labels": list(driver.labels),
-        "shares": shares(driver),
-        "parameters": dict(driver.levels),
-        "accumulation": driver.accumulation,
     }
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.control import Accordion, Bounds, GraVAC, Guard, Static
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observer
 from testing.counting.traffic import count_traffic
 from testing.invariants.harness import SPECS, InvariantHarness

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, Dense, LoCo, TopK
+from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
@@ -25,7 +26,6 @@ from lowbit_strategy.auto.choice import WARM_TRIED_STEPS
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.ranks import find_topology
-from lowbit_strategy.telemetry.model_control import ModelControl
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios

@@ -14,9 +14,9 @@ from lowbit_strategy import (
     LocalSGD,
     Quadratic,
 )
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from testing.worlds.replicas import Replicas
 
 

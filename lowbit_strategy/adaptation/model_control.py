@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_fields, level_metrics
 from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
@@ -36,13 +37,10 @@ from lowbit_strategy.model.parameters import handshake
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import (
     FILE_NAME,
     RunRecord,
-    level_fields,
-    level_metrics,
     metric_name,
     observation_metrics,
     start_fields,

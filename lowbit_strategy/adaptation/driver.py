@@ -31,6 +31,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import ROUNDS_KEY, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
+from lowbit_strategy.telemetry.run_record import metric_name
 from lowbit_strategy.telemetry.window_sums import WindowSums
 
 EXTRA_STATE_KEY = "adaptive"
@@ -287,3 +288,27 @@ def _extended(fresh: Any, old: Any) -> Any:
         return {key: _extended(fresh.get(key, old.get(key)), old.get(key, fresh.get(key))) for key in {**fresh, **old}}
     is_names = isinstance(fresh, list) and bool(fresh) and isinstance(fresh[0], str)
     return fresh if is_names else old
+
+
+def level_metrics(driver: AdaptiveDriver) -> dict[str, float]:
+    """The share of all elements that each of a controller's levels has."""
+    return {metric_name("share", f"level_{at}"): share for at, share in enumerate(shares(driver).values())}
+
+
+def shares(driver: AdaptiveDriver) -> dict[str, float]:
+    """Share of all elements by the level's label, as the controller has it in force."""
+    specs, numels = driver.sync.specs, dict.fromkeys(driver.labels, 0)
+    for name, level in driver.levels.items():
+        numels[driver.labels[level]] += specs[name].numel
+    total = sum(numels.values()) or 1
+    return {label: numel / total for label, numel in numels.items()}
+
+
+def level_fields(driver: AdaptiveDriver) -> dict[str, Any]:
+    """The levels in force."""
+    return {
+        "labels": list(driver.labels),
+        "shares": shares(driver),
+        "parameters": dict(driver.levels),
+        "accumulation": driver.accumulation,
+    }

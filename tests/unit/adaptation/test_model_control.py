@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit_strategy import Dense
-from lowbit_strategy.telemetry.model_control import ModelControl
+from lowbit_strategy.adaptation.model_control import ModelControl
 from testing.worlds.single import engine
 
 

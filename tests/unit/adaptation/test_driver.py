@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from lowbit_strategy.adaptation import driver as adaptive_driver
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.control import (
     Accordion,
@@ -29,8 +31,6 @@ from lowbit_strategy.control import (
 )
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.telemetry import adaptive_driver
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from testing.worlds.single import engine, gradients, reduce_step
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))

@@ -1,0 +1,1 @@
+"""What acts: a controller at work on one engine, and everything that a model has of controllers and monitors."""
