@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lowbit_strategy import Dense, ExDyna, LoCo, TopK
+from lowbit_strategy import Dense, DiLoCo, ExDyna, LoCo, TopK
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.engine.method_state import sum_of_known
@@ -119,17 +119,21 @@ def loaded(run: Run, session: Session, folder: Path) -> None:
 
 
 def resumed(folder: Path, layout: str) -> Facts:
-    """With a controller in the middle of its window; into other dims: the same ranks, tensor parallelism outermost."""
-    layout, to = ("fsdp", "tp") if layout == "other dims" else (layout, "dp")
+    """With a controller in the middle of its window; into other dims: the same ranks, tensor parallelism outermost;
+    local steps in the middle of a round.
+    """
+    options: dict[str, Any] = {"outer": DiLoCo(every=3)} if layout == "local steps" else {}
+    to = "tp" if layout == "other dims" else "dp"
+    layout = {"other dims": "fsdp", "local steps": "hsdp"}.get(layout, layout)
     run = wrapped(layout)
-    session = compress(run.model, run.optimizer, LOCO)
+    session = compress(run.model, run.optimizer, LOCO, **options)
     control = adapt(
         session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2, unit="steps")
     )
     monitor(session.sync, None, every_n_steps=2, record=folder)
     run.train(session, 4)
     path = folder / "checkpoint"
-    with session.save(path) as stamp:
+    with session.save(path) as stamp, session.shared_weights(validates=False):
         model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     if dist.get_rank() == 0:
@@ -138,7 +142,7 @@ def resumed(folder: Path, layout: str) -> Facts:
     weights, levels = run.weights(), dict(control.levels)
     session.close()
     again = wrapped(layout, outermost=to)
-    session = compress(again.model, again.optimizer, LOCO)
+    session = compress(again.model, again.optimizer, LOCO, **options)
     adapt(session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2, unit="steps"))
     loaded(again, session, folder)
     back = again.train(session, 3, start=4)
@@ -156,7 +160,9 @@ def resumed(folder: Path, layout: str) -> Facts:
     }
 
 
-@scenarios(resumed, world_size=4, layout=("fsdp", "hsdp", "other dims"), slow=all_but(layout="other dims"))
+@scenarios(
+    resumed, world_size=4, layout=("fsdp", "hsdp", "other dims", "local steps"), slow=all_but(layout="other dims")
+)
 def test_resumed(facts: list[Facts]) -> None:
     for rank in facts:
         _, back = rank["losses"]
@@ -177,9 +183,11 @@ def unsent(session: Session) -> dict[str, Tensor]:
     return found
 
 
-def before_and_after(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+def before_and_after(
+    rank: int, world_size: int, folder: Path, layout: str
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Of six ranks: saved; of four: loaded. What is unsent, and the norms that a controller has summed up."""
-    run = wrapped("fsdp")
+    run = wrapped(layout)
     light, heavy = (TopK(density=density, exempt=()) for density in (0.1, 0.01))
     session = compress(run.model, run.optimizer, light, on_world_size_change="fold")
     control = adapt(session.sync, Accordion(light=light, heavy=heavy, unit="steps", interval=9, gradient="mean"))
@@ -200,9 +208,10 @@ def before_and_after(rank: int, world_size: int, folder: Path) -> tuple[dict[str
 
 
 @pytest.mark.slow
-def test_folded_into_fewer_data_parallel_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp"])
+def test_folded_into_fewer_data_parallel_ranks(tmp_path: Path, layout: str) -> None:
     """Each rank of a part of the model gets the mean of those that had this part, and nothing of the other part."""
-    saved, loaded = (run_ranks(before_and_after, size, tmp_path, timeout=120) for size in (6, 4))
+    saved, loaded = (run_ranks(before_and_after, size, tmp_path, layout, timeout=120) for size in (6, 4))
     before = [unsent for unsent, _ in saved]
     assert not torch.equal(before[0]["0.up.weight"], before[1]["0.up.weight"])
     for rank, (each, norms) in enumerate(loaded):
