@@ -170,7 +170,7 @@ def compress(
         compressor: A configuration or a preset's name; None: ``LoCo()``.
         scaler: The ``GradScaler``, if there is one.
         mesh: All ranks that hold a part of `model`, where its parameters do not show it: tensor parallelism without
-            ``DTensor``, or HSDP whose modules are sharded over one dim.
+            ``DTensor``.
         options: Those of `SyncOptions`.
 
     Returns:
@@ -208,13 +208,13 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
     else:
-        own, *_ = next(iter(by_rows(sharded_groups(model), mesh).values()))
+        own, *_ = next(iter(by_rows(sharded_groups(model)).values()))
         group = shard_group(own)
         if sync_options.shard_size is None and is_hybrid(own):
             sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
     prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
     attach: Any = attach_ddp if is_ddp else attach_fsdp
-    session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
+    session: Session = attach(model, prepared, whole_mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
     session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)

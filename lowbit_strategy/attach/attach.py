@@ -84,7 +84,7 @@ def attach_ddp(
     prepared: PreparedModel,
     *,
     device: torch.device | None = None,
-    mesh: DeviceMesh | None = None,
+    whole_mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
@@ -95,7 +95,7 @@ def attach_ddp(
         model: What was prepared, in ``DistributedDataParallel``.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
-        mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        whole_mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -111,7 +111,7 @@ def attach_ddp(
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
-    everyone = _agreed(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
+    everyone = _agreed(model.module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
     rule = options.outer if dist.get_world_size(group) > 1 else None
     if rule is None:
@@ -203,6 +203,7 @@ def attach_fsdp(
     *,
     device: torch.device | None = None,
     mesh: DeviceMesh | None = None,
+    whole_mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Give every FSDP2 module under `module` its compressed reduce-scatter. Gradients are a mean over the ranks that
@@ -213,6 +214,7 @@ def attach_fsdp(
         prepared: What `prepare` returned, with ``scatter=True``.
         device: Device of the gradients; None: that of the parameters.
         mesh: HSDP whose modules are sharded over one dim: both dims, replicas first.
+        whole_mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -234,7 +236,7 @@ def attach_fsdp(
     if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
         rows = rows_like(rows[0])  # replicas are asked for, and the mesh of one dim does not show them
     group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
-    everyone = _agreed(module, prepared, group, device, mesh, has_scaler=has_scaler)
+    everyone = _agreed(module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     topology = find_topology(group)
     prepared = on_ranks(prepared, topology, _shard_size(prepared.options, own[0], rows, topology))
     is_hsdp = prepared.shard_size is not None

@@ -157,7 +157,7 @@ def rows_like(row: Sequence[int]) -> Rows:
     if tuple(row) not in rows:
         raise ValueError(
             f"the model is sharded over the ranks {list(row)}, which do not follow each other, so that its replicas are"
-            " not known: give compression mesh=, the mesh of (replicas, ranks that shard one model)"
+            " not known: give fully_shard the mesh of (replicas, ranks that shard one model)"
         )
     return rows
 

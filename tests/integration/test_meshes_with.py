@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -239,3 +239,98 @@ def test_two_levels(facts: list[Facts]) -> None:
         _, own = rank["everyone"][number]
         if len(own[2]) == len(rank["everyone"][number % 2][1][2]) == 64 // 2:  # under DDP all have the whole part
             assert equal(own, rank["everyone"][number % 2][1])
+
+
+class Copied(torch.autograd.Function):
+    """The same on all tensor-parallel ranks; gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Added(torch.autograd.Function):
+    """The reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Part(nn.Module):
+    """A block's network cut by hand: its parameters are this rank's, and do not show that there are others."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(mesh.get_local_rank())
+        self.group = mesh.get_group()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + Added.apply(self.down(torch.relu(self.up(Copied.apply(x, self.group)))), self.group)
+        return out
+
+
+def by_hand(folder: Path, layout: str) -> Facts:
+    """Stock, dense, and LoCo from a checkpoint."""
+    found: dict[str, Any] = {}
+    saved, stamp = list[Tensor](), dict[str, Any]()
+    for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO, "again": LOCO}.items():
+        shape, names = ((2, 1, 2), ("dp", "shard", "tp")) if layout == "hsdp" else ((2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        dims = mesh["dp", "shard"] if layout == "hsdp" else mesh["dp"]
+        model = outer = nn.Sequential(Part(mesh["tp"]), Part(mesh["tp"]))
+        if layout == "ddp":
+            outer = DistributedDataParallel(model, process_group=dims.get_group())
+        for part in () if layout == "ddp" else (*model, model):
+            fully_shard(part, mesh=dims)
+        run, session = Run(outer, torch.optim.SGD(outer.parameters(), lr=0.1), dims), None
+        if compressor is not None:
+            options = exact(layout) if way == "dense" else {}
+            session = compress(run.model, run.optimizer, compressor, mesh=mesh, **options)
+        if way == "again":
+            assert session is not None
+            for param, value in zip(run.params(), saved, strict=True):
+                local(param).data.copy_(value)
+            session.load(folder / "checkpoint", stamp)
+            session.resume()
+        losses = run.train(session, 2, start=2 if way == "again" else 0)
+        if way == "loco":
+            assert session is not None
+            with session.save(folder / "checkpoint") as mine:
+                saved = run.weights()
+            stamps = [mine]
+            dist.broadcast_object_list(stamps)
+            stamp = stamps[0]
+        if way != "again":
+            losses += run.train(session, 2, start=2)
+        found[way] = losses, run.weights()
+        if session is not None:
+            ranks = session.sync.ranks
+            found["ranks"] = ranks.world_size, ranks.world.world_size, ranks.column
+            session.close()
+    return found
+
+
+@scenarios(by_hand, world_size=4, layout=LAYOUTS, slow=all_but(layout="hsdp"))
+def test_by_hand(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert rank["dense"][0] == rank["stock"][0]
+        assert equal(rank["dense"][1], rank["stock"][1])
+        assert rank["ranks"] == (2, 4, number % 2)
+        assert rank["again"][0] == rank["loco"][0][2:]
+        assert equal(rank["again"][1], rank["loco"][1])
