@@ -30,7 +30,6 @@ from lowbit_strategy.methods._base.feedback import (
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo, LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.options.checks import check_positive
@@ -344,7 +343,8 @@ class EF21(Wrapper):
     Memory under DDP: 8 bytes per parameter on every rank (12 with momentum), and 8 more per owned parameter.
 
     Args:
-        compressor: Gives the codec C; its own feedback is removed.
+        compressor: Gives the codec C; its own feedback is removed. At one bit plain feedback on the same code was
+            measured to be better, at 4 bits as good.
         momentum: Weight of the old average in v, in [0, 1); 0: no average. Larger: less noise, more delay. The
             optimizer should have no momentum then.
 
@@ -361,7 +361,7 @@ class EF21(Wrapper):
     name: ClassVar[str] = "ef21"
     approaches_mean: ClassVar[bool] = True
 
-    compressor: Compressor = field(default_factory=EFSignSGD)
+    compressor: Compressor = field(default_factory=LoCo)
     momentum: float = 0.0
 
     def __post_init__(self) -> None:

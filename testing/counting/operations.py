@@ -25,7 +25,7 @@ from lowbit_strategy.kernels import backends, rotation
 
 STOCK = "stock"  # FSDP2 as it is
 ALONE = "alone"  # the model on one rank
-CORRECTED = ("eden", "ef21", "efsignsgd", "loco1", "loco2", "loco_ternary", "onebitsgd")  # of Adam's second moment,
+CORRECTED = ("eden", "efsignsgd", "loco1", "loco2", "loco_ternary", "onebitsgd")  # of Adam's second moment,
 SETTLED = 128  # from this step on as in all later ones
 _WIDTH = 64
 

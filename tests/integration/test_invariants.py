@@ -23,7 +23,7 @@ _reports: dict[tuple[int, LayoutName], Report | AssertionError] = {}
 
 # One of each kind of message and residual. The others are made of parts that these have: three ranks show most.
 EVERYWHERE = {
-    "EF21, 4 bits",
+    "EF21, 1 bit",
     "LoCo, 1 bit after two steps",
     "LoCo, 2 bits up, 4 down",
     "dense",
