@@ -111,7 +111,7 @@ def attach_ddp(
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
-    everyone = _agreed(model.module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
+    everyone = _compare_with_all(model.module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
     rule = options.outer if dist.get_world_size(group) > 1 else None
     if rule is None:
@@ -236,7 +236,7 @@ def attach_fsdp(
     if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
         rows = rows_like(rows[0])  # replicas are asked for, and the mesh of one dim does not show them
     group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
-    everyone = _agreed(module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
+    everyone = _compare_with_all(module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     topology = find_topology(group)
     prepared = on_ranks(prepared, topology, _shard_size(prepared.options, own[0], rows, topology))
     is_hsdp = prepared.shard_size is not None
@@ -258,8 +258,8 @@ def attach_fsdp(
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=of_params)
     check_whole_model(module, sync)
     is_far = any(each.peers.is_far for each in sync.all_ranks)
-    side = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or is_far else None
-    wiring = FSDPWiring(module, groups, sync, side, mesh, others)
+    overlapped = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or is_far else None
+    wiring = FSDPWiring(module, groups, sync, overlapped, mesh, others)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
@@ -375,7 +375,7 @@ def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology:
     return found if options.shard_size is not None or len(rows) > 1 or is_hybrid(first) else None
 
 
-def _agreed(
+def _compare_with_all(
     module: nn.Module,
     prepared: PreparedModel,
     group: dist.ProcessGroup | None,

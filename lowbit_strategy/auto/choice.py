@@ -333,8 +333,8 @@ class AutoChoice(Choice):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What had been chosen goes on; otherwise the trial starts over."""
         chosen = [each for each in self._all if each.name == state["chosen"]]
-        goes_on = state["settled"] and state["world_size"] == self.sync.ranks.world_size
-        if not goes_on or (state["chosen"] is not None and not chosen):
+        is_same_run = state["settled"] and state["world_size"] == self.sync.ranks.world_size
+        if not is_same_run or (state["chosen"] is not None and not chosen):
             return
         self.reason, self._reference_s = state["reason"], state["reference_s"]
         if chosen:

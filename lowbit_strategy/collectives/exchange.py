@@ -329,7 +329,9 @@ class Exchange:
         self._uplinks: list[_Hop] = []
         self._downlinks: list[_Hop] = []
         self._tabulate(device)
-        layout = [(each.uplink, each.downlink, [param.agreed() for param in each.params]) for each in self.groups]
+        layout = [
+            (each.uplink, each.downlink, [param.common_layout() for param in each.params]) for each in self.groups
+        ]
         self._header = layout_header(repr(layout).encode(), device, num_marked)
 
     def run(

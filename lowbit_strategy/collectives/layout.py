@@ -157,7 +157,7 @@ class ParamView(NamedTuple):
         """Elements of the share of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
         return row_length(self.spec.numel, self.row_numel, rank)
 
-    def agreed(self) -> tuple[Any, ...]:
+    def common_layout(self) -> tuple[Any, ...]:
         """What is the same on all ranks, for the checksum of a message's layout."""
         return self.name, self.offset, self.row_stride, self.spec.numel, self.row_numel, self.world_size
 

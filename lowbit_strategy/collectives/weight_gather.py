@@ -67,7 +67,7 @@ class RowCode:
                 self._exact.append((self._joined(encode), self._joined(decode)))
             else:
                 self._coded.append((codec, Segments(encode), Segments(decode)))
-        layout = [(codec, [param.agreed() for param in params]) for codec, params in parts]
+        layout = [(codec, [param.common_layout() for param in params]) for codec, params in parts]
         self.header = layout_header(repr((layout, dtype)).encode(), device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
 
@@ -170,7 +170,7 @@ class WeightGather:
         self._codes_WB: Tensor | None = None
         self._replica: Tensor | None = None  # [W * N]
         self._in_flight: _InFlight | None = None
-        self._agreed = False  # the replica is the same on all ranks
+        self._same_on_all_ranks = False  # the replica is the same on all ranks
         self._restored: Tensor | None = None  # the own row of a replica that a checkpoint holds
 
     def run(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
@@ -228,7 +228,7 @@ class WeightGather:
         self._cancel_in_flight()
         self.fresh = False
         if self._restored is None:
-            self._agreed = False
+            self._same_on_all_ranks = False
 
     # -- differences across restarts ------------------------------------------------------------------------------
 
@@ -236,14 +236,14 @@ class WeightGather:
         """What the other ranks have of the own row, ``[N]``; None where they need not have anything."""
         if self._restored is not None:
             return self._restored
-        if not self._differences or not self._agreed or self._replica is None:
+        if not self._differences or not self._same_on_all_ranks or self._replica is None:
             return None
         return self._own(self._replica)
 
     def restore(self, row_N: Tensor | None) -> None:
         """Begin with a replica whose own row is `row_N`; None: with the weights. The same on all ranks."""
         self._cancel_in_flight()
-        self.fresh = self._agreed = False
+        self.fresh = self._same_on_all_ranks = False
         self._restored = None if row_N is None else row_N.to(self._device)
 
     def _own(self, rows: Tensor) -> Tensor:
@@ -258,8 +258,8 @@ class WeightGather:
 
     def _sends_codes(self, dtype: torch.dtype) -> bool:
         """True if this gather sends codes; otherwise it sends full rows."""
-        agreed = self._agreed and self._replica is not None and self._replica.dtype == dtype
-        return self._parts is not None and (agreed or not self._differences)
+        is_common = self._same_on_all_ranks and self._replica is not None and self._replica.dtype == dtype
+        return self._parts is not None and (is_common or not self._differences)
 
     def _replica_of(self, dtype: torch.dtype) -> Tensor:
         if self._replica is None or self._replica.dtype != dtype:
@@ -292,7 +292,7 @@ class WeightGather:
         yield from self._comm.run(_bytes(out).view(self._comm.world_size, -1), _bytes(row_N))
         if self._keep == "replica":
             self._replica_of(out.dtype).copy_(out)
-            self._agreed = True
+            self._same_on_all_ranks = True
 
     def _begin_codes(self, x_N: Tensor) -> _InFlight:
         code = self._code_of(x_N.dtype)

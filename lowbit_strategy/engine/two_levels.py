@@ -131,13 +131,13 @@ def scatter(
     out: Tensor,
     *,
     ranks: Ranks,
-    aside: bool = False,
+    overlaps: bool = False,
     marks: Tensor | None = None,
 ) -> Scatter:
     """Row r of `x` is for rank r, `out` is the sum of the own row. Over one level there is nothing inside.
 
     A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
-    modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread or in
+    modules share it, unless other modules are reduced between the nodes meanwhile (`overlaps`), by another thread or in
     another stream. `marks`, `ranks`: as for `GradientSync.reduce`.
     """
     intra_node = ranks.intra_node
@@ -152,7 +152,7 @@ def scatter(
         inside = codes.mean_of_rows(layout, [name for name, _ in layout.entries], x, mean_GN)
     else:
         rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
-        buffers = None if aside else sync.buffers
+        buffers = None if overlaps else sync.buffers
         inside = sum_rows(rows_LGN, mean_GN, intra_node, alpha=1.0 / num_inside, buffers=buffers)
     return Scatter(inside, _summed(between, mean_N, out, num_inside))
 

@@ -90,12 +90,12 @@ class FarComm(GroupComm):
         under_way = self._exchange("all-to-all", came_WN, list(rows_WN))
         arrived = under_way.arrived
 
-        def goes_on() -> None:
+        def reduce_own_part() -> None:
             arrived()
             self._exchange("reduced", result_WN, [reduce(came_WN)] * self.world_size).wait()
             x.copy_(result_WN.view(-1)[: x.numel()].view_as(x))
 
-        under_way.arrived = goes_on
+        under_way.arrived = reduce_own_part
         return under_way
 
     def with_own_counter(self) -> FarComm:

@@ -163,8 +163,8 @@ class DDPHook:
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
         self._names = {id(p): name for name, p in named_parameters(model.module)}
         turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
-        self._side: BucketWorker | SideStream
-        self._side = BucketWorker(turn_after) if sync.device.type == "cpu" else SideStream(sync.device, turn_after)
+        self._runner: BucketWorker | SideStream
+        self._runner = BucketWorker(turn_after) if sync.device.type == "cpu" else SideStream(sync.device, turn_after)
         model.register_comm_hook(self, DDPHook.reduce)
         model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
         hooked[model] = self
@@ -200,17 +200,17 @@ class DDPHook:
         stages = []
         for layout, x in zip(layouts, buffer.tensor_split(starts), strict=True):
             stages.append(self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x))
-        future = self._side.submit(*stages, result=buffer, last=last)
+        future = self._runner.submit(*stages, result=buffer, last=last)
         if (
             last and self._clock.is_timing and (done := self._clock.wait()) is not None
         ):  # backward has nothing left to compute
             future.add_done_callback(lambda _: done())
-        return future.then(torch.futures.Future.wait) if isinstance(self._side, BucketWorker) else future
+        return future.then(torch.futures.Future.wait) if isinstance(self._runner, BucketWorker) else future
 
     def close(self) -> bool:
         """True once the worker has stopped."""
         self.closed = True
-        return not isinstance(self._side, BucketWorker) or self._side.close()
+        return not isinstance(self._runner, BucketWorker) or self._runner.close()
 
 
 class DDPWiring:

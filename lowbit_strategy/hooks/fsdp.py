@@ -41,7 +41,7 @@ class FSDPWiring:
         module: The model.
         groups: What FSDP2 shards of it.
         sync: Its engine.
-        side: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
+        overlapped: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
         mesh: What FSDP2's own communication reduces over, where the model is sharded over one of its dims.
         others: Who reduces the gradients of a group, by its name, where it is not the engine's `ranks`.
     """
@@ -51,11 +51,11 @@ class FSDPWiring:
         module: nn.Module,
         groups: Sequence[ShardedGroup],
         sync: GradientSync,
-        side: OverlappedReducer | None = None,
+        overlapped: OverlappedReducer | None = None,
         mesh: DeviceMesh | None = None,
         others: Mapping[str, Ranks] | None = None,
     ) -> None:
-        self._module, self._sync, self._side, self._mesh = module, sync, side, mesh
+        self._module, self._sync, self._overlapped, self._mesh = module, sync, overlapped, mesh
         self._groups, self._others = groups, others or {}
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
@@ -74,7 +74,7 @@ class FSDPWiring:
             return
         if self._taken is not None:
             self.give_back()
-        install(self._module, self._groups, self._sync, weights, self._side, self._others)
+        install(self._module, self._groups, self._sync, weights, self._overlapped, self._others)
         self._taken = weights
 
     def give_back(self) -> None:
@@ -111,7 +111,7 @@ class FSDPWiring:
     def close(self) -> bool:
         """Leave the model as it was before. Returns True once threads have stopped."""
         self._release()
-        return self._side is None or self._side.close()
+        return self._overlapped is None or self._overlapped.close()
 
 
 _holders: weakref.WeakKeyDictionary[Any, FSDPWiring] = weakref.WeakKeyDictionary()  # who remembers a group
@@ -129,7 +129,7 @@ def install(
     groups: Sequence[ShardedGroup],
     sync: GradientSync,
     coding: WeightCoding,
-    side: OverlappedReducer | None,
+    overlapped: OverlappedReducer | None,
     others: Mapping[str, Ranks],
 ) -> None:
     """Give FSDP2 modules a compressed reduce-scatter, and their all-gather.
@@ -141,7 +141,7 @@ def install(
         groups: What of it several ranks share.
         sync: The engine.
         coding: How weights travel.
-        side: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
+        overlapped: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
         others: See `FSDPWiring`.
 
     Raises:
@@ -151,10 +151,10 @@ def install(
         take_over_replication(groups)
     names = {id(param): name for name, param in named_parameters(module)}
     _check_sharded(module, groups, sync, names)
-    two_levels = sync.scatter and side is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
+    two_levels = sync.scatter and overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
     between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
     unused = {
-        ranks.peers: UnusedParameters(sync, ranks, lambda: None if side is None else side.finish())
+        ranks.peers: UnusedParameters(sync, ranks, lambda: None if overlapped is None else overlapped.finish())
         for ranks in sync.all_ranks
     }
     for each in groups:
@@ -162,10 +162,10 @@ def install(
         ranks = others.get(each.name, sync.ranks)
         if sync.scatter:
             reduction: CompressedReduceScatter | HybridReduction = CompressedReduceScatter(
-                each.param_group, own, sync, ranks, side, unused[ranks.peers], between
+                each.param_group, own, sync, ranks, overlapped, unused[ranks.peers], between
             )
         else:
-            reduction = HybridReduction(each.param_group, own, sync, ranks, side, unused[ranks.peers])
+            reduction = HybridReduction(each.param_group, own, sync, ranks, overlapped, unused[ranks.peers])
         reduction.install()
     sync.expect(_reduced(groups, names))
     install_weights(module, groups, coding, sync, others)

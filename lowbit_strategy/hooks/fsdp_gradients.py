@@ -52,7 +52,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters that this rank has no part of are left out.
         ranks: Who reduces them.
-        side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+        overlapped: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
         unused: Is told of what is reduced.
 
     Attributes:
@@ -65,10 +65,10 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         names: Mapping[int, str],
         sync: GradientSync,
         ranks: Ranks,
-        side: OverlappedReducer | None,
+        overlapped: OverlappedReducer | None,
         unused: UnusedParameters,
     ) -> None:
-        self._param_group, self._names, self._sync, self._side = param_group, names, sync, side
+        self._param_group, self._names, self._sync, self._overlapped = param_group, names, sync, overlapped
         self._ranks = ranks
         self._unused = unused
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
@@ -162,7 +162,7 @@ class CompressedReduceScatter(_ReduceScatter):
     gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
-        param_group, names, sync, ranks, side, unused: See `_ReduceScatter`.
+        param_group, names, sync, ranks, overlapped, unused: See `_ReduceScatter`.
         between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
@@ -172,25 +172,27 @@ class CompressedReduceScatter(_ReduceScatter):
         names: Mapping[int, str],
         sync: GradientSync,
         ranks: Ranks,
-        side: OverlappedReducer | None,
+        overlapped: OverlappedReducer | None,
         unused: UnusedParameters,
         between: BetweenNodes | None = None,
     ) -> None:
-        super().__init__(param_group, names, sync, ranks, side, unused)
+        super().__init__(param_group, names, sync, ranks, overlapped, unused)
         self._between = between
-        self._rest: Stages = iter(())
-        self._goes_on = False  # in `between_nodes`
+        self._between_stages: Stages = iter(())
+        self._continues_between_nodes = False  # in `between_nodes`
         self._divisor = 1.0
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group
-        self._goes_on = self._side is None and self._ranks.intra_node is not None and not group._all_reduce_hook
+        self._continues_between_nodes = (
+            self._overlapped is None and self._ranks.intra_node is not None and not group._all_reduce_hook
+        )
         own: dict[str, Any] = {"force_sum_reduction_for_comms": True}
         self._divisor = 1.0
         if self._ranks.world_size > 1 and reduce_dtype(group) in _DIVIDED_AFTERWARDS:
             self._divisor = group.gradient_divide_factor or float(self._ranks.world_size)
             own["gradient_divide_factor"] = 1.0
-        if self._goes_on:
+        if self._continues_between_nodes:
             stream = None if self._between is None else self._between.stream
             own |= {"_all_reduce_hook": self.between_nodes, "_all_reduce_hook_stream": stream}
         return own
@@ -204,23 +206,23 @@ class CompressedReduceScatter(_ReduceScatter):
         async_op: bool = False,
     ) -> None:
         layout = self.layout_for(output_tensor.numel())
-        if self._param_group._all_reduce_hook is not None and not self._goes_on:
+        if self._param_group._all_reduce_hook is not None and not self._continues_between_nodes:
             output_tensor.zero_()  # the user's sees padding, too
-        if self._side is not None:
-            self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
+        if self._overlapped is not None:
+            self._reduce_meanwhile(self._overlapped, layout, input_tensor, output_tensor)
         else:
             if self._between is not None:
                 self._between.make_room()
             with self._clock.waiting():
-                aside = self._between is not None
-                inside, self._rest = self._scatter(layout, input_tensor, output_tensor, aside=aside)
-                wait_for_all(inside if self._goes_on else itertools.chain(inside, self._rest))
-            if not self._goes_on:
+                overlaps = self._between is not None
+                inside, self._between_stages = self._scatter(layout, input_tensor, output_tensor, overlaps=overlaps)
+                wait_for_all(inside if self._continues_between_nodes else itertools.chain(inside, self._between_stages))
+            if not self._continues_between_nodes:
                 self._divide_(output_tensor)
         self.on_reduced()
 
-    def _scatter(self, layout: BucketLayout, x: Tensor, out: Tensor, *, aside: bool = False) -> Scatter:
-        return scatter(self._sync, layout, x, out, ranks=self._ranks, aside=aside, marks=self._marks)
+    def _scatter(self, layout: BucketLayout, x: Tensor, out: Tensor, *, overlaps: bool = False) -> Scatter:
+        return scatter(self._sync, layout, x, out, ranks=self._ranks, overlaps=overlaps, marks=self._marks)
 
     def _divide_(self, total: Tensor) -> None:
         if self._divisor != 1.0:
@@ -231,23 +233,23 @@ class CompressedReduceScatter(_ReduceScatter):
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         with self._clock.waiting():
-            wait_for_all(self._rest)
+            wait_for_all(self._between_stages)
         self._divide_(reduced)
         if self._between is not None:
             self._between.reduced()
 
-    def _reduce_meanwhile(self, side: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
+    def _reduce_meanwhile(self, overlapped: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
         group = self._param_group
         blocking = self._is_read_at_once or is_converted(group, out) or out.dtype not in _DIVIDED_AFTERWARDS
         if blocking or self._sync.has_entered(layout):  # the module has run twice in one pass
-            side.finish()
+            overlapped.finish()
         if blocking:
             wait_for_all(itertools.chain(*self._scatter(layout, x, out)))
             self._divide_(out)
             return
-        inside, between = self._scatter(layout, x, out, aside=True)
+        inside, between = self._scatter(layout, x, out, overlaps=True)
         wait_for_all(inside)
-        side.run(between, out, blocking=False, on_done=functools.partial(self._divide_, out))
+        overlapped.run(between, out, blocking=False, on_done=functools.partial(self._divide_, out))
 
 
 class HybridReduction(_ReduceScatter):
@@ -281,7 +283,7 @@ class HybridReduction(_ReduceScatter):
             "force_sum_reduction_for_comms": True,
             "gradient_divide_factor": 1.0,
             "_all_reduce_hook": self.all_reduce,
-            "_all_reduce_hook_stream": None if self._side is None else self._side.stream,
+            "_all_reduce_hook_stream": None if self._overlapped is None else self._overlapped.stream,
         }
 
     def __call__(
@@ -318,11 +320,11 @@ class HybridReduction(_ReduceScatter):
             self._kept = reduced.clone()
             reduced.zero_()
             return
-        assert self._side is not None
+        assert self._overlapped is not None
         layout = self.layout_for(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
-            self._side.finish()
-        self._side.run(
+            self._overlapped.finish()
+        self._overlapped.run(
             self._sync.reduce(layout, reduced, reduced, self._marks, ranks=self._ranks),
             reduced,
             blocking=self._is_read_at_once or is_converted(self._param_group, reduced),

@@ -15,8 +15,8 @@ from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shape
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
+    fill_observed_,
     matrix_shape,
-    observe_,
     orthogonalize_all,
     product,
     random_factor,
@@ -117,7 +117,7 @@ class PowerSGD(LowRankCompressor):
             tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
             if view.sent is not None:
-                observe_(view, matrices[i], ps[i] @ own_qs[i].T)
+                fill_observed_(view, matrices[i], ps[i] @ own_qs[i].T)
             store_factor_(tensors["q"], mean_q)
             if self.feedback:
                 store_error_(tensors["residual"], matrices[i] - mean)  # against the common result

@@ -327,19 +327,19 @@ def make_ranks(
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
-    agreed, column = world, 0
+    everybody, column = world, 0
     if dist.get_world_size(everyone) > len(members):
-        agreed = GroupComm(everyone)
+        everybody = GroupComm(everyone)
         column = sorted(set(gathered(members[0], everyone))).index(members[0])
     if size is None:
-        return Ranks(agreed, world, node_sizes=topology.node_sizes, own=tuple(own), column=column, dims=dims)
+        return Ranks(everybody, world, node_sizes=topology.node_sizes, own=tuple(own), column=column, dims=dims)
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
     for made in (intra_node, peers):
         connected(made, device)
     return Ranks(
-        world=agreed,
+        world=everybody,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,

@@ -110,7 +110,7 @@ def store_error_(residual_N: Tensor, error: Tensor) -> None:
     residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
 
 
-def observe_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
+def fill_observed_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
     """Fill in what monitors asked for, before the mean may overwrite the gradient."""
     if view.compensated is not None:
         view.compensated.copy_(compensated.reshape(-1))

@@ -34,11 +34,11 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     Values,
     accumulate_,
     check_density,
+    fill_observed_,
     filler,
     in_order,
     layout_of,
     num_kept,
-    observe_,
     pending_sums,
     undo_,
     value_codec,
@@ -198,7 +198,7 @@ class OwnPositions(SparseCompressor):
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
             if view.sent is not None:
-                observe_(view, tensors["residual"], condition, part, sent.values)
+                fill_observed_(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
                 take_out_(tensors["residual"], *part, sent.values)
                 self.taken_out_(tensors, part)
@@ -278,7 +278,7 @@ class CommonPositions(SparseCompressor):
         exchange = ValueSum(names, chosen, rows, self.codec, comm, step=step)
         for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
-            observe_(view, tensors.get("residual"), condition, part, sent)
+            fill_observed_(view, tensors.get("residual"), condition, part, sent)
             if condition is Condition.LIVE:
                 self.update_residual_(view, tensors, part, sent)
         totals, lost = yield from exchange.run()

@@ -187,7 +187,9 @@ def undo_(residual: Tensor, gradient: Tensor) -> None:
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def observe_(view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
+def fill_observed_(
+    view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor
+) -> None:
     """Fill in what monitors asked for, before the sent values are taken out of the residual."""
     if view.compensated is not None:
         view.compensated.zero_() if residual is None else view.compensated.copy_(residual)

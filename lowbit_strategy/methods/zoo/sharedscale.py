@@ -165,7 +165,7 @@ class SharedViews:
         parts = mean.view(-1)[: sum(sizes)].split(sizes)
         torch._foreach_copy_([view.out for view in self.views], list(parts))
 
-    def observe_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
+    def fill_observed_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
         """Fills in the gradient and what the other ranks decode, for feedback and monitors."""
         for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
             for view, values in zip(self.views, self.packed.pieces(values_KB.view(-1)), strict=True):
@@ -211,7 +211,7 @@ class SharedScaleReducer(Reducer):
         scale_KB = yield from self._scale(shared, (yield from shared.agree(norm_K))[:, None])
         bound_K1 = None if self.clip_sigmas is None else norm_K[:, None]
         code_KB = shared.round(scale_KB, self.limit, self.rounding, bound_K1)
-        shared.observe_(code_KB, scale_KB)
+        shared.fill_observed_(code_KB, scale_KB)
         totals = yield from sum_integers(shared.rows(code_KB), self.limit, comm, scatter=shared.sharded)
         shared.write_(totals, scale_KB)
 
