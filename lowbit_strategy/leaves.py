@@ -24,7 +24,11 @@ class MissingPart(ImportError):
     """A part of this package is not there."""
 
 
-OPTIONS = {"far_links": "lowbit_strategy.far_links", "memory": "lowbit_strategy.fitting"}  # of `SyncOptions`, by parts
+OPTIONS = {  # of `SyncOptions`, and the parts that they need
+    "far_links": "lowbit_strategy.far_links",
+    "intra": "lowbit_strategy.node_codes",
+    "memory": "lowbit_strategy.fitting",
+}
 
 
 def load(target: str, asked_for: str) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy import leaves
 from lowbit_strategy.codecs.base import StepContext
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
@@ -18,6 +20,7 @@ from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.engine.interfaces import (
     Follower,
     Listeners,
+    NodeMeans,
     PartState,
     RankState,
     Rounds,
@@ -25,7 +28,6 @@ from lowbit_strategy.engine.interfaces import (
     StepPhase,
 )
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.engine.node_codes import NodeCodes
 from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -113,8 +115,10 @@ class GradientSync:
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
         self._bind_ranks()
-        self.node_codes = {
-            each.intra_node: NodeCodes(self.state, each, device)
+        self.node_codes: dict[Comm, NodeMeans] = {
+            each.intra_node: leaves.load("lowbit_strategy.node_codes.means:NodeCodes", "intra")(
+                self.state, each, device
+            )
             for each in self.all_ranks
             if each.intra_node is not None and each.intra is not None
         }
@@ -233,7 +237,7 @@ class GradientSync:
         }
 
     @property
-    def beside_buckets(self) -> list[WeightSync | NodeCodes]:
+    def beside_buckets(self) -> list[WeightSync | NodeMeans]:
         """What else sends messages in a step."""
         return [*([] if self.weights is None else [self.weights]), *self.node_codes.values()]
 

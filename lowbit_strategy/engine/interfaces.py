@@ -13,14 +13,18 @@ order is that of subscription. All ranks call at the same point, when no collect
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_strategy.engine.bucket import BucketObserver
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
+from lowbit_strategy.collectives.layout import ParamView
+from lowbit_strategy.engine.bucket import BucketLayout, BucketObserver
 from lowbit_strategy.plan.rounds import RoundPlan
 
 
@@ -53,6 +57,30 @@ class PartState(Protocol):
 
     def forget(self) -> None:
         """The state is lost: begin again."""
+
+
+class NodeMeans(Protocol):
+    """Means over the ranks of a node, in the place of exact ones."""
+
+    flags: StepFlags
+
+    def mean(
+        self,
+        layout: BucketLayout,
+        params: Callable[[], Iterable[ParamView]],
+        x: Tensor,
+        out: Tensor,
+        buffers: WireBuffers,
+    ) -> Iterator[Pending]:
+        """The mean of one part of a bucket, in whose place `out` is written; yields while bytes travel."""
+
+    def mean_of_rows(self, layout: BucketLayout, names: Iterable[str], x: Tensor, out_GN: Tensor) -> Iterator[Pending]:
+        """The same where FSDP2 has put a row for each rank together: of G nodes, or of the own node alone."""
+
+    def end_step(self) -> None:
+        """Raises:
+        RuntimeError: On CUDA: in an earlier step a rank of the node sent a message of another layout.
+        """
 
 
 class Follower:

@@ -1,7 +1,7 @@
 """Two levels of ranks: sums are exact inside a node, and compressed between the ranks of equal index on all nodes.
 
 1. inside a node each of its L ranks gets one part of every parameter, the mean over the node: an exact reduce-scatter,
-   or one of codes (`NodeCodes`)
+   or one of codes (`NodeMeans`)
 2. ranks with the same part reduce it between the nodes, through a `GradientSync`
 3. DDP: inside the node all ranks get all parts, an exact all-gather
 

@@ -253,7 +253,7 @@ class CompressedReduceScatter(_ReduceScatter):
 
 
 class HybridReduction(_ReduceScatter):
-    """HSDP: a mean over the ranks that shard a model, exact or of codes (`NodeCodes`), added in float32 and in rank
+    """HSDP: a mean over the ranks that shard a model, exact or of codes (`NodeMeans`), added in float32 and in rank
     order; then the mean of the own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
     After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They

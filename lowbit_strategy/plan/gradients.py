@@ -8,26 +8,17 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec
-from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy import leaves
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
-
-_BLOCK_SIZE = 128  # LoCo's
-
-
-def node_codec(bits: int, *, exact: bool) -> Codec:
-    """What codes a parameter inside a node, where gradients travel there as codes."""
-    return DenseCodec() if exact else BlockCodec(uniform(bits, _BLOCK_SIZE))
 
 
 def node_transfer(
@@ -59,8 +50,9 @@ def node_transfer(
         piece = min(whole, MESSAGE_NBYTES)
         messages = piece if piece == whole else 2 * piece  # what is sent as one the framework has too, or gloo for it
     else:
+        codec = leaves.load("lowbit_strategy.node_codes.codec:node_codec", "intra")
         row_nbytes = message_nbytes(
-            node_codec(topology.intra, exact=name in exact).wire_nbytes(row_numel)
+            codec(topology.intra, exact=name in exact).wire_nbytes(row_numel)
             for name, (num_rows, row_numel) in rows.items()
             for _ in range(num_rows)
         )

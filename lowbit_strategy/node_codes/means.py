@@ -13,7 +13,7 @@ from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.plan.gradients import node_codec
+from lowbit_strategy.node_codes.codec import node_codec
 from lowbit_strategy.ranks.ranks import Ranks
 
 _NO_RANDOMNESS = StepContext(0, 0, 0)

@@ -1,0 +1,1 @@
+"""`intra=`: codes in the place of exact gradients inside a node."""
