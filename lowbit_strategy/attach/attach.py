@@ -52,9 +52,10 @@ from lowbit_strategy.model.mesh import (
     group_of,
     has_other_parts,
     is_hybrid,
+    mesh_like,
     model_group,
     name_of,
-    rows_like,
+    rows_of,
     shard_group,
 )
 from lowbit_strategy.model.parameters import (
@@ -234,7 +235,8 @@ def attach_fsdp(
     (rows, own), *elsewhere = by_mesh.items()
     prepared = _on_one_mesh(prepared) if elsewhere else prepared
     if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
-        rows = rows_like(rows[0])  # replicas are asked for, and the mesh of one dim does not show them
+        mesh = mesh_like(rows[0], device.type)  # replicas are asked for, and the mesh of one dim does not show them
+        rows = rows_of(mesh)
     group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
     everyone = _compare_with_all(module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     topology = find_topology(group)

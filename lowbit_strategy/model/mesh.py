@@ -146,8 +146,8 @@ def rows_of(mesh: DeviceMesh, where: str = "the model") -> Rows:
     return rows
 
 
-def rows_like(row: Sequence[int]) -> Rows:
-    """All ranks, in rows as long as `row`, which is one of them.
+def mesh_like(row: Sequence[int], device_type: str) -> DeviceMesh:
+    """All ranks as a mesh of (replicas, ranks that shard), whose rows are as long as `row`, which is one of them.
 
     Raises:
         ValueError: It is none.
@@ -159,7 +159,7 @@ def rows_like(row: Sequence[int]) -> Rows:
             f"the model is sharded over the ranks {list(row)}, which do not follow each other, so that its replicas are"
             " not known: give fully_shard the mesh of (replicas, ranks that shard one model)"
         )
-    return rows
+    return DeviceMesh(device_type, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def model_group(

@@ -129,6 +129,29 @@ def test_chosen(facts: list[Facts]) -> None:
             assert [x.shape for x in weights] == [x.shape for x in first]
 
 
+def replicas_of_one_dim(folder: Path) -> Facts:
+    """`shard_size` asks for replicas that the mesh of the modules does not show: the framework's own steps, which
+    `Auto` times first, reduce over them as well.
+    """
+    weights = {}
+    for dims in (1, 2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = net()
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh["shard"] if dims == 1 else mesh)
+        run = Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh)
+        session = compress(model, run.optimizer, Auto(), **({"shard_size": 2} if dims == 1 else {}))
+        run.train(session, 4)
+        weights[dims] = run.weights()
+        session.close()
+    return {"same": equal(weights[1], weights[2])}
+
+
+@scenarios(replicas_of_one_dim, world_size=4)
+def test_replicas_of_one_dim(facts: list[Facts]) -> None:
+    assert all(rank["same"] for rank in facts)
+
+
 def diverging(folder: Path, layout: str) -> Facts:
     """One rank's part changes: those that should have the same one are told, and nobody else."""
     run = wrapped(layout)
