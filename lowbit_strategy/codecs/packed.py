@@ -1,4 +1,4 @@
-"""A bucket's pieces laid end to end in whole blocks, so that plain PyTorch works on all of them at once."""
+"""A bucket's segments laid end to end in whole blocks, so that plain PyTorch works on all of them at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.reference.rng import dither_at, stream_key
-from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
+from lowbit_strategy.kernels.segments import Segment, Segments, segment_views
 
 T = TypeVar("T")
 
@@ -23,20 +23,20 @@ _HASHED_AT_ONCE = 1 << 20  # elements
 class _Blocks(NamedTuple):
     """Each block's segment and its elements without padding; each segment's first block and salt."""
 
-    piece_K: Tensor
+    segment_K: Tensor
     count_K: Tensor
     first_S: Tensor
     salt_S: Tensor
 
 
 class Packed:
-    """The pieces of a `Segments` table one after the other, each padded with zeros to whole blocks.
+    """The segments of a `Segments` table one after the other, each padded with zeros to whole blocks.
 
     What it keeps on the device grows with the number of blocks, not of elements.
 
     Attributes:
-        source: The pieces where they lie.
-        segments: The same pieces with ``x_offset`` in the packed buffer.
+        source: The segments where they lie.
+        segments: The same segments with ``x_offset`` in the packed buffer.
         padded_segments: The same with their padding.
         numel: Elements of the packed buffer, padding included.
     """
@@ -58,25 +58,25 @@ class Packed:
         return self.numel // self.block_size
 
     def collect(self, x: Tensor) -> Tensor:
-        """float32 [numel]: the pieces of `x`, zeros between."""
-        return self.join(pieces_of(x, self.source, "x_offset"), x.device)
+        """float32 [numel]: the segments of `x`, zeros between."""
+        return self.join(segment_views(x, self.source, "x_offset"), x.device)
 
     def join(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same of pieces that lie in different tensors."""
+        """The same of segments that lie in different tensors."""
         packed = torch.zeros(self.numel, dtype=dtype, device=device)
-        _copy(self.pieces(packed), parts)
+        _copy(self.views(packed), parts)
         return packed
 
-    def pieces(self, packed: Tensor) -> list[Tensor]:
-        """A view of each piece, without its padding."""
-        return pieces_of(packed, self.segments, "x_offset")
+    def views(self, packed: Tensor) -> list[Tensor]:
+        """A view of each segment, without its padding."""
+        return segment_views(packed, self.segments, "x_offset")
 
     def spread_(self, packed: Tensor, x: Tensor) -> None:
-        """Write the pieces back to their places in `x`."""
-        _copy(pieces_of(x, self.source, "x_offset"), self.pieces(packed))
+        """Write the segments back to their places in `x`."""
+        _copy(segment_views(x, self.source, "x_offset"), self.views(packed))
 
     def collect_state(self, arena: Tensor, unit: int = 1) -> Tensor:
-        """A copy of the pieces' part of an arena, whole blocks; `unit` elements per entry."""
+        """A copy of the segments' part of an arena, whole blocks; `unit` elements per entry."""
         parts = self._state(arena, unit)
         return torch.cat(parts) if parts else arena[:0].clone()
 
@@ -103,21 +103,21 @@ class Packed:
         return torch.arange(self.block_size, device=device) < self.counts(device)[:, None]
 
     def idle(self, packed: Tensor) -> Tensor:
-        """Boolean [numel]: True in pieces that are zero throughout."""
-        piece_K = self._blocks(packed.device).piece_K
+        """Boolean [numel]: True in segments that are zero throughout."""
+        segment_K = self._blocks(packed.device).segment_K
         busy_K = (packed.view(-1, self.block_size) != 0).any(1)
         busy_S = torch.zeros(len(self.source), dtype=torch.int32, device=packed.device)
-        busy_S.index_add_(0, piece_K, busy_K.int())
-        return (busy_S == 0)[piece_K].repeat_interleave(self.block_size, output_size=self.numel)
+        busy_S.index_add_(0, segment_K, busy_K.int())
+        return (busy_S == 0)[segment_K].repeat_interleave(self.block_size, output_size=self.numel)
 
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
-        """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, in any bucket.
+        """float32 [num_blocks, block_size] in [-0.5, 0.5): each segment's own numbers, in any bucket.
 
         By runs of blocks: a hash takes several int64 of memory per element.
         """
         blocks = self._blocks(device)
-        first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.piece_K]
-        key_K = stream_key(seed, blocks.salt_S, stream)[blocks.piece_K]
+        first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.segment_K]
+        key_K = stream_key(seed, blocks.salt_S, stream)[blocks.segment_K]
         inside_B = torch.arange(self.block_size, device=device)
         noise_KB = torch.empty(self.num_blocks, self.block_size, dtype=torch.float32, device=device)
         num_blocks = max(1, min(_HASHED_AT_ONCE, PART_NUMEL[device.type == "cuda"]) // self.block_size)
@@ -131,11 +131,11 @@ class Packed:
         if device not in self._on_device:
             num_S = torch.tensor(self.lengths, dtype=torch.int64) // self.block_size
             first_S = num_S.cumsum(0) - num_S
-            piece_K = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), num_S)
+            segment_K = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), num_S)
             numel_S, salt_S = self.source.table[:, 1], self.source.table[:, 4]
-            before_K = (torch.arange(self.num_blocks) - first_S[piece_K]) * self.block_size
-            count_K = (numel_S[piece_K] - before_K).clamp(max=self.block_size).int()
-            table = _Blocks(piece_K, count_K, first_S, salt_S)
+            before_K = (torch.arange(self.num_blocks) - first_S[segment_K]) * self.block_size
+            count_K = (numel_S[segment_K] - before_K).clamp(max=self.block_size).int()
+            table = _Blocks(segment_K, count_K, first_S, salt_S)
             self._on_device[device] = _Blocks(*(tensor.to(device) for tensor in table))
         return self._on_device[device]
 
@@ -170,7 +170,7 @@ def pack_parameters(parameters: tuple[tuple[str, int], ...], block_size: int) ->
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-    """The pieces in runs of at most some millions of elements, or of one piece that has more.
+    """The segments in runs of at most some millions of elements, or of one segment that has more.
 
     What plain PyTorch does on each of them in turn takes temporary memory for one of them.
     """

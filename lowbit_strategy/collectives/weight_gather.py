@@ -23,7 +23,7 @@ from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, StepFlags, WireBuffers, layout_header
 from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
+from lowbit_strategy.kernels.segments import Segment, Segments, segment_views
 
 
 class CodecParams(NamedTuple):
@@ -98,7 +98,7 @@ class RowCode:
                 codec.encode_(coded_N, wire_B, encode, {}, StepContext(0, 0, 0), self._flag)
         for encode, _ in self._exact:
             if encode.rows:
-                torch._foreach_copy_(self._values(wire_B, encode), pieces_of(x_N, encode, "x_offset"))
+                torch._foreach_copy_(self._values(wire_B, encode), segment_views(x_N, encode, "x_offset"))
 
     def decode_(self, wires_WB: Tensor, out: Tensor) -> None:
         """Write what is coded in all rows' messages into `out`, ``[W * N]``; the rest of it is left as it is."""
@@ -110,10 +110,10 @@ class RowCode:
         """The same for exempt parameters."""
         for _, decode in self._exact:
             if decode.rows:
-                torch._foreach_copy_(pieces_of(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
+                torch._foreach_copy_(segment_views(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
 
     def _values(self, wire: Tensor, segments: Segments) -> list[Tensor]:
-        return pieces_of(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
+        return segment_views(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
 
 
 class _InFlight(NamedTuple):

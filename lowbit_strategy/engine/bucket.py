@@ -357,8 +357,8 @@ def _without_autocast(stages: Stages, device_type: str) -> Stages:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A piece of a bucket.
+class _Piece:
+    """What is reduced as one: a bucket, or a part of the first one.
 
     Args:
         stages: Reduce it.
@@ -414,9 +414,9 @@ class BucketSchedule:
     """
 
     def __init__(self, turn_after: int | None = None) -> None:
-        self._active: list[_Job] = []
+        self._active: list[_Piece] = []
         self._turn_after = turn_after
-        self._untaken: deque[_Job] = deque()  # whose turn has not come, the last `turn_after` jobs
+        self._untaken: deque[_Piece] = deque()  # whose turn has not come, the last `turn_after` pieces
 
     def start(
         self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
@@ -424,41 +424,41 @@ class BucketSchedule:
         """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
         unfinished = list(pieces)
         for stages in pieces:
-            older = [job for job in self._active if not (job.is_far or job.awaits_turn)] if self._active else []
-            job = _Job(stages, unfinished, result, future)
-            self._active.append(job)
-            for each in (job, *older):
+            older = [piece for piece in self._active if not (piece.is_far or piece.awaits_turn)] if self._active else []
+            piece = _Piece(stages, unfinished, result, future)
+            self._active.append(piece)
+            for each in (piece, *older):
                 self._advance(each)
             if self._turn_after is not None:
-                self._untaken.append(job)
+                self._untaken.append(piece)
                 if len(self._untaken) > self._turn_after:
                     self._take_turn(self._untaken.popleft())
         if last:
             self.finish()
 
-    def _advance(self, job: _Job) -> None:
-        if job.advance():
-            self._active.remove(job)
+    def _advance(self, piece: _Piece) -> None:
+        if piece.advance():
+            self._active.remove(piece)
 
-    def _take_turn(self, job: _Job) -> None:
-        """Advance a bucket without waiting for its turn: all ranks do so at this point."""
-        while job in self._active and not (job.awaits_turn or job.awaits_others):
-            self._advance(job)
-        if job.awaits_turn:
-            self._advance(job)
+    def _take_turn(self, piece: _Piece) -> None:
+        """Advance a piece to its turn, which it takes; one that continues with the last bucket has none."""
+        while piece in self._active and not (piece.awaits_turn or piece.awaits_others):
+            self._advance(piece)
+        if piece.awaits_turn:
+            self._advance(piece)
 
     def finish(self) -> None:
         """Advance all buckets until they are done, those that wait for near ranks first; then it is their turn."""
         self._untaken.clear()
         while self._active:
-            running = [job for job in self._active if not job.awaits_turn]
-            near = [job for job in running if job.is_near] if len(running) > 1 else []
-            for job in near or running or list(self._active):
-                self._advance(job)
+            running = [piece for piece in self._active if not piece.awaits_turn]
+            near = [piece for piece in running if piece.is_near] if len(running) > 1 else []
+            for piece in near or running or list(self._active):
+                self._advance(piece)
 
     def fail(self, error: Exception) -> None:
         """Nothing that is in flight will end: whoever waits for it gets `error`."""
-        failed, self._active = {job.future for job in self._active}, []
+        failed, self._active = {piece.future for piece in self._active}, []
         self._untaken.clear()
         for future in failed:
             future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

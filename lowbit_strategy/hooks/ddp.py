@@ -105,14 +105,14 @@ class BucketWorker:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (start := self._queue.get()) is not None:
             try:
-                job()
+                start()
             except Exception as error:
                 # torch hands on the text of an error in a future, without its traceback
                 _log.error("reducing gradients failed", exc_info=error)
                 self._schedule.fail(error)
-            del job  # nothing of a bucket is kept while the next one is waited for
+            del start  # nothing of a bucket is kept while the next one is waited for
 
 
 class SideStream:

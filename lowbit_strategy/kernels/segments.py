@@ -1,4 +1,4 @@
-"""What a kernel call works on: pieces of a flat gradient buffer, one row each, so that a bucket is one launch."""
+"""What a kernel call works on: segments of a flat gradient buffer, so that a bucket is one launch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat
 
-CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
+CACHE_ELEMENTS = 65536  # of a run in plain PyTorch: small enough for a cache, large enough to hide call overhead
 
 
 class Segment(NamedTuple):
-    """One contiguous piece: a parameter's share for one owner.
+    """One contiguous run of elements: a parameter's share for one owner.
 
     Args:
         x_offset: First element in the float buffer.
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
         state_offset: First element in the residual arena, a multiple of the block size; its block index there is
             ``state_offset / block_size``. The arena holds whole blocks.
         wire_offset: First byte in one source's wire buffer, a multiple of 16.
-        salt: 32 bits that make this piece's random numbers its own, in any bucket.
+        salt: 32 bits that make this segment's random numbers its own, in any bucket.
     """
 
     x_offset: int
@@ -50,20 +50,22 @@ class Segments:
         return len(self.rows)
 
 
-def pieces_of(x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1) -> list[Tensor]:
+def segment_views(
+    x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1
+) -> list[Tensor]:
     """A view of each segment's elements of `x`, by one operation; offsets are divided by `unit`.
 
     Raises:
         ValueError: Two segments overlap.
     """
-    sizes, order = _pieces_and_gaps(segments, field, unit)
+    sizes, order = _segments_and_gaps(segments, field, unit)
     parts = x[: sum(sizes)].split_with_sizes(sizes)
     return [parts[i] for i in order]
 
 
-def _pieces_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[int], list[int]]:
-    """Sizes of gaps and pieces in turn, and the number of each segment's piece among them; made once per table."""
-    key = ("pieces", field, unit)
+def _segments_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[int], list[int]]:
+    """Sizes of gaps and segments in turn, and each segment's number among them; made once per table."""
+    key = ("views", field, unit)
     if key not in segments.cache:
         starts = [getattr(row, field) // unit for row in segments.rows]
         sizes, order, end = [], [0] * len(starts), 0
@@ -77,7 +79,7 @@ def _pieces_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[in
     return segments.cache[key]  # type: ignore[return-value]
 
 
-class Piece(NamedTuple):
+class Run(NamedTuple):
     """A run of whole blocks of one segment, with everything it touches as slices."""
 
     x: slice
@@ -89,8 +91,8 @@ class Piece(NamedTuple):
     salt: int
 
 
-def pieces(segments: Segments, fmt: BlockFormat, max_elements: int = CACHE_ELEMENTS) -> Iterator[Piece]:
-    """Cut the segments into pieces of at most `max_elements` (at least one block)."""
+def runs(segments: Segments, fmt: BlockFormat, max_elements: int = CACHE_ELEMENTS) -> Iterator[Run]:
+    """Cut the segments into runs of at most `max_elements` (at least one block)."""
     step = max(1, max_elements // fmt.block_size)
     for row in segments.rows:
         num_blocks = fmt.num_blocks(row.numel)
@@ -99,7 +101,7 @@ def pieces(segments: Segments, fmt: BlockFormat, max_elements: int = CACHE_ELEME
         for first in range(0, num_blocks, step):
             last = min(first + step, num_blocks)
             start, stop = first * fmt.block_size, min(last * fmt.block_size, row.numel)
-            yield Piece(
+            yield Run(
                 x=slice(row.x_offset + start, row.x_offset + stop),
                 state=slice(row.state_offset + start, row.state_offset + last * fmt.block_size),
                 state_blocks=slice(state_block + first, state_block + last),

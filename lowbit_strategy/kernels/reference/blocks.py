@@ -12,7 +12,7 @@ from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, unifo
 from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
-from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Run, Segments, runs
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 _TRITS = 5  # to a byte
@@ -134,21 +134,21 @@ def to_bfloat16(scale_K: Tensor) -> Tensor:
     return (scale_K.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def write_blocks_(wire: Tensor, piece: Piece, codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> None:
-    wire[piece.codes] = pack(codes_KB, fmt).view(-1)
-    wire[piece.scales] = to_bfloat16(scale_K).view(torch.uint8)
+def write_blocks_(wire: Tensor, run: Run, codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> None:
+    wire[run.codes] = pack(codes_KB, fmt).view(-1)
+    wire[run.scales] = to_bfloat16(scale_K).view(torch.uint8)
 
 
-def read_blocks(wire: Tensor, piece: Piece, fmt: BlockFormat) -> Tensor:
-    """float32 [K, B]: one piece of one source."""
-    codes_KB = unpack(wire[piece.codes].view(-1, fmt.code_nbytes), fmt)
-    scale_K = wire[piece.scales].clone().view(torch.bfloat16).float()
+def read_blocks(wire: Tensor, run: Run, fmt: BlockFormat) -> Tensor:
+    """float32 [K, B]: one run of one source."""
+    codes_KB = unpack(wire[run.codes].view(-1, fmt.code_nbytes), fmt)
+    scale_K = wire[run.scales].clone().view(torch.bfloat16).float()
     return dequantize(codes_KB, scale_K, fmt)
 
 
-def piece_dither(piece: Piece, like_KB: Tensor, seed: int, stream: int) -> Tensor:
-    key = stream_key(seed, piece.salt, stream)
-    return dither(piece.first_element, like_KB.numel(), key, like_KB.device).view_as(like_KB)
+def run_dither(run: Run, like_KB: Tensor, seed: int, stream: int) -> Tensor:
+    key = stream_key(seed, run.salt, stream)
+    return dither(run.first_element, like_KB.numel(), key, like_KB.device).view_as(like_KB)
 
 
 def encode_(
@@ -164,53 +164,51 @@ def encode_(
     max_elements: int = CACHE_ELEMENTS,
 ) -> None:
     """Quantize and pack; with feedback the LoCo step: compensate, quantize, pack, update the residual."""
-    for piece in pieces(segments, fmt, max_elements):
-        g_KB = h_KB = to_blocks(x[piece.x], fmt.block_size)
+    for run in runs(segments, fmt, max_elements):
+        g_KB = h_KB = to_blocks(x[run.x], fmt.block_size)
         if feedback is not None:
-            e_KB = read_residual(feedback, piece, fmt)
+            e_KB = read_residual(feedback, run, fmt)
             h_KB = g_KB + e_KB
-        valid_KB = valid_mask(piece.x.stop - piece.x.start, fmt, x.device)
+        valid_KB = valid_mask(run.x.stop - run.x.start, fmt, x.device)
         scale_K, finite_K = block_scale(h_KB, valid_KB.sum(-1), fmt)
         idle_K = (g_KB == 0).all(-1)  # an idle expert's residual waits for its next gradient
         scale_K = torch.where(idle_K, 0.0, scale_K)
-        noise = piece_dither(piece, h_KB, seed, CODE_STREAM) if stochastic else 0.0
+        noise = run_dither(run, h_KB, seed, CODE_STREAM) if stochastic else 0.0
         codes_KB = quantize(h_KB, scale_K, fmt, noise)
-        write_blocks_(wire, piece, codes_KB, scale_K, fmt)
+        write_blocks_(wire, run, codes_KB, scale_K, fmt)
         flag |= (~finite_K.all()).to(flag.dtype)
         if feedback is not None:
             missed_KB = h_KB - torch.where(valid_KB, dequantize(codes_KB, scale_K, fmt), 0.0)
-            update_residual_(feedback, piece, e_KB, missed_KB, idle_K | ~finite_K, seed)
+            update_residual_(feedback, run, e_KB, missed_KB, idle_K | ~finite_K, seed)
 
 
-def read_residual(feedback: Feedback, piece: Piece, fmt: BlockFormat) -> Tensor:
+def read_residual(feedback: Feedback, run: Run, fmt: BlockFormat) -> Tensor:
     """float32 [K, B], after a reset if there is one."""
     residual, residual_scale = feedback.residual, feedback.residual_scale
     if feedback.reset:
-        residual[piece.state] = 0
+        residual[run.state] = 0
         if residual_scale is not None:
-            residual_scale[piece.state_blocks] = 0
-    e_KB = residual[piece.state].view(-1, fmt.block_size).float()
+            residual_scale[run.state_blocks] = 0
+    e_KB = residual[run.state].view(-1, fmt.block_size).float()
     if residual_scale is None:
         return e_KB
-    return e_KB * residual_scale[piece.state_blocks].float()[:, None]
+    return e_KB * residual_scale[run.state_blocks].float()[:, None]
 
 
-def update_residual_(
-    feedback: Feedback, piece: Piece, e_KB: Tensor, missed_KB: Tensor, keep_K: Tensor, seed: int
-) -> None:
+def update_residual_(feedback: Feedback, run: Run, e_KB: Tensor, missed_KB: Tensor, keep_K: Tensor, seed: int) -> None:
     """``e' = beta * e + (1 - beta) * missed``, but for the blocks that are kept."""
     residual, residual_scale = feedback.residual, feedback.residual_scale
     beta_old = torch.tensor(feedback.beta, dtype=torch.float32)
     beta_new = torch.tensor(1.0 - feedback.beta, dtype=torch.float32)
     updated_KB = beta_old * e_KB + beta_new * missed_KB
     if residual_scale is None:
-        residual[piece.state] = torch.where(keep_K[:, None], e_KB, updated_KB).view(-1)
+        residual[run.state] = torch.where(keep_K[:, None], e_KB, updated_KB).view(-1)
         return
-    noise = piece_dither(piece, e_KB, seed, RESIDUAL_STREAM) if feedback.stochastic else 0.0
+    noise = run_dither(run, e_KB, seed, RESIDUAL_STREAM) if feedback.stochastic else 0.0
     q_KB, new_scale_K = quantize_residual(updated_KB, noise)
-    old_q_KB, old_scale_K = residual[piece.state].view_as(q_KB), residual_scale[piece.state_blocks].float()
-    residual[piece.state] = torch.where(keep_K[:, None], old_q_KB, q_KB).view(-1)
-    residual_scale[piece.state_blocks] = to_bfloat16(torch.where(keep_K, old_scale_K, new_scale_K))
+    old_q_KB, old_scale_K = residual[run.state].view_as(q_KB), residual_scale[run.state_blocks].float()
+    residual[run.state] = torch.where(keep_K[:, None], old_q_KB, q_KB).view(-1)
+    residual_scale[run.state_blocks] = to_bfloat16(torch.where(keep_K, old_scale_K, new_scale_K))
 
 
 def decode_sum_(
@@ -222,9 +220,9 @@ def decode_sum_(
     alpha: float,
     max_elements: int = CACHE_ELEMENTS,
 ) -> None:
-    for piece in pieces(segments, fmt, max_elements):
+    for run in runs(segments, fmt, max_elements):
         total_KB = torch.zeros(1, dtype=torch.float32, device=out.device)
         for source in wire_WB:  # rank order, float32: the same bits wherever it is computed
-            total_KB = total_KB + read_blocks(source, piece, fmt)
-        numel = piece.x.stop - piece.x.start
-        out[piece.x] = (total_KB.view(-1)[:numel] * alpha).to(out.dtype)
+            total_KB = total_KB + read_blocks(source, run, fmt)
+        numel = run.x.stop - run.x.start
+        out[run.x] = (total_KB.view(-1)[:numel] * alpha).to(out.dtype)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import DenseFormat
-from lowbit_strategy.kernels.segments import Segments, pieces_of
+from lowbit_strategy.kernels.segments import Segments, segment_views
 
 
 def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, flag: Tensor) -> None:
     if not segments.rows:
         return
-    sent = pieces_of(wire.view(fmt.torch_dtype), segments, "wire_offset", fmt.code_nbytes)
-    torch._foreach_copy_(sent, pieces_of(x, segments, "x_offset"))
+    sent = segment_views(wire.view(fmt.torch_dtype), segments, "wire_offset", fmt.code_nbytes)
+    torch._foreach_copy_(sent, segment_views(x, segments, "x_offset"))
     nonempty = [piece for piece in sent if piece.numel()]
     if nonempty:
         largest = torch.stack(torch._foreach_norm(nonempty, torch.inf))  # NaN and inf survive a maximum norm
@@ -25,8 +25,8 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
         return
     total = None
     for row in wire_WB.view(fmt.torch_dtype):  # rank order, float32: the same bits wherever it is computed
-        values = torch.cat(pieces_of(row, segments, "wire_offset", fmt.code_nbytes))
+        values = torch.cat(segment_views(row, segments, "wire_offset", fmt.code_nbytes))
         total = values.float() if total is None else total.add_(values)
     assert total is not None
     results = total.mul_(alpha).split([row.numel for row in segments.rows])
-    torch._foreach_copy_(pieces_of(out, segments, "x_offset"), list(results))
+    torch._foreach_copy_(segment_views(out, segments, "x_offset"), list(results))

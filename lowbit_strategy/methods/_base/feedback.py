@@ -25,13 +25,13 @@ CodecOrReducer = TypeVar("CodecOrReducer", Codec, Reducer)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedbackCodec(StatefulCodec):
-    """A codec with a residual, on every piece of a bucket at once:
+    """A codec with a residual, on every segment of a bucket at once:
 
     1. ``h = g + e``
     2. send ``Q = C(h)``
     3. ``e' = decay * (beta * e + (1 - beta) * (h - Q))``
 
-    A piece whose gradient is all zero is idle: it sends zeros and keeps its residual. Where h or Q is not finite the
+    A segment whose gradient is all zero is idle: it sends zeros and keeps its residual. Where h or Q is not finite the
     residual stays as it was.
 
     Args:
@@ -218,7 +218,7 @@ def check_decay(decay: float) -> None:
 def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, momentum: float) -> Tensor:
     """The moving average ``momentum * old + (1 - momentum) * gradient``, which is also stored under `key`.
 
-    The first gradient of a piece is its first average. A gradient that is not finite is passed on, and what is stored
+    The first gradient of a segment is its first average. A gradient that is not finite is passed on, and what is stored
     stays as it was.
     """
     old = packed.collect_state(state[key])

@@ -141,7 +141,7 @@ class SharedViews:
 
     def rows(self, values_KB: Tensor) -> Tensor:
         """[W, n]: every view's values, cut over the ranks."""
-        world_size, parts = self.comm.world_size, self.packed.pieces(values_KB.reshape(-1))
+        world_size, parts = self.comm.world_size, self.packed.views(values_KB.reshape(-1))
         if self.sharded:
             return torch.cat([view.rows(part) for view, part in zip(self.views, parts, strict=True)], 1)
         flat = torch.cat(parts)
@@ -168,7 +168,7 @@ class SharedViews:
     def fill_observed_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
         """Fills in the gradient and what the other ranks decode, for feedback and monitors."""
         for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
-            for view, values in zip(self.views, self.packed.pieces(values_KB.view(-1)), strict=True):
+            for view, values in zip(self.views, self.packed.views(values_KB.view(-1)), strict=True):
                 if (target := getattr(view, key)) is not None:
                     target.copy_(values)
 
