@@ -28,7 +28,7 @@ def _of_rules() -> list[Case]:
 
 def _short(rule: Any) -> Any:
     """With rounds that end within the steps of a case."""
-    changed = {"every": 2, "fragments": min(rule.fragments, 2), "delay": min(rule.delay, 1), "num_steps": None}
+    changed = {"every": 2, "fragments": min(rule.fragments, 2), "delay": min(rule.delay, 1)}
     return replace(rule, **changed, **({"synchronous": 1} if rule.synchronous else {}))
 
 

@@ -79,7 +79,12 @@ class Elastic(Replicas):
         rule = options.outer
         if rule is None:
             raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-        for field in ("delay", "synchronous", "eager"):
+        if rule.travels_a_turn:
+            raise ValueError(
+                f"elastic does not go with {rule.name}, an outer rule whose exchanges last a round: members are known"
+                " for one exchange alone. Take DiLoCo or LocalSGD"
+            )
+        for field in ("delay", "synchronous"):
             if getattr(rule, field):
                 raise ValueError(
                     f"elastic does not go with {field} of an outer rule: members change at the beginning of an"

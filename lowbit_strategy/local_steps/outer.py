@@ -187,6 +187,8 @@ class OuterSync:
     def _launch(self, *, done: bool) -> FragmentSync:
         """Send the next fragment."""
         fragment, sync = self.fragments[self._next], self.sync
+        if self.rule.pulls_before_sending:
+            fragment.pull_(self.rule.mix)
         x_N = fragment.pseudo_gradient()
         finite = self._finite(x_N)
         changes = self.model.buffers.changes() if self._next == len(self.fragments) - 1 else []
@@ -271,7 +273,7 @@ class OuterSync:
         with contextlib.nullcontext() if self._eager is None else self._eager.moving_with(fragment):
             if share:
                 self._move(in_flight, average=average)
-        if self._eager is None or final:
+        if final or not (self._eager or self.rule.pulls_before_sending):
             fragment.pull_(mix)
         if changes.numel():
             self.model.buffers.take_(changes, mix)

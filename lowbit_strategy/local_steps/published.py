@@ -50,7 +50,7 @@ class OverlapLocalSGD(LocalSGD):
     Args:
         momentum: Momentum of the anchor, in [0, 1).
         delay: Left at 0: bytes travel until the next fragment is sent.
-        mix: Share of a rank's own weights in step 1.
+        mix: Share of a rank's own weights in step 1, above 0.
 
     References:
         Wang et al., "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD",
@@ -59,6 +59,7 @@ class OverlapLocalSGD(LocalSGD):
 
     name: ClassVar[str] = "overlaplocalsgd"
     travels_a_turn: ClassVar[bool] = True
+    pulls_before_sending: ClassVar[bool] = True
 
     momentum: float = 0.7
     mix: float = 0.4
@@ -69,6 +70,8 @@ class OverlapLocalSGD(LocalSGD):
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.delay:
             raise ValueError(f"delay must be left at 0, bytes travel for a whole round anyway, got {self.delay}")
+        if not self.mix:
+            raise ValueError(f"mix must be in (0, 1), got {self.mix!r}: a rank that sends the anchor itself moves nothing")
 
 
 @configuration

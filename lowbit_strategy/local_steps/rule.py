@@ -59,6 +59,7 @@ class OuterRule(RoundRule):
     name: ClassVar[str]
     eager: ClassVar[bool] = False  # a rank applies its own share of what it has sent at once
     travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent; `delay` is not used
+    pulls_before_sending: ClassVar[bool] = False  # weights are mixed with the anchor then, not when it has arrived
 
     lr = 1.0  # of the outer SGD; these become options in subclasses
     momentum = 0.0

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
-from lowbit_strategy import DiLoCo, Elastic, LoCo
+from lowbit_strategy import DiLoCo, Elastic, LoCo, OverlapLocalSGD
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas
@@ -305,6 +305,7 @@ def _refused(rank: int, world_size: int) -> str:
     [
         ({"outer": None}, "elastic needs local steps"),
         ({"outer": DiLoCo(every=5, delay=1)}, "elastic does not go with delay"),
+        ({"outer": OverlapLocalSGD(every=5)}, "elastic does not go with overlaplocalsgd"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from lowbit_strategy import (
     EagerDiLoCo,
     LocalSGD,
     LoCo,
+    OverlapLocalSGD,
     TopK,
 )
 from lowbit_strategy.codecs.chunk import ChunkTopK
@@ -78,6 +79,29 @@ def test_every_rule_ends_with_the_same_weights(name: str) -> None:
     assert first.drift > 0
     ranks.finish()
     assert torch.equal(ranks.weights(0), ranks.weights(1))
+
+
+def test_overlap_local_sgd_pulls_at_the_end_of_every_round() -> None:
+    """The published algorithm on the same local steps, the first round included."""
+    rule, ranks = OverlapLocalSGD(every=2, mix=0.4, momentum=0.7), Replicas(OverlapLocalSGD(every=2))
+
+    def weights(rank: int) -> torch.Tensor:
+        return torch.cat([param.detach().reshape(-1) for param in ranks.models[rank].parameters()])
+
+    anchor, velocity, traveling = weights(0), 0.0, None
+    for seed in range(4):
+        ranks.step(2 * seed)
+        for rank in range(2):
+            ranks.local_step(rank, 2 * seed + 1)
+        if traveling is not None:
+            velocity = rule.momentum * velocity + traveling - anchor
+            anchor = anchor + velocity
+        pulled = [torch.lerp(anchor, weights(rank), rule.mix) for rank in range(2)]
+        traveling = (pulled[0] + pulled[1]) / 2
+        ranks.together(lambda rank: ranks.outers[rank].after_step())
+        for rank in range(2):
+            torch.testing.assert_close(weights(rank), pulled[rank], rtol=0, atol=1e-6)
+    ranks.world.close()
 
 
 @pytest.mark.parametrize("compressor", [Dense(), LoCo(bits=4, beta=0.0, block_size=32).conserving()])

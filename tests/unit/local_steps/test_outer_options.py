@@ -76,6 +76,11 @@ def test_overlap_takes_no_delay() -> None:
         OverlapLocalSGD(delay=3)
 
 
+def test_overlap_keeps_a_share_of_the_own_weights() -> None:
+    with pytest.raises(ValueError, match=r"mix must be in \(0, 1\)"):
+        OverlapLocalSGD(mix=0.0)
+
+
 @pytest.mark.parametrize(("name", "bits"), [("diloco", 0.3), ("streamingdiloco", 0.16), ("sparseloco", 0.06)])
 def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     """Of a transformer with 9.7 million parameters on four ranks, as the report has it."""
