@@ -177,6 +177,19 @@ class LowBitStrategy:
         """Nothing: `lowbit_strategy.register` does it, for both kinds."""
 
     @property
+    def root_device(self) -> torch.device:
+        """This rank's. A launcher other than the framework's own, such as Ray's, may show each process one device."""
+        stock: Any = super()
+        try:
+            device: torch.device = stock.root_device
+        except IndexError:
+            devices: Any = getattr(self, "parallel_devices", ())
+            if len(devices) != 1:
+                raise
+            device = devices[0]
+        return device
+
+    @property
     def loss_scaler(self) -> Any:
         """The ``GradScaler``; None: there is none."""
         stock: Any = self
@@ -218,6 +231,12 @@ class DDPConstructor(LowBitStrategy):
         _refuse_unknown(type(self), kwargs, (*inspect.signature(DDPConstructor).parameters, *of_ddp))
         super().__init__(**kwargs)
         self._configure(compressor, options, scatter=False)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks that there are, where a launcher shows each process fewer devices."""
+        stock: Any = self
+        return {"num_replicas": stock.world_size, "rank": stock.global_rank}
 
     def choose_buckets(self, device: torch.device) -> None:
         """Sets the default size of DDP's buckets on `device`, before DDP wraps."""
@@ -311,7 +330,8 @@ class FSDPConstructor(LowBitStrategy):
     def setup_environment(self) -> None:
         # Stock "auto" means one data-parallel rank per node; here every rank is one.
         stock: Any = self
-        world_size, auto = self.num_nodes * self.num_processes, "auto"
+        stock.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        world_size, auto = stock.world_size, "auto"  # other launchers than the framework's own keep what they know
         data, tensor = stock._data_parallel_size, stock._tensor_parallel_size
         if tensor == auto:
             tensor = 1 if data == auto else max(1, world_size // data)

@@ -71,7 +71,7 @@ class OverlapLocalSGD(LocalSGD):
         if self.delay:
             raise ValueError(f"delay must be left at 0, bytes travel for a whole round anyway, got {self.delay}")
         if not self.mix:
-            raise ValueError(f"mix must be in (0, 1), got {self.mix!r}: a rank that sends the anchor itself moves nothing")
+            raise ValueError(f"mix must be in (0, 1), got {self.mix!r}: the anchor itself, when sent, moves nothing")
 
 
 @configuration

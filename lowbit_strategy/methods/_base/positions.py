@@ -128,16 +128,17 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
         if self.whole_model:
             views = in_order(views, state)
         opened: ReducerState = dict(state)
-        before: StateTensors = {}
         for view in views if self.residual == "int8" else ():
             name = view.spec.name
             if (values := read_residual(state.get(name, {}))) is not None:
-                before[name] = values[: view.spec.numel]
-                opened[name] = {**state[name], "residual": before[name].clone()}
+                opened[name] = {**state[name], "residual": values[: view.spec.numel]}
         yield from self.reduce_float32(views, opened, comm, step)
-        for name, old in before.items():
-            residual = opened[name]["residual"]
-            if not torch.equal(residual, old):  # an unchanged residual is not rounded again
+        for name, tensors in opened.items():
+            if tensors is state[name]:
+                continue
+            residual, before = tensors["residual"], read_residual(state[name])
+            assert before is not None
+            if not torch.equal(residual, before[: residual.numel()]):  # an unchanged residual is not rounded again
                 key = stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM)
                 write_residual_(state[name], residual, key=key)
 
