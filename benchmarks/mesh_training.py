@@ -1,7 +1,8 @@
 """A small GPT on four ranks, LoCo over the data-parallel dims of a mesh, and stock.
 
 Blocks' two-layer networks are parallel over two ranks (tensor parallelism), beside FSDP2, HSDP or DDP over the other
-two; or each sequence is split over two ranks (context parallelism), whose weights FSDP2 shards over all four.
+two; or each sequence is split over two ranks (context parallelism), whose weights FSDP2 shards over all four; or two
+ranks have two of four experts each (expert parallelism), sharded over the other two, and the rest is sharded over all.
 
     python -m benchmarks.mesh_training --json benchmarks/results/mesh_training.json
     python -m benchmarks.mesh_training --layout hsdp --json benchmarks/results/mesh_training_hsdp.json
@@ -20,7 +21,7 @@ import typer
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -31,12 +32,13 @@ from lowbit_strategy.custom_loop import compress
 from recipes.gpt import GPT, Block
 from recipes.text import standard_library
 from testing.processes.ranks import run_ranks
+from testing.training.experts import MixtureOfExperts, distribute
 
 CONTEXT, BATCH, LEARNING_RATE, LAST = 64, 8, 2e-3, 20
 
 
 class Layout(str, Enum):
-    fsdp, hsdp, ddp, cp = "fsdp", "hsdp", "ddp", "cp"
+    fsdp, hsdp, ddp, cp, ep = "fsdp", "hsdp", "ddp", "cp", "ep"
 
 
 class ContextBlock(Block):
@@ -53,6 +55,19 @@ class ContextBlock(Block):
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=rows >= torch.arange(k.shape[2]))
         x_BTC = x_BTC + self.attention_out(attended.transpose(1, 2).reshape(B, T, C))
         return x_BTC + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTC))))
+
+
+class ExpertBlock(Block):
+    """A mixture of experts in place of the two-layer network."""
+
+    mixture: MixtureOfExperts
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, C = x_BTC.shape
+        qkv = self.qkv(self.attention_norm(x_BTC)).view(B, T, 3, self.heads, C // self.heads)
+        attended = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        out: Tensor = self.mixture(x_BTC + self.attention_out(attended.transpose(1, 2).reshape(B, T, C)))
+        return out
 
 
 class ContextGPT(GPT):
@@ -83,6 +98,24 @@ def identical(values: Tensor, group: Any) -> bool:
     return all(torch.equal(values, other) for other in others)
 
 
+def with_experts(model: GPT) -> tuple[nn.Module, DeviceMesh, DeviceMesh]:
+    """The model; the mesh of all ranks, and that over which experts are sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    everyone, beside = mesh["efsdp", "ep"]._flatten("dp"), mesh["efsdp"]
+    for block in model.blocks:
+        del block.mlp_norm, block.mlp_in, block.mlp_out
+        block.__class__, block.mixture = ExpertBlock, MixtureOfExperts(64)
+        distribute(block.mixture, mesh["ep"])
+        fully_shard(block.mixture.experts, mesh=beside)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=everyone)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo's only way to divide by another number
+            part.set_gradient_divide_factor(4.0)
+    return model, everyone, beside
+
+
 def wrapped(layout: Layout) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMesh | None]:
     """The model; dims whose ranks have other sequences, those that share weights, and that of parts of sequences."""
     torch.manual_seed(0)
@@ -108,10 +141,16 @@ def wrapped(layout: Layout) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMe
 
 
 def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
-    model, different, same, context = wrapped(layout)
+    if layout is Layout.ep:
+        torch.manual_seed(0)
+        model, different, beside = with_experts(GPT(width=64, depth=2, heads=4, context=CONTEXT))
+        same, context = different, None
+    else:
+        model, different, same, context = wrapped(layout)
+        beside = same
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     session = compress(model, optimizer, LoCo()) if compressed else None
-    before = 0 if session is None else session.sync.ranks.peers.sent_nbytes
+    before = 0 if session is None else session.sync.sent_nbytes
 
     def own(seed: int, text: Tensor) -> tuple[Tensor, Tensor]:
         whole = batch(text, seed)
@@ -122,7 +161,7 @@ def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
 
     losses = []
     for step in range(steps):
-        tokens, targets = own(2 * step + different.get_local_rank(), standard_library("train"))
+        tokens, targets = own(different.size() * step + different.get_local_rank(), standard_library("train"))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -130,8 +169,8 @@ def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
         losses.append(loss.item())
     found: dict[str, Any] = {"losses": losses}
     if session is not None:
-        found["sent_nbytes"] = (session.sync.ranks.peers.sent_nbytes - before) / steps
-        transfers = session.sync.plan().gradients
+        found["sent_nbytes"] = (session.sync.sent_nbytes - before) / steps
+        transfers = [each for plan in session.sync.plans() for each in plan.gradients]
         found["planned_nbytes"] = sum(message.total_nbytes for each in transfers for message in each.messages)
     model.eval()
     with torch.no_grad():
@@ -143,9 +182,11 @@ def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
         if hasattr(part, "unshard"):
             part.unshard()
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    held = params if layout is Layout.ddp else list(model.parameters())
-    whole = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in held]
-    found["identical"] = all(identical(values, same.get_group()) for values in whole)
+    held = [("", param) for param in params] if layout is Layout.ddp else list(model.named_parameters())
+    whole = [(name, (p.to_local() if isinstance(p, DTensor) else p).detach()) for name, p in held]
+    found["identical"] = all(
+        identical(values, (beside if "experts" in name else same).get_group()) for name, values in whole
+    )
     return found
 
 

@@ -95,7 +95,8 @@ def wrap(model: nn.Sequential, layout: str) -> DeviceMesh:
     | left out | the same, left out by ``ignored_params`` |
     """
     alone = layout in ("whole", "left out")
-    mesh = init_device_mesh("cpu", (1, 4) if alone else (2, 2), mesh_dim_names=("efsdp", "ep"))
+    shape = (1, 4) if alone else (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
     everyone = mesh["efsdp", "ep"]._flatten("dp")
     beside = mesh["efsdp"]
     if layout == "hsdp":

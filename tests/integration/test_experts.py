@@ -24,9 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.telemetry.startup_report import render_reports
+from testing.processes.node_size import nodes_of
+from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.experts import LAYOUTS, WIDTH, Experts, MixtureOfExperts, distribute, wrap
 
@@ -191,6 +194,40 @@ def test_resumed(facts: list[Facts]) -> None:
         assert rank["levels"] == facts[0]["levels"] != {}
 
 
+def before_and_after(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    """Of six ranks: saved; of four: loaded. What this rank has not sent."""
+    run = Run("parameter")
+    session = run.compress(TopK(density=0.1, exempt=()), on_world_size_change="fold")
+    path = folder / "checkpoint"
+    if world_size == 6:
+        run.train(3)
+        with session.save(path) as stamp:
+            path.mkdir(exist_ok=True)
+        if rank == 0:
+            torch.save(stamp, folder / "stamp.pt")
+    else:
+        stamps = [torch.load(folder / "stamp.pt") if rank == 0 else None]
+        dist.broadcast_object_list(stamps)
+        session.load(path, stamps[0])
+    state = session.sync.state
+    found = {name: (state.store(name).export_unsent(name), state.carryover.get(name)) for name in session.sync.specs}
+    session.close()
+    sums = {name: sum_of_known(*each) for name, each in found.items()}
+    return {name: each.clone() for name, each in sums.items() if each is not None}
+
+
+@pytest.mark.slow
+def test_folded_into_fewer_ranks(tmp_path: Path) -> None:
+    """Residuals of experts come from the ranks that had these experts, all others from all ranks."""
+    saved, loaded = (run_ranks(before_and_after, size, tmp_path, timeout=200) for size in (6, 4))
+    assert any("experts" in name for name in saved[0])
+    for rank, each in enumerate(loaded):
+        assert each.keys() == saved[0].keys()
+        for name, values in each.items():
+            old = [one[name] for one in (saved[rank % 2 :: 2] if "experts" in name else saved)]
+            torch.testing.assert_close(values, sum(old) / len(old))
+
+
 def with_and_without(folder: Path) -> Facts:
     """A monitor, validation and checkpoints change nothing."""
     found = []
@@ -272,6 +309,59 @@ def test_data_parallel(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["apart"] == 0.0
         assert not any("experts" in name for name in rank["names"])
+
+
+def around(folder: Path) -> Facts:
+    """Two levels where there are nodes; an overflow on one rank; experts that are unfrozen; a limit on memory."""
+    facts: dict[str, Any] = {}
+    losses = facts["losses"] = {}
+    with nodes_of(2):
+        for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO}.items():
+            run = Run("module")
+            session = None if compressor is None else run.compress(compressor)
+            losses[way] = run.train(4)
+            if session is not None:
+                facts["nodes"] = [ranks.topology.node_size for ranks in session.sync.all_ranks]
+                session.close()
+
+    run, scaler = Run("module"), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    session = run.compress(scaler=scaler, memory=0.01)
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = (run.model(x) - x.roll(1, -1)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 1 and dist.get_rank() == 3 else 1.0)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        session.end_step(run.optimizer, scaler)
+        run.optimizer.zero_grad()
+    facts["steps"] = session.sync.step_index, session.sync.num_skipped
+    session.close()
+
+    run = Run("module")
+    frozen = [part for part in run.model.modules() if isinstance(part, Experts)]
+    for part in frozen:
+        part.requires_grad_(False)
+    session = run.compress()
+    run.train(2)
+    before = session.sync.all_ranks[1].peers.sent_nbytes
+    for part in frozen:
+        part.requires_grad_(True)
+    run.train(2, 2)
+    facts["unfrozen"] = session.sync.all_ranks[1].peers.sent_nbytes - before, 2 * session.sync.plans()[1].sent_nbytes
+    session.close()
+    return facts
+
+
+@pytest.mark.slow
+@scenarios(around, world_size=4)
+def test_with_everything_else(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"]["dense"] == pytest.approx(rank["losses"]["stock"], rel=2e-6)
+        assert rank["losses"]["loco"] == pytest.approx(rank["losses"]["stock"], rel=0.03)
+        assert rank["nodes"] == [2, None]
+        assert rank["steps"] == (3, 1)
+        sent, planned = rank["unfrozen"]
+        assert 0 < planned <= sent
 
 
 def refused(folder: Path) -> Facts:
