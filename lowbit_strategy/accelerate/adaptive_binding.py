@@ -45,21 +45,21 @@ class TrainingClock:
         self.steps_per_epoch = steps_per_epoch
         self.epoch: int | None = None
         self._passes = 0
-        self._over = False  # the last batch was the loader's last one
+        self._has_ended = False  # the last batch was the loader's last one
         self._iteration: int | None = None  # the loader's own count of its passes
-        self._seen = False  # a prepared loader, in this process
+        self._was_inside = False  # a prepared loader, in this process
 
     def batch(self) -> None:
         """Notices where the data loader is; called before each backward pass."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
-            self._over = self._over or self._seen  # it has been read to its end ahead of time
+            self._has_ended = self._has_ended or self._was_inside  # it has been read to its end ahead of time
             return
         iteration = int(getattr(state.active_dataloader, "iteration", 0))
-        over = bool(state.end_of_dataloader)
-        if self._over and (not over or iteration != self._iteration):
+        has_ended = bool(state.end_of_dataloader)
+        if self._has_ended and (not has_ended or iteration != self._iteration):
             self._passes += 1
-        self._over, self._iteration, self._seen = over, iteration, True
+        self._has_ended, self._iteration, self._was_inside = has_ended, iteration, True
 
     def at(self, step: int, optimizer: Optimizer | None) -> Progress:
         counted = self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
@@ -94,10 +94,10 @@ class TrainingClock:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"passes": self._passes, "over": self._over}
+        return {"passes": self._passes, "over": self._has_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._passes, self._over, self._iteration = state["passes"], state["over"], None
+        self._passes, self._has_ended, self._iteration = state["passes"], state["over"], None
 
 
 def _units(value: object) -> Iterator[str]:

@@ -34,7 +34,7 @@ class Companion:
         """
 
     def check_optimizer(self, options: Any, optimizer: Optimizer) -> None:
-        """Before it has stepped.
+        """Checks an optimizer before it has stepped.
 
         Raises:
             ValueError: It cannot be followed.
@@ -53,7 +53,7 @@ class Companion:
 
 
 def companion_of(options: Any) -> Companion:
-    """That of `SyncOptions`."""
+    """The companion that `SyncOptions` asks for."""
     target = "lowbit_strategy.second_moment.option:SecondMomentOption"
     if not options.second_moment and not leaves.is_present(target):
         return Companion()

@@ -136,7 +136,7 @@ class ElasticOuterSync(OuterSync):
         self._counted += number
 
     def attached(self, session: Session, module: nn.Module) -> None:
-        """It meets the others before the first forward pass in training at the latest: afterwards, weights would change
+        """The replica meets the others before its first forward pass in training: afterwards, weights would change
         between a forward and its backward pass.
         """
 
@@ -231,7 +231,7 @@ class ElasticOuterSync(OuterSync):
         """Returns once every member has received everything.
 
         Raises:
-            ExchangeFailedError: A member is lost, which may have or not.
+            ExchangeFailedError: A member is lost; nobody knows whether it has received everything.
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
         comm = copy.copy(comm)  # counts its own bytes

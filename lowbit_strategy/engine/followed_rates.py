@@ -33,7 +33,7 @@ class FollowedRates:
         self._rates: dict[str, float] = {}
 
     def follow(self, rates: Mapping[str, float]) -> None:
-        """Before the first backward pass of a step, whose optimizers have these rates."""
+        """Begin a step whose optimizers have these rates, before its first backward pass."""
         for name, rate in rates.items():
             if not rate > 0 or name in self._transactions.prepared:
                 continue

@@ -97,7 +97,7 @@ class Follower:
 
     @contextmanager
     def taken_back(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, for a checkpoint, what is kept of these parameters is as before."""
+        """A context, for a checkpoint, in which what is kept of these parameters is as before."""
         yield
 
     def name_parameters(self) -> None:

@@ -76,7 +76,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
         self._noted: Tensor | None = None  # digest of the own row that was sent
-        self._runs = False  # has been gathered for the forward pass before
+        self._has_run = False  # has been gathered for the forward pass before
         self.together: Sequence[CodedAllGather] = ()  # whose rows leave with this one's
 
     def __call__(
@@ -110,14 +110,14 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._coded = root is not None and root.training
         if self._coded:
             self._module.begin_forward()
-            self._runs = True
+            self._has_run = True
 
     def send_early(self) -> None:
-        """A module's weights are wanted, and optimizers have stepped on all: the own row leaves as well, which the
-        forward pass will want, as the one before has.
+        """Sends the own row ahead: another module's weights are wanted, optimizers have stepped on all, and the forward
+        pass will want this module's as well, as the one before has.
         """
         gather = self._module.gather
-        if not (self._runs and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
+        if not (self._has_run and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
             return
         self._module.begin_forward()
         if gather.fresh or gather.in_flight:

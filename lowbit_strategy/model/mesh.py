@@ -126,7 +126,7 @@ def _rows(each: ShardedGroup, mesh: DeviceMesh | None) -> Rows:
 
 
 def name_of(each: ShardedGroup) -> str:
-    """For errors."""
+    """A name of the group, for errors."""
     return f"module {each.name}" if each.name else "the model"
 
 

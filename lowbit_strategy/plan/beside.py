@@ -45,5 +45,5 @@ class Beside:
         return 0
 
     def lines(self, plan: Any) -> list[str]:
-        """Of the start-up report, for a `StepPlan`."""
+        """Lines of the start-up report, for a `StepPlan`."""
         return []

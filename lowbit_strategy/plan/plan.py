@@ -219,7 +219,7 @@ def make_plan(
 
 
 def _max_buckets_in_flight(gradients: Sequence[TransferGroup], topology: Topology, layout: Layout) -> int:
-    """How many are under way at most, where no method waits for the whole model.
+    """Buckets in flight at most, where no method waits for the whole model.
 
     DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
     ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what

@@ -75,7 +75,7 @@ class Squares(Beside):
         specs: Mapping[str, TensorSpec],
         topology: Topology,
     ) -> tuple[TransferGroup, ...]:
-        """After the first steps: roots of a bucket's squares, and sketches."""
+        """Transfers after the first steps: roots of a bucket's squares, and sketches."""
         names = list(served(assignments))
         methods = methods_of_squares([specs[name] for name in names])
         transfers = []
@@ -84,7 +84,7 @@ class Squares(Beside):
             if members:
                 transfer = peer_transfer("squares", members, methods, topology)
                 sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), topology)
-                # beside messages: roots, and squares on their way into sums
+                # in addition to messages: roots, and squares on their way into sums
                 memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
                 messages = (*transfer.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
                 transfers.append(replace(transfer, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))

@@ -122,14 +122,14 @@ class _ParamStats:
         if self.squares is None or self.decoded is None or self.energies is None:
             self.squares = torch.zeros_like(squares, dtype=torch.bfloat16)
             self.decoded, self.energies = torch.zeros_like(decoded), torch.zeros_like(energies)
-        teaches = squares.isfinite().all() & decoded.isfinite().all() & energies.isfinite().all()
+        is_usable = squares.isfinite().all() & decoded.isfinite().all() & energies.isfinite().all()
         for old, new, least in (
             (self.squares, squares, KEPT),
             (self.decoded, decoded, KEPT),
             (self.energies, energies, ENERGY_KEPT),
         ):
             kept = max(beta2**gap, least)
-            old.copy_(torch.where(teaches, kept * old.float() + (1 - kept) * new, old))
+            old.copy_(torch.where(is_usable, kept * old.float() + (1 - kept) * new, old))
 
 
 class SecondMoment(Follower):
