@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.strategy_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import describe_parameters, named_parameters
 
@@ -123,8 +123,14 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
     """An optimizer has stepped on gradients that `model` was to synchronize.
 
     Raises:
-        RuntimeError: It was told not to.
+        RuntimeError: It was told not to, or has not yet.
     """
+    if in_backward():
+        raise RuntimeError(
+            "an optimizer has stepped inside of the backward pass, before DistributedDataParallel has averaged the"
+            " gradients: each rank would train on its own. Step after backward, or shard the model with fully_shard,"
+            " where hooks of parameters are called with averaged gradients"
+        )
     if not model.require_backward_grad_sync:
         raise RuntimeError(
             "an optimizer has stepped inside of no_sync(): each rank has trained on its own gradients, and nothing was"

@@ -137,7 +137,7 @@ class GradientUse:
             return
         cleared = [name for name in prepared if self._params[name].grad is None]
         cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
-        if cleared and sync.skips_overflow and sync.transactions.flags.overflowed(sync.ranks.world):
+        if cleared and sync.skips_overflow and sync.has_overflowed():
             sync.roll_back(cleared)
         elif cleared:
             sync.set_aside(cleared)

@@ -308,6 +308,13 @@ class GradientSync:
         if names is None:
             self._clear_step()
 
+    def has_overflowed(self) -> bool:
+        """Whether a pass of the open step has given any rank inf or NaN; on all ranks together."""
+        before = self.ranks.peers.sent_nbytes
+        overflowed = self.transactions.flags.overflowed(self.ranks.world)
+        self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
+        return overflowed
+
     def set_aside(self, names: Iterable[str]) -> None:
         """The gradients of these parameters were cleared, on all ranks: `Transactions.settle` tells what for."""
         closed = self.transactions.set_aside(names)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LocalSGD, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, compress, prepare
 from lowbit_strategy.lightning import LowBitDDPStrategy
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
@@ -107,3 +108,20 @@ def bypassed(folder: Path) -> Facts:
 @scenarios(bypassed)
 def test_a_first_step_without_synchronization_is_warned_of(facts: list[Facts]) -> None:
     assert [rank["said"] for rank in facts] == [1, 1]
+
+
+def stepped_in_backward(folder: Path) -> Facts:
+    """Hooks of parameters step before DDP has averaged their gradients."""
+    torch.manual_seed(0)
+    net = nn.Linear(WIDTH, WIDTH)
+    model = DistributedDataParallel(net)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in net.parameters()}
+    compress(model, optimizers.values(), "loco")
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    return {"error": raised(lambda: model(torch.randn(4, WIDTH)).square().mean().backward())}
+
+
+@scenarios(stepped_in_backward)
+def test_an_optimizer_that_steps_in_backward_is_refused_under_ddp(facts: list[Facts]) -> None:
+    assert all("stepped inside of the backward pass" in rank["error"] for rank in facts)

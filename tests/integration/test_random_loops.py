@@ -14,6 +14,7 @@ from testing.training.random_loop import CONTROLLERS, LAYOUTS, Program, launched
 
 ONCE_WRONG = [  # what random seeds have found, made short
     Program(0, "ddp", ("together", "together", "together", "together", "surgery", "together"), 2, scaled=True),
+    Program(2, "ddp", ("together", "taken_away", "at_two_rates"), 1, ("sgd", "adamw"), False, scaled=True, sessions=2),
     Program(1, "fsdp", ("together", "rests", "added", "together"), 2, optimizers=("adamw", "sgd")),
     Program(5, "fsdp", ("together", "spiked", "added", "together"), 2),
     Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean"),

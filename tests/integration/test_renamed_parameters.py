@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
@@ -14,8 +15,9 @@ from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.custom_loop import compress
 from testing.log import listen
 from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint
 from testing.training.plain import batch, local_values, wrap
-from testing.training.regression import mlp
+from testing.training.regression import Regression, loader, mlp, trainer
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": ("dense", {}),
@@ -155,3 +157,23 @@ def pruned_for_good(folder: Path) -> Facts:
 def test_a_parameter_that_gets_its_name_back(facts: list[Facts]) -> None:
     assert facts[0]["known"] == [name for name, _ in mlp().named_parameters()]
     assert all("2.inner.weight is another parameter than when" in rank["error"] for rank in facts)
+
+
+def pruned_by_lightning(folder: Path) -> Facts:
+    found = {}
+    for name in ("ddp", "dense_ddp", "loco_ddp"):
+        torch.manual_seed(0)
+        model = Regression()
+        pruning = ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False)
+        made = trainer(name, max_steps=-1, max_epochs=3, limit_train_batches=3, callbacks=[pruning])
+        made.fit(model, loader())
+        found[name] = fingerprint(model), float((model.net[0].weight == 0).float().mean())
+    return found
+
+
+@scenarios(pruned_by_lightning)
+def test_lightnings_own_pruning(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    for rank in facts:
+        assert rank["dense_ddp"] == rank["ddp"]
+        assert rank["loco_ddp"][1] > 0.2

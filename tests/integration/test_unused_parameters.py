@@ -111,6 +111,33 @@ def test_what_no_rank_had_a_gradient_of_has_none(facts: list[Facts]) -> None:
         assert rank["bits"] == facts[0]["bits"]
 
 
+def child_alone(folder: Path, layout: str) -> Facts:
+    """A step through the whole model, and then one through a sharded child alone, with an optimizer that moves what has
+    a gradient of zero.
+    """
+    found = {}
+    for method in (None, "dense"):
+        net = sharded(layout)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        with nodes_of(2):
+            session = compress(net, optimizer, method, **LAYOUTS[layout]) if method else None
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+        for head in (0, None, 1):
+            made = net.body(x) if head is None else net(x, head)
+            made.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.finish()
+        found[method or "stock"] = [whole(param.detach()) for param in net.parameters()]
+    return {"same": same(found["stock"], found["dense"])}
+
+
+@scenarios(child_alone, world_size=4, layout=tuple(LAYOUTS))
+def test_a_step_through_a_child_alone(facts: list[Facts]) -> None:
+    assert all(all(rank["same"]) for rank in facts)
+
+
 def idle_on_some_ranks(folder: Path, layout: str) -> Facts:
     net = sharded(layout)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
