@@ -330,7 +330,11 @@ class GradientSync:
             yield
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """No rank had a gradient of these parameters: their reductions, of zeros, have not been."""
+        """No rank had a gradient of these parameters: their reductions, of zeros, have not been. In rounds what is open
+        is no gradient's.
+        """
+        if self.rounds is not None:
+            return
         closed = self.transactions.withdraw(names)
         self.follower.roll_back(closed)
 

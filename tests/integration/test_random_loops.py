@@ -17,13 +17,15 @@ ONCE_WRONG = [  # what random seeds have found, made short
     Program(2, "ddp", ("together", "taken_away", "at_two_rates"), 1, ("sgd", "adamw"), False, scaled=True, sessions=2),
     Program(1, "fsdp", ("together", "rests", "added", "together"), 2, optimizers=("adamw", "sgd")),
     Program(5, "fsdp", ("together", "spiked", "added", "together"), 2),
+    Program(6, "local hsdp", ("together", "rests", "together", "rests", "together", "rests", "together"), 4, rule=2),
     Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean"),
 ]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "local"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "local", "local hsdp"])
 def test_a_loop_means_what_it_means_without_compression(tmp_path: Path, layout: str) -> None:
-    assert launched(tmp_path, [*(each for each in ONCE_WRONG if each.layout == layout), Program.draw(layout, 0)]) == []
+    known = [program for program in ONCE_WRONG if program.layout == layout]
+    assert launched(tmp_path, [*known, *([] if layout == "local hsdp" else [Program.draw(layout, 0)])]) == []
 
 
 @pytest.mark.slow
