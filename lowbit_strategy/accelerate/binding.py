@@ -10,7 +10,7 @@
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
 | `init_trackers` | the run's hyper-parameters name the compressor |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
-| `get_state_dict`, `load_state`, `end_training` | local steps: what is saved is what all ranks share |
+| `get_state_dict`, `load_state`, `end_training` | in rounds: what is saved is what all ranks share |
 | `free_memory` | attachments go with the models |
 """
 
@@ -104,10 +104,9 @@ class Binding:
         wrap_method(accelerator, "clip_grad_value_", functools.partial(self._clip, "clip_value"))
         wrap_method(accelerator, "init_trackers", self._init_trackers)
         wrap_method(accelerator, "free_memory", self._free_memory)
-        if plugin.outer is not None:
-            wrap_method(accelerator, "get_state_dict", self._get_state_dict)
-            wrap_method(accelerator, "load_state", self._load_state)
-            wrap_method(accelerator, "end_training", self._end_training)
+        wrap_method(accelerator, "get_state_dict", self._get_state_dict)
+        wrap_method(accelerator, "load_state", self._load_state)
+        wrap_method(accelerator, "end_training", self._end_training)
         self._saving = contextlib.ExitStack()
         wrap_method(accelerator, "save_state", self._save_state)
         self._hooks = (
@@ -331,7 +330,9 @@ class Binding:
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.shared_weights(validates=False):
+        if not any(session.is_in_rounds for session in self.sessions):
+            return original(*args, **kwargs)
+        with self.shared_weights(validates=False):  # they change when it is left
             state = original(*args, **kwargs)
             return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
 

@@ -44,8 +44,8 @@ class PluginOptions(SyncOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compressor is _NOT_CHOSEN and self.outer is not None:
-            object.__setattr__(self, "compressor", self.outer.compressor())
+        if self.compressor is _NOT_CHOSEN:
+            object.__setattr__(self, "compressor", self.default_compressor)
         for name in ("num_steps", "steps_per_epoch"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

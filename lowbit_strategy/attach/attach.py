@@ -136,9 +136,8 @@ def attach_ddp(
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
-    meet = None if options.outer is None else options.outer.attach
     session = _session(
-        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet
+        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=options.meet
     )
     session.close_with(model)
     return session
@@ -250,7 +249,7 @@ def attach_fsdp(
     groups = [each for each in groups if each in own or each.name in others]
     of_params = _by_parameter(module, groups, others)
     prepared = replace(prepared, specs=_exchanged(module, groups, rows))
-    meet = None if prepared.options.outer is None else prepared.options.outer.attach
+    meet = prepared.options.meet
     if is_hsdp:
         if prepared.options.elastic is not None:  # all ranks share one model, which is one replica
             meet = prepared.options.elastic.register(prepared, module, group)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.replicas import Replicas
-from lowbit_strategy.attach.rounds import RoundRule
+from lowbit_strategy.attach.rounds import EveryStep, RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
@@ -113,6 +113,16 @@ class SyncOptions:
     far_links: bool | None = None
     second_moment: bool | None = None
 
+    @property
+    def default_compressor(self) -> Compressor:
+        """The compressor if the user chooses none."""
+        return LoCo() if self.outer is None else self.outer.compressor()
+
+    @property
+    def meet(self) -> Callable[..., EveryStep] | None:
+        """What lets ranks meet in rounds; None: they meet in every step."""
+        return None if self.outer is None else self.outer.attach
+
     def __post_init__(self) -> None:
         companion_of(self).check_options(self)
         for option, part in leaves.OPTIONS.items():
@@ -202,7 +212,7 @@ class LowBitStrategy:
         if compressor is not None:
             self.compressor = as_compressor(compressor)
         else:
-            self.compressor = LoCo() if self.options.outer is None else self.options.outer.compressor()
+            self.compressor = options.default_compressor
         self.on_configured()
 
     def on_configured(self) -> None:

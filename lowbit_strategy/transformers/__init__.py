@@ -92,7 +92,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
             f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
             " another controller, such as Accordion, or a loop of your own with Accelerate"
         )
-    if binding is not None and binding.plugin.outer is not None:
+    if binding is not None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
         wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
     if binding is not None and binding.plugin.elastic is not None:
