@@ -1,6 +1,6 @@
 """A small GPT on four ranks, LoCo over the data-parallel dims of a mesh, and stock.
 
-Blocks' two-layer networks are parallel over two ranks (tensor parallelism), beside FSDP2, HSDP or DDP over the other
+Blocks' two-layer networks are parallel over two ranks (tensor parallelism), with FSDP2, HSDP or DDP over the other
 two; or each sequence is split over two ranks (context parallelism), whose weights FSDP2 shards over all four; or two
 ranks have two of four experts each (expert parallelism), sharded over the other two, and the rest is sharded over all.
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism beside data parallelism, together with everything else that a run may use."""
+"""Tensor parallelism with data parallelism, together with everything else that a run may use."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_watched(facts: list[Facts]) -> None:
 
 
 def decided(folder: Path, layout: str) -> Facts:
-    """Parts of uneven size, of which one side's are too small to be compressed: all ranks decide alike."""
+    """Parts of uneven size, of which one side's are too small to be compressed: all ranks make one decision."""
     hidden = 65  # 33 and 32
     loco = LoCo(block_size=32, exempt=("@vector", lambda spec: spec.numel <= 32 * WIDTH))
     run = wrapped(layout, hidden=hidden)
