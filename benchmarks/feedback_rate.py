@@ -51,14 +51,12 @@ def main(
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))
     runs = Runs(json_path, setting, Run)
-    best = {
-        optimizer: best_rate(runs, setting, variant=DENSE, optimizer=optimizer, schedule="cosine")
-        for optimizer in ("sgd", "adamw")
-    }
-    cells = itertools.product(range(seeds), best.items(), method or METHODS, ("cosine", "drops"), (False, True))
-    for seed, (optimizer, rate), name, schedule, follows in cells:
-        key = {"variant": name, "optimizer": optimizer, "schedule": schedule}
-        run_once(runs, setting, learning_rate=rate, seed=seed, follows_rate=follows, **key)
+    for optimizer in ("sgd", "adamw"):
+        rate = best_rate(runs, setting, variant=DENSE, optimizer=optimizer, schedule="cosine")
+        cells = itertools.product(range(seeds), method or METHODS, ("cosine", "drops"), (False, True))
+        for seed, name, schedule, follows in cells:
+            key = {"variant": name, "optimizer": optimizer, "schedule": schedule}
+            run_once(runs, setting, learning_rate=rate, seed=seed, follows_rate=follows, **key)
     Console(width=140).print(table(runs))
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -202,18 +202,21 @@ class Point:
 
 
 def is_beaten(point: Point, others: list[Point]) -> bool:
-    """Whether another one sends less, and its loss is lower on every seed."""
-    return any(
-        each.bits <= point.bits and all(a < b for a, b in zip(each.losses, point.losses, strict=True))
-        for each in others
-        if each is not point
-    )
+    """Whether another one sends no more, and its loss is lower on every seed, by more than twice the error."""
+    for each in others:
+        less = [b - a for a, b in zip(each.losses, point.losses, strict=True)]
+        error = statistics.stdev(less) / math.sqrt(len(less)) if len(less) > 1 else 0.0
+        if each.bits <= point.bits and min(less) > 0 and statistics.fmean(less) > 2 * error:
+            return True
+    return False
 
 
-def points(runs: Runs[Run], variants: Iterable[str] | None = None) -> list[Point]:
-    """Of runs that are all there; the fewest bits first. None: of all variants."""
+def points(runs: Runs[Run], variants: Container[str] | None = None) -> list[Point]:
+    """The fewest bits first. None: of all variants; those without runs are left out."""
     found = []
-    for variant in dict.fromkeys(run.variant for run in runs.runs) if variants is None else variants:
+    for variant in dict.fromkeys(run.variant for run in runs.runs):
+        if variants is not None and variant not in variants:
+            continue
         first = runs.of(variant=variant, seed=0)
         rate = min(first, key=lambda run: run.validation_loss).learning_rate
         chosen = sorted(runs.of(variant=variant, learning_rate=rate), key=lambda run: run.seed)
