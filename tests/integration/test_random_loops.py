@@ -29,6 +29,14 @@ def test_a_loop_means_what_it_means_without_compression(tmp_path: Path, layout: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_ranks_whose_sets_have_other_orders(tmp_path: Path, layout: str) -> None:
+    actions = ("together", "surgery", "thrown_away", "rests", "taken_away", "renamed", "spiked", "together")
+    programs = [Program(seed, layout, actions, 5, ("adamw", "sgd"), sessions=1 + seed % 2) for seed in range(3)]
+    assert launched(tmp_path, programs, env={"PYTHONHASHSEED": "random"}) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fresh_loops_mean_what_they_mean_without_compression(tmp_path: Path, layout: str, part: int) -> None:
