@@ -61,7 +61,8 @@ class SyncOptions:
             decays slowly where gradients are clipped. Measured: 3 for quantizers, one over the density for sparse
             methods. None: no bound.
         follows_rate: Residuals follow the learning rate, as in error feedback as first published: when the rate halves,
-            they double, so that what was not sent counts at the rate of its own step. Not with `outer`.
+            they double, so that what was not sent counts at the rate of its own step. Measured to help sparse methods
+            with SGD, not with AdamW. Not with `outer`.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
