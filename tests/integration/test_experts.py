@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
+from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.engine.method_state import sum_of_known
@@ -31,6 +32,7 @@ from lowbit_strategy.telemetry.startup_report import render_reports
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
+from testing.training.accelerated import fsdp_plugin, make
 from testing.training.experts import LAYOUTS, WIDTH, Experts, MixtureOfExperts, distribute, wrap
 
 LOCO = LoCo(block_size=32, exempt=())
@@ -448,6 +450,35 @@ def frameworks(folder: Path) -> Facts:
         optimizer.zero_grad()
         losses["fabric"].append(loss.item())
     return losses
+
+
+def accelerate(folder: Path) -> Facts:
+    """A model that is sharded passes through `prepare`."""
+    losses = {"stock": Run("module").train(4)}
+    sharding = fsdp_plugin(by_block=False)
+    accelerator = make("fsdp", LowBitPlugin(Dense(), weights="exact"), fsdp_plugin=sharding)
+    run = Run("module")
+    run.model, run.optimizer = accelerator.prepare(run.model, run.optimizer)
+    losses["dense"] = []
+    for step in range(4):
+        x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+        loss = (run.model(x) - x.roll(1, -1)).square().mean()
+        accelerator.backward(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        losses["dense"].append(loss.item())
+    binding = binding_of(accelerator)
+    assert binding is not None
+    assert binding.sync is not None
+    return losses | {"sizes": [ranks.world_size for ranks in binding.sync.all_ranks]}
+
+
+@pytest.mark.slow
+@scenarios(accelerate, world_size=4)
+def test_accelerate(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["dense"] == pytest.approx(rank["stock"], rel=1e-5)
+        assert rank["sizes"] == [4, 2]
 
 
 @pytest.mark.slow
