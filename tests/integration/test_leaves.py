@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from lowbit_strategy.leaves import NAMES
+from lowbit_strategy.methods.entries import CLASSES
 from testing.processes.scripts import REPOSITORY
 
 
@@ -223,8 +224,9 @@ def imported(path: Path) -> set[str]:
 
 def needs(path: Path, leaf: Leaf) -> bool:
     """Whether a test imports something of the leaf: then it is one of the leaf's."""
-    modules = tuple(f"lowbit_strategy.{each.removesuffix('.py')}" for each in leaf.paths)
-    names = {f"lowbit_strategy.{name}" for name, target in NAMES.items() if target.startswith(modules)}
+    modules = tuple(f"lowbit_strategy.{each.removesuffix('.py').replace('/', '.')}" for each in leaf.paths)
+    entries = NAMES | CLASSES
+    names = {f"lowbit_strategy.{name}" for name, target in entries.items() if target.startswith(modules)}
     below = tuple(f"{module}." for module in modules)
     return any(each in names or f"{each}.".startswith(below) for each in imported(path))
 

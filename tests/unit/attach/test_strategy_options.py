@@ -68,6 +68,6 @@ def test_which_compressors_are_sparse() -> None:
     assert WarmUp(compressor=TopK(), steps=4).is_sparse
     assert WarmUp(first=TopK(), steps=4).is_sparse
     assert Partition(rules=(("a.*", TopK()),)).is_sparse
-    assert preset("adacomp").is_sparse
+    assert preset("exdyna").is_sparse
     assert not LoCo().is_sparse
     assert not preset("powersgd").is_sparse
