@@ -122,8 +122,9 @@ class CarryOver:
 
     def rescale_(self, factor: float, names: Iterable[str] | None = None) -> None:
         """None: of all parameters."""
-        for name in self.waiting if names is None else self.waiting.keys() & set(names):
-            self.waiting[name].factor *= factor
+        for kept in (self.waiting, self._added):
+            for name in kept if names is None else kept.keys() & set(names):
+                kept[name].factor *= factor
 
     def forget(self) -> None:
         self.waiting, self._added = {}, {}

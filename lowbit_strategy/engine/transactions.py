@@ -91,9 +91,10 @@ class Transactions:
                 self.prepared.add(name)
 
     def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`."""
-        for name, (_, mean) in self._aside.items():
-            self._state.store(name).method.rescale_({name: mean}, factor)
+        """The loss scale has changed by `factor`: so has the unit of all that may become the state again."""
+        kept = [(name, mean) for name, (_, mean) in self._aside.items()]
+        for name, tensors in kept + [(name, self._copies.of(name)) for name in self._begun]:
+            self._state.store(name).method.rescale_({name: tensors}, factor)
 
     def rescale_residual_(self, name: str, factor: float) -> None:
         """The learning rate of one parameter, none of whose reductions is open, has changed."""

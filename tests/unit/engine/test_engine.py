@@ -15,6 +15,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
@@ -152,6 +153,27 @@ def test_residuals_follow_the_loss_scale() -> None:
         found = reduce_step(scaled, gradients(step, scale=scale))
         for name in wanted:  # powers of two: exact
             assert torch.equal(found[name], scale * wanted[name]), (step, name)
+
+
+@pytest.mark.parametrize("name", ["loco", "topk", "powersgd"])
+@pytest.mark.parametrize("discard", ["set_aside", "roll_back"])
+def test_copies_follow_the_loss_scale(name: str, discard: str) -> None:
+    """A gradient stays open while another optimizer steps and the scale changes, and is then thrown away."""
+    found = []
+    for scales in ((1.0, 1.0, 1.0), (4.0, 4.0, 16.0)):
+        sync = engine(as_compressor(name))
+        for step, scale in enumerate(scales[:2]):
+            sync.begin_step(scale)
+            reduce_step(sync, gradients(step, scale=scale), end=False)
+            sync.end_step(None if step == 0 else [W0])
+        sync.begin_step(scales[2])
+        getattr(sync, discard)(sync.transactions.prepared.copy())
+        residuals = {spec.name: sync.state.residual(spec.name) for spec in SPECS}
+        found.append({each: x / scales[2] for each, x in residuals.items() if x is not None})
+    plain, scaled = found
+    assert plain
+    for each, wanted in plain.items():
+        assert torch.equal(scaled[each], wanted), each
 
 
 def test_phases_change_when_a_step_begins() -> None:
