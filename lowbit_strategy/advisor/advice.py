@@ -126,7 +126,7 @@ class SetupOption:
     def between_nbytes(self) -> float:
         """Bytes per step that leave the node, of one rank."""
         plan = self.plan
-        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.beside) / plan.every
+        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.extra) / plan.every
 
     def held_nbytes(self, workload: Workload) -> int:
         """What a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
@@ -192,8 +192,8 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
             elif squares and ((layout == "ddp" and several) or not leaves.is_present(_OF_SQUARES)):
                 continue
             else:
-                beside = leaves.load(_OF_SQUARES, name)() if squares else None
-                plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], beside=beside)
+                extra = leaves.load(_OF_SQUARES, name)() if squares else None
+                plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], extra=extra)
             ours.append(_ours(name, plan, workload, situation, against))
         found += ours if situation is None else sorted(ours, key=lambda choice: choice.seconds)
     return found

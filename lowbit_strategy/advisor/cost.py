@@ -113,13 +113,13 @@ def step_time(plan: StepPlan, cluster: Cluster, compute_s: float) -> StepTime:
         compute_s: A step without communication: forward, backward, optimizer.
     """
     per_node = ranks_per_node(plan)
-    gradients, weights, rounds, beside = (
+    gradients, weights, rounds, extra = (
         _transfer_costs(transfers, cluster, per_node)
-        for transfers in (plan.gradients, plan.weights, plan.rounds, plan.beside)
+        for transfers in (plan.gradients, plan.weights, plan.rounds, plan.extra)
     )
     step = _sum(plan.gradients, gradients) + _sum(plan.weights, weights)
     per_round = _sum(plan.rounds, rounds)
-    late = per_round + _sum(plan.beside, beside)
+    late = per_round + _sum(plan.extra, extra)
     hidden = 0.0
     if plan.round_plan is not None:
         hidden = plan.round_plan.steps_under_way * compute_s

@@ -13,7 +13,7 @@ from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
@@ -154,7 +154,7 @@ def plan_for(
     *,
     round_plan: RoundPlan | None = None,
     assigned: Mapping[str, Assignment] | None = None,
-    beside: Beside | None = None,
+    extra: Extra | None = None,
 ) -> StepPlan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(workload, compressor) if assigned is None else assigned
@@ -178,7 +178,7 @@ def plan_for(
         modules=None if layout == "ddp" else modules,
         round_plan=round_plan,
         device_type=workload.device_type,
-        beside=beside,
+        extra=extra,
     )
 
 
@@ -223,7 +223,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         itemsize: Bytes of an element of the gradients.
         weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
     """
-    own = replace(plan, rounds=(), beside=(), round_plan=None, memory=Memory())
+    own = replace(plan, rounds=(), extra=(), round_plan=None, memory=Memory())
     if plan.topology.world_size == 1:
         silent = [
             tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)

@@ -12,7 +12,7 @@ from lowbit_strategy import leaves
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 
 
 class Companion:
@@ -40,9 +40,9 @@ class Companion:
             ValueError: It cannot be followed.
         """
 
-    def planned(self, prepared: Any) -> Beside:
+    def planned(self, prepared: Any) -> Extra:
         """What ranks will exchange for it, of a `PreparedModel`."""
-        return Beside()
+        return Extra()
 
     def given_up(self) -> Companion:
         """What is left if there is no memory for it."""

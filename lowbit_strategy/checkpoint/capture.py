@@ -67,7 +67,7 @@ def check_last_step(sync: GradientSync) -> None:
         RuntimeError: A rank has sent a message of another layout in one of the last steps.
     """
     sync.transactions.flags.raise_if_broken(sync.ranks.rank, waits=True)
-    for part in sync.beside_buckets:
+    for part in sync.outside_buckets:
         part.flags.raise_if_broken(sync.ranks.rank, waits=True)
 
 

@@ -150,7 +150,7 @@ def plan(
         coding=prepared.weights,
         modules=modules,
         round_plan=None if options.outer is None else options.outer.planned(),
-        beside=prepared.companion.planned(prepared),
+        extra=prepared.companion.planned(prepared),
         copies=prepared.copies_residuals,
     )
     return Report(planned_run, chosen, device)

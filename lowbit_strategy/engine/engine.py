@@ -33,7 +33,7 @@ from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -83,7 +83,7 @@ class GradientSync:
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
         follower: Who follows gradients to the optimizers' steps.
-        beside: What ranks exchange beside gradients.
+        extra: What ranks exchange in addition to gradients.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GradientSync:
         self.part_state: dict[str, PartState] = {}
         self.steps_per_reduction = 1
         self.rounds: Rounds | None = None
-        self.follower, self.beside = Follower(), Beside()
+        self.follower, self.extra = Follower(), Extra()
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
         self._bind_ranks()
@@ -237,7 +237,7 @@ class GradientSync:
         }
 
     @property
-    def beside_buckets(self) -> list[WeightSync | NodeMeans]:
+    def outside_buckets(self) -> list[WeightSync | NodeMeans]:
         """What else sends messages in a step."""
         return [*([] if self.weights is None else [self.weights]), *self.node_codes.values()]
 
@@ -448,7 +448,7 @@ class GradientSync:
                 message of another layout.
         """
         entered, counted = self.in_step, True
-        for part in self.beside_buckets:
+        for part in self.outside_buckets:
             part.end_step()
         self.transactions.byte_check.end_step()
         if entered and self.skips_overflow:
@@ -491,9 +491,9 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
-    def follow(self, follower: Follower, beside: Beside) -> None:
-        """Call `follower` when an optimizer has stepped on what was reduced; `beside`: what ranks exchange for it."""
-        self.follower, self.beside = follower, beside
+    def follow(self, follower: Follower, extra: Extra) -> None:
+        """Call `follower` when an optimizer has stepped on what was reduced; `extra`: what ranks exchange for it."""
+        self.follower, self.extra = follower, extra
 
     def save_with(self, name: str, part: Stateful) -> None:
         """Save and restore `part`, the same on all ranks, with the residuals."""
@@ -551,7 +551,7 @@ class GradientSync:
             modules=None if weights is None else self._modules_of(ranks),
             round_plan=None if rounds is None else rounds.round_plan,
             device_type=self.device.type,
-            beside=self.beside,
+            extra=self.extra,
             copies=self.transactions.keeps_copies,
         )
 

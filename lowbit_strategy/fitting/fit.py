@@ -34,7 +34,7 @@ def fitted(
         topology=ranks.topology,
         layout=prepared.layout,
         modules=modules,
-        beside=prepared.companion.planned(prepared),
+        extra=prepared.companion.planned(prepared),
         copies=prepared.copies_residuals,
     )
     options, weights = prepared.options, prepared.weights
@@ -44,7 +44,7 @@ def fitted(
         _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
     if chosen.weights != weights:
         options = replace(options, weights=chosen.weights)
-    companion = prepared.companion if chosen.beside is setup.beside else prepared.companion.given_up()
+    companion = prepared.companion if chosen.extra is setup.extra else prepared.companion.given_up()
     if setup.copies and not chosen.copies:
         options = replace(options, rollback=False)
     return replace(prepared, compressor=chosen.compressor, options=options, companion=companion)

@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -32,7 +32,7 @@ class Setup:
         topology: The ranks.
         layout: What wraps the model.
         modules: What FSDP2 gathers as one; empty under DDP.
-        beside: What ranks exchange beside gradients.
+        extra: What ranks exchange in addition to gradients.
         copies: Whether what methods keep is copied before it changes.
     """
 
@@ -40,7 +40,7 @@ class Setup:
     topology: Topology
     layout: Layout
     modules: Mapping[str, ModuleLayout]
-    beside: Beside = field(default_factory=Beside)
+    extra: Extra = field(default_factory=Extra)
     copies: bool = True
 
 
@@ -51,7 +51,7 @@ class MemoryOption:
     Args:
         compressor, weights: The way.
         memory: Bytes by purpose.
-        beside, copies: The same as in `Setup`.
+        extra, copies: The same as in `Setup`.
         differs: How from what was asked for, in words; empty: not at all.
         costs: What that costs, in words.
     """
@@ -59,7 +59,7 @@ class MemoryOption:
     compressor: Compressor
     weights: WeightCoding | None
     memory: Memory
-    beside: Beside = field(default_factory=Beside)
+    extra: Extra = field(default_factory=Extra)
     copies: bool = True
     differs: str = ""
     costs: str = ""
@@ -70,7 +70,7 @@ class MemoryOption:
             ("residuals", memory.residuals),
             ("copies of them", memory.copies),
             ("weights between gathers", memory.weights),
-            (self.beside.purpose, memory.beside),
+            (self.extra.purpose, memory.extra),
             ("messages", memory.messages),
             ("coding by plain PyTorch", memory.working),
         )
@@ -98,8 +98,8 @@ def memory_options(
         without = "residuals are not copied", "they are lost where gradients are thrown away"
         yield memory_option(compressor, weights, setup, *without)
         differs, costs = [[each] for each in without]
-    if (without_it := setup.beside.given_up) is not None:
-        setup = replace(setup, beside=Beside())
+    if (without_it := setup.extra.given_up) is not None:
+        setup = replace(setup, extra=Extra())
         differs.append(without_it[0])
         costs.append(without_it[1])
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
@@ -143,14 +143,14 @@ def memory_option(
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,
         modules=setup.modules or None,
-        beside=setup.beside,
+        extra=setup.extra,
         copies=setup.copies,
     )
     return MemoryOption(
         compressor=compressor,
         weights=weights,
         memory=plan.memory,
-        beside=setup.beside,
+        extra=setup.extra,
         copies=setup.copies,
         differs=differs,
         costs=costs,

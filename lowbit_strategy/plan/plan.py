@@ -12,7 +12,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import (
     Layout,
     ParamGroup,
@@ -47,7 +47,7 @@ class Memory:
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
         rounds: What is kept from round to round, where ranks meet in rounds.
-        beside: What ranks exchange in addition to gradients takes.
+        extra: What is kept for exchanges in addition to gradients.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
             FSDP2 a rank otherwise holds its shard of them.
     """
@@ -58,13 +58,13 @@ class Memory:
     messages: int = 0
     working: int = 0
     rounds: int = 0
-    beside: int = 0
+    extra: int = 0
     accumulating: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all but `accumulating`, which depends on how the loop accumulates."""
-        kept = self.residuals + self.copies + self.weights + self.rounds + self.beside
+        kept = self.residuals + self.copies + self.weights + self.rounds + self.extra
         return kept + self.messages + self.working
 
 
@@ -80,8 +80,8 @@ class StepPlan:
         gradients: Transfers of every step, in the order in which backward produces them.
         weights: Transfers of every step: FSDP2's modules, in their order.
         rounds: Messages of a round, where ranks meet in rounds.
-        beside: Transfers in addition to gradients, per step or round, on average.
-        companion: What `beside` is for.
+        extra: Transfers in addition to gradients, per step or round, on average.
+        companion: What `extra` is for.
         round_plan: What `rounds` are of; None: every step reduces its gradients.
         memory: Bytes by purpose.
         coding: Coding of weights, if FSDP2 shards them.
@@ -95,8 +95,8 @@ class StepPlan:
     gradients: tuple[TransferGroup, ...]
     weights: tuple[TransferGroup, ...]
     rounds: tuple[TransferGroup, ...]
-    beside: tuple[TransferGroup, ...]
-    companion: Beside
+    extra: tuple[TransferGroup, ...]
+    companion: Extra
     round_plan: RoundPlan | None
     memory: Memory
     coding: WeightCoding | None
@@ -115,12 +115,12 @@ class StepPlan:
     @property
     def sent_nbytes(self) -> int:
         """Bytes sent to peers in a step, or in a round; without framing."""
-        return step_nbytes((self.rounds or self.gradients) + self.beside, "flat", "inter-node")
+        return step_nbytes((self.rounds or self.gradients) + self.extra, "flat", "inter-node")
 
     @property
     def between_nbytes(self) -> int:
         """Part of `sent_nbytes` that leaves the node."""
-        return internode_nbytes((self.rounds or self.gradients) + self.beside, "flat", "inter-node")
+        return internode_nbytes((self.rounds or self.gradients) + self.extra, "flat", "inter-node")
 
     @property
     def intra_node_nbytes(self) -> int:
@@ -150,7 +150,7 @@ def make_plan(
     modules: Mapping[str, ModuleLayout] | None = None,
     round_plan: RoundPlan | None = None,
     device_type: str = "cuda",
-    beside: Beside | None = None,
+    extra: Extra | None = None,
     copies: bool | None = None,
 ) -> StepPlan:
     """Args:
@@ -163,7 +163,7 @@ def make_plan(
     modules: What FSDP2 gathers as one, under FSDP2.
     round_plan: What ranks send in rounds, where gradients stay on their rank.
     device_type: Where gradients are coded.
-    beside: What ranks exchange beside gradients.
+    extra: What ranks exchange in addition to gradients.
     copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
@@ -177,7 +177,7 @@ def make_plan(
     reduction = ReductionPlan(methods, by_name, topology, exact)
     gradients = gradient_transfers(reduced, reduction, layout, local=round_plan is not None)
     rounds = () if round_plan is None else alike(round_plan.transfers(methods, by_name, topology))
-    companion = Beside() if beside is None else beside
+    companion = Extra() if extra is None else extra
     others = companion.transfers(reduced, assignments, by_name, topology)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
     waits = layout == "ddp" and any(method.whole_model for method in methods.values())
@@ -198,7 +198,7 @@ def make_plan(
         gradients=gradients,
         weights=weights,
         rounds=rounds,
-        beside=others,
+        extra=others,
         companion=companion,
         round_plan=round_plan,
         memory=Memory(
@@ -210,7 +210,7 @@ def make_plan(
             working=reduction.working_nbytes(coded, device_type)
             + (0 if round_plan is None else round_plan.working_nbytes(by_name)),
             rounds=0 if round_plan is None else round_plan.kept_nbytes(by_name),
-            beside=companion.kept_nbytes(assignments, by_name, topology, copies=copies),
+            extra=companion.kept_nbytes(assignments, by_name, topology, copies=copies),
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
@@ -234,7 +234,7 @@ def _messages_nbytes(
     gradients: Sequence[TransferGroup],
     weights: Sequence[TransferGroup],
     rounds: Sequence[TransferGroup],
-    beside: Sequence[TransferGroup],
+    extra: Sequence[TransferGroup],
     topology: Topology,
     layout: Layout,
     unsharded: int,
@@ -244,9 +244,9 @@ def _messages_nbytes(
     nbytes = under_way_nbytes(gradients, max_in_flight)
     nbytes += under_way_nbytes(rounds, len(rounds) if topology.far else BUCKETS_OF_A_ROUND)
     nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and topology.far else 1)
-    nbytes += under_way_nbytes(beside, 1)
+    nbytes += under_way_nbytes(extra, 1)
     if topology.far:
-        nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *beside))
+        nbytes += sum(ahead_nbytes(transfer) for transfer in (*gradients, *rounds, *weights, *extra))
     if layout == "fsdp" and topology.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
         nbytes += unsharded // topology.world_size + (unsharded if topology.node_size is None else 0)
     return nbytes
@@ -255,8 +255,8 @@ def _messages_nbytes(
 def _mean_beside_nbytes(gradients: Sequence[TransferGroup], means: Sequence[int]) -> int:
     """Memory of a second mean under FSDP2 with two levels on GPUs: one travels while the next is formed."""
     buffers = [each.buffer_nbytes for each in gradients]
-    beside = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
-    return max([*buffers, *beside], default=0) - max(buffers, default=0)
+    overlapping = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
+    return max([*buffers, *overlapping], default=0) - max(buffers, default=0)
 
 
 def _residual_nbytes(reduction: ReductionPlan) -> int:

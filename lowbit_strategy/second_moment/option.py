@@ -17,7 +17,7 @@ from lowbit_strategy.engine.interfaces import Follower
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, check_second_moment, has_second_moment
 from lowbit_strategy.second_moment.planned import NoSquares, Squares, needs_squares, served
 from lowbit_strategy.second_moment.squares import SecondMoment
@@ -56,7 +56,7 @@ class SecondMomentOption(Companion):
             if options.outer is not None:
                 check_decay(optimizer)
 
-    def planned(self, prepared: PreparedModel) -> Beside:
+    def planned(self, prepared: PreparedModel) -> Extra:
         chosen = self._chosen
         if chosen is None:  # as few bits need it
             one_level = prepared.scatter or prepared.node_size is None

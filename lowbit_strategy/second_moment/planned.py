@@ -11,7 +11,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair, Method
 from lowbit_strategy.options.sizes import binary_size
-from lowbit_strategy.plan.beside import Beside
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
@@ -44,7 +44,7 @@ def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
     return {spec.name: _CODES for spec in specs}
 
 
-class NoSquares(Beside):
+class NoSquares(Extra):
     """Where second moments are left as they are, which is said where it matters."""
 
     def lines(self, plan: StepPlan) -> list[str]:
@@ -57,7 +57,7 @@ class NoSquares(Beside):
         return [f"  second moment: left as it is, because of {why} (second_moment)"]
 
 
-class Squares(Beside):
+class Squares(Extra):
     """Args:
     optional: Nobody has asked for it: it may be given up.
     """
@@ -105,10 +105,10 @@ class Squares(Beside):
         return (4 if copies else 2) * numel + 2 * own + own // 8
 
     def lines(self, plan: StepPlan) -> list[str]:
-        if not plan.memory.beside:
+        if not plan.memory.extra:
             return NoSquares().lines(plan)
-        sent = step_nbytes(plan.beside, "flat", "inter-node")
+        sent = step_nbytes(plan.extra, "flat", "inter-node")
         return [
             f"  second moment: for Adam ranks exchange squares, {binary_size(sent)}/step, and keep at most"
-            f" {binary_size(plan.memory.beside)} per rank"
+            f" {binary_size(plan.memory.extra)} per rank"
         ]

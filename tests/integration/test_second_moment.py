@@ -157,7 +157,7 @@ def counted(folder: Path, kind: Kind) -> Facts:
     made, _, counts = fitted(kind, ONE_BIT, 100, second_moment=True)
     plan = made.strategy.sync.plan()
     last = (counts[-1] - counts[-1 - EVERY]) / EVERY
-    return {"sent": last, "planned": plan.sent_nbytes, "kept": plan.memory.beside}
+    return {"sent": last, "planned": plan.sent_nbytes, "kept": plan.memory.extra}
 
 
 @scenarios(counted, kind=("ddp", "fsdp", "hsdp"), slow=lambda kind, **_: kind != "ddp")
@@ -261,7 +261,7 @@ def by_default(folder: Path, kind: Kind) -> Facts:
         with listen() as lines:
             made, model, counts = fitted(kind, two_bits, 12, lr=1e-3, **options)
         report = [line for text in lines for line in text.splitlines() if line.startswith("  second moment: ")]
-        found[name] = (fingerprint(model), counts[-1], made.strategy.sync.plan().memory.beside > 0, report)
+        found[name] = (fingerprint(model), counts[-1], made.strategy.sync.plan().memory.extra > 0, report)
     _, _, four = fitted(kind, LoCo(), 12)
     return found | {"four bits": four[-1] == fitted(kind, LoCo(), 12, second_moment=False)[2][-1]}
 
@@ -318,7 +318,7 @@ def of_another_kind(folder: Path, kind: Kind) -> Facts:
                 made.fit(model, loader(800))
             after_first = sent.counts[-1] - sent.counts[1]
             notices = sum("ranks exchange no squares for it from now on" in line for line in lines)
-            runs.append((fingerprint(model), after_first, made.strategy.sync.plan().memory.beside, notices))
+            runs.append((fingerprint(model), after_first, made.strategy.sync.plan().memory.extra, notices))
         found[name] = runs
     return found
 

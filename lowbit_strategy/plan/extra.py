@@ -1,4 +1,4 @@
-"""What ranks exchange and keep beside gradients, as numbers."""
+"""What ranks exchange and keep in addition to gradients, as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 
-class Beside:
+class Extra:
     """Nothing. What something else sends and keeps derives from this.
 
     Attributes:
