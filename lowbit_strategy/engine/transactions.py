@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
@@ -11,6 +12,22 @@ from lowbit_strategy.collectives.exchange import StepFlags
 from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
+
+
+class Tally(Protocol):
+    """What is added up over reductions. Only those that are used count."""
+
+    def commit(self, names: Collection[str]) -> None:
+        """The open reductions of these parameters are used."""
+
+    def roll_back(self, names: Collection[str]) -> None:
+        """Those, and the ones that were set aside, are thrown away."""
+
+    def set_aside(self, names: Collection[str]) -> None:
+        """What becomes of the open ones will be known later."""
+
+    def settle(self, names: Collection[str], *, used: bool) -> None:
+        """It is known what became of those that were set aside."""
 
 
 class Transactions:
@@ -35,6 +52,7 @@ class Transactions:
     Attributes:
         byte_check: Byte check of the step.
         prepared: Parameters with an open reduction.
+        tallies: Told what becomes of reductions.
     """
 
     def __init__(self, state: MethodState, flags: StepFlags, *, keeps_copies: bool) -> None:
@@ -42,6 +60,7 @@ class Transactions:
         self.byte_check = ByteCheck()
         self._state = state
         self.prepared: set[str] = set()
+        self.tallies: list[Tally] = []
         self._begun: set[str] = set()  # of those prepared: the state before is in `_copies`
         self._copies = Copies(state)
         self._aside: dict[str, tuple[int, StateTensors]] = {}  # how many passes, and the mean of what they left
@@ -62,17 +81,26 @@ class Transactions:
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
-        self._state.carryover.commit(self._close(names))
+        closed = self._close(names)
+        self._state.carryover.commit(closed)
+        for tally in self.tallies:
+            tally.commit(closed)
 
     def roll_back(self, names: Iterable[str] | None = None) -> set[str]:
         """The gradients of these parameters were thrown away; None: of all. Returns those that were open."""
-        for name in list(self._aside) if names is None else names:
-            self._aside.pop(name, None)
-        return self._take_back(names)
+        undecided = self._aside.keys() if names is None else self._aside.keys() & set(names)
+        closed = self._take_back(names)
+        for tally in self.tallies:
+            tally.roll_back(closed | undecided)
+        self._aside = {name: kept for name, kept in self._aside.items() if name not in undecided}
+        return closed
 
     def set_aside(self, names: Iterable[str]) -> set[str]:
         """The gradients of these parameters were cleared. Returns those that were open."""
-        for name in self.prepared.intersection(names) if self.keeps_copies else ():
+        if not self.keeps_copies:
+            return self.roll_back(names)
+        names = [name for name in names if name in self.prepared]
+        for name in names:
             live = self._state.tensors(name)
             count, mean = self._aside.get(name, (0, {}))
             if count:
@@ -80,11 +108,17 @@ class Transactions:
             else:
                 mean = {key: tensor.clone() for key, tensor in live.items()}
             self._aside[name] = count + 1, mean
-        return self._take_back(names)
+        closed = self._take_back(names)
+        for tally in self.tallies:
+            tally.set_aside(closed)
+        return closed
 
     def settle(self, names: Iterable[str], *, used: bool) -> None:
         """An optimizer steps these parameters. `used`: on what was made of the gradients of reductions set aside."""
-        for name in [name for name in names if name in self._aside]:
+        undecided = [name for name in names if name in self._aside]
+        for tally in self.tallies:
+            tally.settle(undecided, used=used)
+        for name in undecided:
             count, mean = self._aside.pop(name)
             if used:
                 average_(self._state.tensors(name), mean, count / (count + (name in self.prepared)))
@@ -122,13 +156,16 @@ class Transactions:
             if name in self.prepared and self._state.assignments[name].method.rests(self._state.specs[name])
         ]
         self._state.carryover.roll_back(self._close(resting))
-        return self._take_back(names).union(resting)
+        closed = self._take_back(names).union(resting)
+        for tally in self.tallies:
+            tally.roll_back(closed)
+        return closed
 
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
         if self.prepared:
             self.commit()
-        self._aside = {}
+        self.roll_back()
         self._copies = Copies(self._state)
 
     def _take_back(self, names: Iterable[str] | None) -> set[str]:

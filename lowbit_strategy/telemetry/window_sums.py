@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,47 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, add_ranges_, in_memory_order
 from lowbit_strategy.control.base import Accumulate
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.transactions import Tally
 from lowbit_strategy.telemetry.measure import StepMeasure
 
 STATE_KEY = "window"
 Ranges = list[list[int]]
 
 
-class WindowSums:
-    """Sums of ``local`` gradients, each rank's own, or of ``mean`` ones, as far as a rank gets them.
+@dataclass
+class _Sum:
+    """Gradients of one parameter, added up.
+
+    Args:
+        values: float32, as the gradient.
+        square: The squares of their norms, added up; None: not asked for.
+    """
+
+    values: Tensor
+    square: Tensor | None = None
+
+    def add_(self, other: _Sum) -> None:
+        self.values.add_(other.values)
+        if other.square is not None:
+            self.square = other.square if self.square is None else self.square + other.square
+
+
+_Sums = dict[str, _Sum]
+
+
+def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
+    """What `source` has of these parameters is added to what `target` has."""
+    for name in [name for name in names if name in source]:
+        part = source.pop(name)
+        if name in target:
+            target[name].add_(part)
+        else:
+            target[name] = part
+
+
+class WindowSums(Tally):
+    """Sums of ``local`` gradients, each rank's own, or of ``mean`` ones, as far as a rank gets them. Gradients that are
+    thrown away do not count.
 
     Args:
         sync: The engine.
@@ -31,15 +65,17 @@ class WindowSums:
         self._gradient: Accumulate = "local"
         self.forget()
         sync.save_parts(STATE_KEY, self)
+        sync.transactions.tallies.append(self)
 
     def forget(self) -> None:
-        """The window begins again."""
-        self._sums: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}  # of each step's norm, added up
+        """The window begins again, and nothing is open."""
+        self._sums: _Sums = {}
+        self._open: _Sums = {}  # of reductions that may still be thrown away
+        self._aside: _Sums = {}  # of reductions that were set aside
         self.num_steps = 0
 
     def add(self, view: ParamView, gradient: Accumulate, *, square: bool) -> None:
-        """Add a step's gradient; a mean one once `view` has been reduced."""
+        """Add a reduction's gradient; a mean one once `view` has been reduced."""
         peers, self._gradient = self._peers(view.name), gradient
         factor = 1.0 / (self._sync.loss_scale or 1.0)
         values = view.flat()
@@ -47,32 +83,47 @@ class WindowSums:
             values = view.out
             if view.spec.sharded:
                 values, factor = values[: view.row_length(peers.rank)], factor / peers.world_size
-        if view.name not in self._sums:
-            self._sums[view.name] = torch.zeros_like(values, dtype=torch.float32)
-        if self._sync.skips_overflow:  # a step that overflows is not taken: it must not spoil the sum
-            values = values.nan_to_num(0.0, 0.0, 0.0)
-        self._sums[view.name].add_(values, alpha=factor)
+        part = _Sum(values.float() * factor)
         if square:
-            norm = torch.linalg.vector_norm(values, dtype=torch.float32) * factor
-            before = self._squares.get(view.name)
-            self._squares[view.name] = norm.square() if before is None else before + norm.square()
+            part.square = torch.linalg.vector_norm(part.values).square()
+        _move([view.name], {view.name: part}, self._open)
+
+    def commit(self, names: Collection[str]) -> None:
+        _move(names, self._open, self._sums)
+
+    def roll_back(self, names: Collection[str]) -> None:
+        for name in names:
+            self._open.pop(name, None)
+            self._aside.pop(name, None)
+
+    def set_aside(self, names: Collection[str]) -> None:
+        _move(names, self._open, self._aside)
+
+    def settle(self, names: Collection[str], *, used: bool) -> None:
+        _move(names, self._aside, self._sums if used else {})
+
+    def _commit_late(self) -> None:
+        """What was under way when its reduction was committed counts as well."""
+        self.commit(self._open.keys() - self._sync.transactions.prepared)
 
     def read(self) -> dict[str, Any]:
         """Telemetry of the window, summed over ranks; the next one begins."""
+        self._commit_late()
         names, zero = list(self._sync.specs), torch.zeros((), device=self._sync.device)
         measure = StepMeasure(self._sync)
         measure.rows["squares"] = {
-            name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
+            name: torch.stack([each.values.square().sum(), zero if each.square is None else each.square])
             / self._num_holders(name)
-            for name, values in self._sums.items()
+            for name, each in self._sums.items()
         }
         total = measure.summed({"squares": 2})[0]["squares"]
+        has_squares = any(each.square is not None for each in self._sums.values())
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
-            "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
+            "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if has_squares else {},
             "accumulated_steps": self.num_steps,
         }
-        self.forget()
+        self._sums, self.num_steps = {}, 0
         return shown
 
     def _num_holders(self, name: str) -> int:
@@ -95,16 +146,17 @@ class WindowSums:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        self._commit_late()
         sums = {
             name: {
                 "shape": list(self._sync.specs[name].whole.shape),
                 "memory_order": self._sync.specs[name].memory_order,
                 "ranges": self._ranges(name),
-                "values": values,
+                "values": each.values,
             }
-            for name, values in self._sums.items()
+            for name, each in self._sums.items()
         }
-        squares = {name: float(square) for name, square in self._squares.items()}
+        squares = {name: float(each.square) for name, each in self._sums.items() if each.square is not None}
         return {"gradient": self._gradient, "num_steps": self.num_steps, "sums": sums, "squares": squares}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
@@ -117,12 +169,9 @@ class WindowSums:
         if any(not self._fits(name, own["sums"][name]) for name in names):
             parts = self._cut(names, own, rest)
         device = self._sync.device
-        self._sums = {name: values.to(device, copy=True) for name, (values, _) in parts.items()}
-        self._squares = {
-            name: torch.tensor(square, dtype=torch.float32, device=device)
-            for name, (_, square) in parts.items()
-            if square is not None
-        }
+        for name, (values, square) in parts.items():
+            known = None if square is None else torch.tensor(square, dtype=torch.float32, device=device)
+            self._sums[name] = _Sum(values.to(device, copy=True), known)
 
     def _fits(self, name: str, saved: Mapping[str, Any]) -> bool:
         return bool(

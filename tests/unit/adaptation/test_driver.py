@@ -29,6 +29,7 @@ from lowbit_strategy.control import (
     Static,
     Telemetry,
 )
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from testing.worlds.single import engine, gradients, reduce_step
@@ -76,6 +77,42 @@ def test_accumulated_norms(source: str, scatter: bool) -> None:
             assert square == pytest.approx(sum(float(term.square().sum()) for term in terms), rel=1e-5)
         assert recorder.telemetry[first + 3].accumulated_steps == 3
     assert (recorder.telemetry[2].accumulated_norm, recorder.telemetry[2].accumulated_steps) == ({}, 0)
+
+
+@pytest.mark.parametrize(("source", "keeps_copies"), [("local", True), ("local", False), ("mean", True)])
+def test_gradients_that_are_thrown_away_are_not_accumulated(source: str, keeps_copies: bool) -> None:
+    """A spike is taken back, or cleared before a step of another gradient."""
+    found = []
+    for spike in (None, GradientSync.roll_back, GradientSync.set_aside):
+        recorder = Recorder(Probe(accumulate=source, square=True), read_every=3)
+        sync = engine(LoCo(bits=4), keeps_copies=keeps_copies)
+        AdaptiveDriver(recorder).attach(sync)
+        for step in range(4):
+            if step == 1 and spike is not None:
+                reduce_step(sync, gradients(9, scale=1e3), end=False)
+                spike(sync, list(sync.specs))
+                sync.transactions.settle(list(sync.specs), used=False)
+                sync._clear_step()
+            reduce_step(sync, gradients(step))
+        telemetry = recorder.telemetry[3]
+        found.append((telemetry.accumulated_norm, telemetry.accumulated_square, telemetry.accumulated_steps))
+    assert found[0][0][WEIGHTS[0]] > 0
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
+    recorder = Recorder(Probe(accumulate="local"), read_every=1)
+    sync = engine(LoCo(bits=4))
+    AdaptiveDriver(recorder).attach(sync)
+    reduce_step(sync, gradients(0), end=False)
+    sync.set_aside(list(sync.specs))
+    reduce_step(sync, gradients(1), end=False)
+    sync.transactions.settle(list(sync.specs), used=True)
+    sync.end_step()
+    sync.begin_step()
+    wanted = gradients(0)[WEIGHTS[0]] + gradients(1)[WEIGHTS[0]]
+    assert recorder.telemetry[1].accumulated_norm[WEIGHTS[0]] == pytest.approx(float(wanted.norm()), rel=1e-5)
 
 
 def test_energies_and_time_are_those_of_the_step_before() -> None:
