@@ -116,9 +116,9 @@ def with_experts(model: GPT) -> tuple[nn.Module, DeviceMesh, DeviceMesh]:
     return model, everyone, beside
 
 
-def wrapped(layout: Layout) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMesh | None]:
+def wrapped(layout: Layout, seed: int) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMesh | None]:
     """The model; dims whose ranks have other sequences, those that share weights, and that of parts of sequences."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(width=64, depth=2, heads=4, context=CONTEXT)
     if layout is Layout.cp:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -140,13 +140,13 @@ def wrapped(layout: Layout) -> tuple[nn.Module, DeviceMesh, DeviceMesh, DeviceMe
     return model, mesh["dp"], same, mesh["cp"] if layout is Layout.cp else None
 
 
-def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
+def train(layout: Layout, compressed: bool, steps: int, seed: int) -> dict[str, Any]:
     if layout is Layout.ep:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model, different, beside = with_experts(GPT(width=64, depth=2, heads=4, context=CONTEXT))
         same, context = different, None
     else:
-        model, different, same, context = wrapped(layout)
+        model, different, same, context = wrapped(layout, seed)
         beside = same
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     session = compress(model, optimizer, LoCo()) if compressed else None
@@ -190,21 +190,22 @@ def train(layout: Layout, compressed: bool, steps: int) -> dict[str, Any]:
     return found
 
 
-def both(rank: int, world_size: int, layout: Layout, steps: int) -> dict[str, Any]:
+def both(rank: int, world_size: int, layout: Layout, steps: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"stock": train(layout, False, steps), "loco": train(layout, True, steps)}
+    return {"stock": train(layout, False, steps, seed), "loco": train(layout, True, steps, seed)}
 
 
 def main(
     layout: Annotated[Layout, typer.Option(help="what carries gradients, or cp: context parallelism")] = Layout.fsdp,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 200,
+    seed: Annotated[int, typer.Option(help="seed of the first weights; data stay the same")] = 0,
     json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
         "benchmarks/results/mesh_training.json"
     ),
 ) -> None:
     """Train with LoCo and without."""
-    ranks = run_ranks(both, 4, layout, steps, timeout=1500)
-    result: dict[str, Any] = {"steps": steps, "layout": layout.value}
+    ranks = run_ranks(both, 4, layout, steps, seed, timeout=1500)
+    result: dict[str, Any] = {"steps": steps, "layout": layout.value, "seed": seed}
     for way in ("stock", "loco"):
         each = [rank[way] for rank in ranks]  # of tensor-parallel ranks two have the same losses
         result[way] = {

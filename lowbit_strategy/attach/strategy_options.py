@@ -39,7 +39,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     shard_any,
     sharded_groups,
 )
-from lowbit_strategy.model.mesh import by_rows
+from lowbit_strategy.model.mesh import by_rows, data_ranks
 from lowbit_strategy.options.configuration import configuration, take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
@@ -280,6 +280,7 @@ class FSDPConstructor(LowBitStrategy):
     num_nodes: int
     num_processes: int
     _sampler: dict[str, Any] | None = None
+    _sizes_are_given: bool
 
     @takes_options_of(SyncOptions)
     def __init__(
@@ -316,6 +317,7 @@ class FSDPConstructor(LowBitStrategy):
         if parallelize_fn is not None and "parallelize_fn" not in self.stock_options():
             raise ValueError("parallelize_fn is for Fabric: a LightningModule parallelizes itself in configure_model")
         self.parallelize_fn = parallelize_fn
+        self._sizes_are_given = (data_parallel_size, tensor_parallel_size) != ("auto", "auto")
         if accumulate not in get_args(Accumulate):
             raise ValueError(f'accumulate must be "local" or "reduce", got {accumulate!r}')
         self.min_shard_numel, self.mp_policy, self.accumulate = min_shard_numel, mp_policy, accumulate
@@ -366,15 +368,18 @@ class FSDPConstructor(LowBitStrategy):
         return self._sampler
 
     def _follow_mesh(self, module: nn.Module) -> None:
-        """A sharded module may be on a mesh that it has made itself.
+        """A sharded module may be on a mesh that it has made itself. Where gradients are a mean over more ranks than
+        were given as data-parallel, these have parts of the same data.
 
         Raises:
             ValueError: There are data loaders for other ranks already.
         """
         stock: Any = self
-        rows = next(iter(by_rows(sharded_groups(module), self.data_parallel_mesh)))
-        ranks = [rank for row in rows for rank in row]
+        rows, (each, *_) = next(iter(by_rows(sharded_groups(module), self.data_parallel_mesh).items()))
+        ranks = data_ranks(rows, each)
         sampler = {"num_replicas": len(ranks), "rank": ranks.index(stock.global_rank)}
+        if self._sizes_are_given and len(ranks) > stock._data_parallel_size:
+            return
         if self._sampler not in (None, sampler):
             raise ValueError(
                 f"data was split for {self._sampler['num_replicas']} ranks, and the model has made a mesh on which"

@@ -26,6 +26,7 @@ from lowbit_strategy.ranks.groups import connected, new_group
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
 Rows = tuple[tuple[int, ...], ...]
+CONTEXT_DIMS = ("cp", "context_parallel")
 
 
 def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
@@ -67,6 +68,21 @@ def by_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> d
         found.setdefault(_rows(each, mesh), []).append(each)
     most = max(found, key=_num_ranks)
     return {rows: found[rows] for rows in (most, *found) if rows == most or _num_ranks(rows) > 1}
+
+
+def data_ranks(rows: Rows, each: ShardedGroup) -> list[int]:
+    """This rank, and those over which the gradients of a group are a mean that have other data. Ranks that differ by a
+    dim called ``cp`` or ``context_parallel`` have parts of the same sequences.
+    """
+    ranks = [rank for row in rows for rank in row]
+    mesh: DeviceMesh = each.param_group.mesh_info.mesh
+    root: Any = mesh._get_root_mesh()
+    own = (root.mesh == dist.get_rank()).nonzero()
+    for dim, name in enumerate(root.mesh_dim_names or ()):
+        if name in CONTEXT_DIMS:
+            same_part = set(root.mesh.select(dim, int(own[0, dim])).flatten().tolist())
+            ranks = [rank for rank in ranks if rank in same_part]
+    return ranks
 
 
 def _num_ranks(rows: Rows) -> int:
