@@ -186,7 +186,8 @@ class AutoChoice(Choice):
     def _try_all(self) -> None:
         """The framework's own steps have been timed: begin to try what fits."""
         self._own, self._tried, self.trial_s = Timed("without compression", self._slowest()), [], 0.0
-        self._waiting = [each for each in self._all if self._fits(each)]
+        fits = zip(*gathered([self._fits(each) for each in self._all], self._group), strict=True)
+        self._waiting = [each for each, on_ranks in zip(self._all, fits, strict=True) if all(on_ranks)]
         self._num_timed = num_timed(max(1, len(self._waiting)))
         self._try_another()
 

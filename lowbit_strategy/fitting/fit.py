@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 import torch.distributed as dist
 
 from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.inform import inform
 from lowbit_strategy.options.sizes import size
+from lowbit_strategy.plan.plan import Memory
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -38,7 +40,8 @@ def fitted(
         copies=prepared.copies_residuals,
     )
     options, weights = prepared.options, prepared.weights
-    found = list(memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None))
+    own = memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None)
+    found = _where_most_is_kept(list(own), ranks)
     chosen = choose(found, room, limit)
     if chosen.differs and ranks.world.rank == 0:
         _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
@@ -48,6 +51,15 @@ def fitted(
     if setup.copies and not chosen.copies:
         options = replace(options, rollback=False)
     return replace(prepared, compressor=chosen.compressor, options=options, companion=companion)
+
+
+def _where_most_is_kept(own: Sequence[MemoryOption], ranks: Ranks) -> list[MemoryOption]:
+    """The options with what is kept at most for each purpose, on any rank that holds a part of the model: parts may be
+    uneven, and all ranks choose alike.
+    """
+    everyone = gathered([astuple(each.memory) for each in own], ranks.world.group)
+    most = (Memory(*map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone, strict=False))
+    return [replace(each, memory=memory) for each, memory in zip(own, most, strict=False)]
 
 
 def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:

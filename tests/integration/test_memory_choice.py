@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit_strategy import LoCo, WeightCode
+from lowbit_strategy import Auto, LoCo, WeightCode
+from lowbit_strategy.custom_loop import Session, compress
 from lowbit_strategy.fitting.ways import Setup, memory_options
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.methods._base.compressor import assign_all
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint
+from testing.training.meshes import LOCO, wrapped
 from testing.training.regression import WIDTH, Regression, loader, trainer
 
 HIDDEN = 256
@@ -52,7 +57,7 @@ def limited(folder: Path) -> Facts:
         if which is None:
             made_plan = sync.plan()
             specs = tuple(spec.whole for spec in made_plan.specs.values())
-            where = Setup(specs=specs, shape=made_plan.shape, layout="fsdp", modules=made_plan.modules)
+            where = Setup(specs=specs, topology=made_plan.topology, layout="fsdp", modules=made_plan.modules)
             found = memory_options(LoCo(), WeightCode(), where, may_recode=True)
             totals = [each.memory.total for each in found]
         facts[memory] = {
@@ -86,3 +91,56 @@ def test_less_is_kept_and_the_loss_stays(facts: list[Facts]) -> None:
     assert "to keep it give memory=0.00" in facts[0]["none"]["warned"][0]
     assert "gathered again in backward" in facts[0]["gathered"]["log"][0]
     assert "no residual is kept" in facts[0]["none"]["log"][0]
+
+
+def everyones(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def between(totals: Any) -> float:
+    """A limit in GB that the smaller parts are within."""
+    least, most = min(everyones(totals)), max(everyones(totals))
+    assert least < most
+    return (least + most) / 2e9
+
+
+def uneven(folder: Path) -> Facts:
+    """Tensor-parallel parts of 33 and 32 rows, and limits that some ranks are within by themselves."""
+
+    def attach(memory: float | None = None) -> Session:
+        run = wrapped("fsdp", hidden=65)
+        return compress(run.model, run.optimizer, LOCO, memory=memory, weights=WeightCode())
+
+    session = attach()
+    plan = session.sync.plan()
+    where = Setup(
+        specs=[spec.whole for spec in plan.specs.values()],
+        topology=plan.topology,
+        layout="fsdp",
+        modules=plan.modules or {},
+    )
+    ways = list(memory_options(LOCO, WeightCode(), where, may_recode=False))
+    session.close()
+    session = attach(between(ways[0].memory.total))
+    facts: Facts = {"copies": session.sync.transactions.keeps_copies}
+    session.close()
+    facts["error"] = raised(lambda: attach(between(min(way.memory.total for way in ways))))
+    run = wrapped("ddp", hidden=65)
+    session = compress(run.model, run.optimizer, Auto())
+    choice: Any = session.choice
+    assigned = assign_all(choice._all[0].compressor, list(session.sync.specs.values()))
+    choice._room = between(session.sync.plan(assigned).memory.total) * 1e9
+    run.train(session, 16)
+    facts["tried"] = [each.name for each, _ in choice._tried]
+    session.close()
+    return facts
+
+
+@scenarios(uneven, world_size=4)
+def test_ranks_with_uneven_parts_choose_alike(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["copies"] == facts[0]["copies"]
+        assert "compression would keep" in rank["error"]
+        assert rank["tried"] == facts[0]["tried"]
