@@ -60,9 +60,9 @@ def _error(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def _ddp(net: nn.Module, compressor: Any = LOCO, **options: Any) -> tuple[Session, DistributedDataParallel]:
-    prepared = prepare(net, compressor)
-    model = DistributedDataParallel(net, **options)
+def _ddp(net: nn.Module) -> tuple[Session, DistributedDataParallel]:
+    prepared = prepare(net, LOCO)
+    model = DistributedDataParallel(net)
     return attach_ddp(model, prepared), model
 
 
@@ -108,7 +108,11 @@ def _under_ddp(rank: int, world_size: int) -> dict[str, Any]:
     net = _net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
     found["ignored"] = list(_ddp(net)[0].sync.specs)
-    found["mixed"] = _error(lambda: _ddp(_net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)))
+
+    net = _net()
+    prepared, model = prepare(net, LOCO), DistributedDataParallel(net)
+    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # given to it, torch for CUDA needs a driver
+    found["mixed"] = _error(lambda: attach_ddp(model, prepared))
 
     net = _net()
     prepared, model = prepare(net, LOCO), DistributedDataParallel(net)
