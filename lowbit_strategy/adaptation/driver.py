@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lowbit_strategy.adaptation.last_step import LastStep
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.control.base import (
@@ -50,7 +51,7 @@ class Event(NamedTuple):
 class AdaptiveDriver:
     """A controller at work. Once a step begins, on every rank:
 
-    1. what the last step has shown (already summed over ranks, so the same on all of them) goes to the controller
+    1. what the last step has shown, summed over ranks, goes to the controller
     2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
     3. what its probe requests of this step is measured
 
@@ -88,7 +89,6 @@ class AdaptiveDriver:
         self.state: State = {}
         self._decided_step: int | None = None
         self._probe = Probe()
-        self._shown: dict[str, Any] = {}  # Telemetry fields of the last step
         self._last_end: float | None = None
 
     def attach(self, sync: GradientSync) -> None:
@@ -113,7 +113,7 @@ class AdaptiveDriver:
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.listeners.add(self, StepPhase.DECIDE)
-        self._window = WindowSums(sync)
+        self._window, self._last_step = WindowSums(sync), LastStep(sync)
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
@@ -146,7 +146,8 @@ class AdaptiveDriver:
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
             progress = self.clock(sync.step_index)
-            shown, self._shown = _named(self._shown), {}
+            shown = self._summarize()
+            self._last_step.forget()
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(progress, self.state):
@@ -210,29 +211,33 @@ class AdaptiveDriver:
         now = self.timer()
         if counted:
             self._window.num_steps += self._probe.accumulate is not None
-            self._shown = self._summarize(now)
+            self._last_step.keep(self._measure, None if self._last_end is None else now - self._last_end)
         self._last_end = now
 
     # -- summing over ranks -------------------------------------------------------------------------------------
 
-    def _summarize(self, now: float) -> dict[str, Any]:
-        probe = self._probe
+    def _summarize(self) -> dict[str, Any]:
+        """Telemetry of the last step that counted."""
+        probe, names = self._probe, self._last_step.names
+        has_time = probe.seconds and self._last_step.seconds is not None
         shown: dict[str, Any] = {}
-        seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
-        if not (probe.levels or probe.end_to_end or seconds is not None):
+        if names is None or not (probe.levels or probe.end_to_end or has_time):
             return shown
-        names = list(self.sync.specs)
         widths: dict[Any, int] = {**dict.fromkeys(probe.levels, 3), "end_to_end": 2, "residual": 1}
-        sums, (mean_s,) = self._measure.summed(widths, [seconds or 0.0])
+        sums, seconds = self._last_step.summed(widths)
         squares = {figure: rows / (self.sync.loss_scale or 1.0) ** 2 for figure, rows in sums.items()}
-        if seconds is not None:
-            shown["step_seconds"] = mean_s
+        if has_time:
+            shown["step_seconds"] = seconds
         if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # nothing is learned from an overflow
             return shown
         if probe.end_to_end:
-            shown["end_to_end"] = dict(zip(names, squares["end_to_end"].tolist(), strict=True))
+            end_to_end = itertools.starmap(EndToEnd, squares["end_to_end"].tolist())
+            shown["end_to_end"] = dict(zip(names, end_to_end, strict=True))
         if probe.levels:
-            shown["energy"] = {level: dict(zip(names, squares[level].tolist(), strict=True)) for level in probe.levels}
+            shown["energy"] = {
+                level: dict(zip(names, itertools.starmap(Energy, squares[level].tolist()), strict=True))
+                for level in probe.levels
+            }
             shown["residual_norm"] = dict(zip(names, squares["residual"][:, 0].sqrt().tolist(), strict=True))
         return shown
 
@@ -248,7 +253,6 @@ class AdaptiveDriver:
             "levels": dict(self.levels),
             "accumulation": self.accumulation,
             "learning_rate_factor": self.learning_rate_factor,
-            "shown": self._shown,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,26 +264,14 @@ class AdaptiveDriver:
                     ", ".join(state["labels"]),
                 )
             self._window.forget()
+            self._last_step.forget()
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
         self._probe = Probe(**state["probe"])
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
-        self._shown = dict(state["shown"])
         self.levels = dict(state["levels"])
         if self.levels:
             self._choose_levels()
-
-
-def _named(shown: dict[str, Any]) -> dict[str, Any]:
-    """What a step has shown, as controllers know it; saved are numbers."""
-    named = dict(shown)
-    if "end_to_end" in shown:
-        named["end_to_end"] = {name: EndToEnd(*row) for name, row in shown["end_to_end"].items()}
-    if "energy" in shown:
-        named["energy"] = {
-            level: {name: Energy(*row) for name, row in rows.items()} for level, rows in shown["energy"].items()
-        }
-    return named
 
 
 def _extended(fresh: Any, old: Any) -> Any:

@@ -277,7 +277,7 @@ class ModelControl:
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
         if self.reports_at_end_of_step:
-            self.report()
+            self.sync.listeners.together(self.report)
 
     def report(self) -> None:
         """Write the results of the last step to log and record: observation, decisions, changed members, warnings."""

@@ -11,9 +11,8 @@ class Choice:
         """Whether steps are the framework's own, which the engine knows nothing of."""
         return False
 
-    def end_step(self) -> bool:
-        """An optimizer step that counts is over, on all ranks. Returns True."""
-        return True
+    def end_step(self) -> None:
+        """An optimizer step that counts is over, on all ranks."""
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded; on all ranks."""

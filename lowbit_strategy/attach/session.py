@@ -87,6 +87,7 @@ class Session:
         self.num_loads, self.noticed_own_checkpoint = 0, False
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
+        self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
@@ -140,9 +141,10 @@ class Session:
         self.pace.begin_forward()
 
     def _end_open_step(self) -> None:
-        """Training continues or is saved: end the step that an optimizer took, if nothing ended it."""
+        """Training continues: end the step that an optimizer took, if nothing ended it."""
         if self._is_open:
-            self.end_step()
+            self._close_step()
+        self._meet()
         self._use.stepped.clear()
 
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
@@ -198,6 +200,12 @@ class Session:
             RuntimeError: `optimizer` steps no parameter of this model, and no other optimizer has stepped one.
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
+        counted = self._close_step(optimizer, scaler)
+        self._meet()
+        return counted
+
+    def _close_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
+        """What this rank does alone of `end_step`, unless ranks meet in rounds or a loss scaler may skip the step."""
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
         stepped = self._use.take_stepped(optimizer)
@@ -208,7 +216,8 @@ class Session:
         if scaler is not None:
             self._scale.read(scaler)
         if self.is_baseline:
-            return self.choice.end_step()
+            self._closed = self.choice.end_step
+            return True
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
@@ -216,21 +225,31 @@ class Session:
         if stepped is None:
             self._use.settle_all()
         synchronized = self.sync.in_step
-        counted = self.sync.end_step(stepped)
-        for digest in self._digests if synchronized and counted else ():
-            digest.after_step(self.sync.step_index)
-        if synchronized:
-            self.pace.after_optimizer(optimizer)
-        if counted:
-            self.choice.end_step()
+        counted = self.sync.close_step(stepped)
+
+        def meet() -> None:
+            self.sync.listeners.meet()
+            for digest in self._digests if synchronized and counted else ():
+                digest.after_step(self.sync.step_index)
+            if synchronized:
+                self.pace.after_optimizer(optimizer)
+            if counted:
+                self.choice.end_step()
+
+        self._closed = self._closed or meet
         return counted
+
+    def _meet(self) -> None:
+        """All ranks have ended the step, or will before they go on: what they do together at its end."""
+        meet, self._closed = self._closed, None
+        if meet is not None:
+            meet()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
         """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
-        call it on all ranks: those that do not save have none, and a resumed run says so. Where the loop never calls
-        `end_step`, saving ends the step, and all ranks have to save.
+        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds all have to save.
 
         1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
@@ -242,7 +261,8 @@ class Session:
             asynchronous: The block only starts to write, from copies. It must finish before the next save, which then
                 does 3.
         """
-        self._end_open_step()
+        if self._is_open:
+            self._close_step()
         self.pace.arrive()
         return self._saver.around(path, asynchronous=asynchronous)
 
@@ -258,6 +278,8 @@ class Session:
             ResidualFileError: A rank's file is missing or damaged, and `on_missing_residual` does not accept that.
             ValueError: The residuals are of another model.
         """
+        if not self.is_in_rounds:
+            self._end_open_step()
         self._saver.begin_run()
         self.num_loads += 1
         self._scale.forget()  # the scaler is loaded as well

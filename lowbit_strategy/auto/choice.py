@@ -154,8 +154,8 @@ class AutoChoice(Choice):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def end_step(self) -> bool:
-        """An optimizer step that counts is over, on all ranks. Returns True."""
+    def end_step(self) -> None:
+        """An optimizer step that counts is over, on all ranks."""
         if self.is_baseline:
             self.sync.count_step()
         self.trial_steps += self.phase != "settled"
@@ -165,7 +165,6 @@ class AutoChoice(Choice):
             self._clock.start()
         if self._remaining <= 0:
             {"own": self._try_all, "try": self._next, "empty": self._emptied, "settled": self._look}[self.phase]()
-        return True
 
     def _begin(self, num_steps: int, num_timed: int) -> None:
         """Count steps again. The last ones are timed."""

@@ -437,6 +437,15 @@ class GradientSync:
     def end_step(self, stepped: Iterable[str] | None = None) -> bool:
         """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
 
+        Raises and returns the same as `close_step`.
+        """
+        counted = self.close_step(stepped)
+        self.listeners.meet()
+        return counted
+
+    def close_step(self, stepped: Iterable[str] | None = None) -> bool:
+        """What this rank does alone of `end_step`; with a loss scaler that may skip the step, all ranks call it.
+
         Args:
             stepped: The parameters that it has stepped, or would have; None: all.
 

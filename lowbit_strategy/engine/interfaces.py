@@ -7,7 +7,7 @@
 | `RECORD` | everyone else | read |
 
 A step begins in this order. It ends with what observers have measured, then decisions, then records. Within a phase the
-order is that of subscription. All ranks call at the same point, when no collective is in flight.
+order is that of subscription. A rank may end its step alone; what ranks exchange about it comes `together`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class StepListener(Protocol):
         """Begin a step, before anything of it is reduced. Returns who looks at the step's buckets."""
 
     def end_step(self, *, counted: bool) -> None:
-        """The step is over. `counted`: it did not overflow."""
+        """The step is over, on this rank. `counted`: it did not overflow."""
 
 
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
@@ -151,6 +151,7 @@ class Listeners:
 
     def __init__(self) -> None:
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
+        self._together: list[Callable[[], None]] = []
 
     def __getitem__(self, phase: StepPhase) -> list[StepListener]:
         return self._by_phase[phase]
@@ -172,3 +173,13 @@ class Listeners:
         for phase in _END_ORDER:
             for listener in list(self[phase]):
                 listener.end_step(counted=counted)
+
+    def together(self, call: Callable[[], None]) -> None:
+        """`call` when all ranks have ended the step: it may exchange something. Of listeners in `end_step`."""
+        self._together.append(call)
+
+    def meet(self) -> None:
+        """All ranks have ended the step."""
+        calls, self._together = self._together, []
+        for call in calls:
+            call()

@@ -166,14 +166,17 @@ class StepMeasure:
         for view, mean_N, sample in zip(views, means, samples, strict=True):
             self.rows["end_to_end"][view.name] = _compared(view, mean_N, *sample, comm)
 
-    def summed(self, widths: Mapping[Any, int], facts: Sequence[float] = ()) -> tuple[dict[Any, Tensor], list[float]]:
+    def summed(
+        self, widths: Mapping[Any, int], facts: Sequence[float] = (), names: Sequence[str] | None = None
+    ) -> tuple[dict[Any, Tensor], list[float]]:
         """The rows of each figure, ``[names, width]``, and the mean of each fact: one exchange of all ranks.
 
         Args:
             widths: Numbers in a row, by figure. A parameter without one has zeros.
             facts: This rank's, in addition.
+            names: Of which parameters; None: of all.
         """
-        names, device = list(self._sync.specs), self._sync.device
+        names, device = list(self._sync.specs) if names is None else names, self._sync.device
         parts = []
         for figure, width in widths.items():
             rows, empty = self.rows[figure], torch.zeros(width, device=device)

@@ -213,10 +213,14 @@ class Observer:
             self._sent = {comm: comm.sent_nbytes - was - sampling[comm] for comm, was in self._sent_before.items()}
             self.own_sent_nbytes = sum(self._sent.values())
             if counted:
-                self.last = self._summarize(None if self._last_end is None else end - self._last_end)
-                if self.on_observation is not None:
-                    self.on_observation(self.last)
+                seconds = None if self._last_end is None else end - self._last_end
+                self.sync.listeners.together(lambda: self._sum_up(seconds))
         self._last_end = end
+
+    def _sum_up(self, seconds: float | None) -> None:
+        self.last = self._summarize(seconds)
+        if self.on_observation is not None:
+            self.on_observation(self.last)
 
     # -- summing up ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.custom_loop import CHECKPOINT_KEY, compress
+from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
+from lowbit_strategy.control import Bounds, Controller, GraVAC, Guard, Static
+from lowbit_strategy.custom_loop import CHECKPOINT_KEY, attach_ddp, compress, prepare
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.accelerated import make, prepared, train
 from testing.training.comparing import fingerprint
 
 PLUGIN = LowBitPlugin(LoCo(bits=4))
+LADDER = tuple(LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
 
 
 def on_the_main_process(folder: Path) -> Facts:
@@ -133,6 +138,80 @@ def test_a_plain_loop_in_which_ranks_save_at_different_times(facts: list[Facts])
         assert rank["files"] == ["step-5-rank-0-o", "step-5-rank-1-o"]
         assert rank["same"]
         assert rank["alone"]  # its residuals started from zero
+
+
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "gravac": lambda: GraVAC(candidates=LADDER, epsilon=0.2, window=2, settle=0, omega=0.0),
+    "guard": lambda: Guard(inner=Static(LADDER[1]), bounds=Bounds(max_error=0.2, patience=1), observe_every=1),
+}
+
+
+class _NeverEnded:
+    """A loop by hand that does not call `end_step`, whose parameters are compared after the second and tenth step."""
+
+    def __init__(self, controller: str) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32))
+        prepared = prepare(self.net, LADDER[0])
+        self.model = DistributedDataParallel(self.net)  # which sends buffers before each forward pass
+        self.session = attach_ddp(self.model, prepared)
+        self.control = ModelControl(self.session.sync)
+        self.control.adapt(CONTROLLERS[controller]()).timer = itertools.count().__next__
+        self.control.monitor(MonitorOptions(every_n_steps=2))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.session.resume()
+
+    def train(self, step: int) -> None:
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        self.session.begin_step()
+        loss.backward()
+        self.optimizer.step()
+
+    def save(self, path: Path) -> Any:
+        with self.session.save(path) as stamp:
+            return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict(), stamp))
+
+    def load(self, path: Path, saved: Any) -> None:
+        model, optimizer, stamp = saved
+        self.net.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.session.load(path, stamp)
+        self.session.resume()
+
+
+def never_ended(folder: Path, controller: str) -> Facts:
+    """Rank 0 saves after each step but the last; no rank has ended it."""
+    plain, loop, again = (_NeverEnded(controller) for _ in range(3))
+    for step in range(11):
+        plain.train(step)
+        loop.train(step)
+        if dist.get_rank() == 0 and step < 10:
+            loop.save(folder / "alone.pt")
+            time.sleep(0.1)
+        if step == 5:
+            saved = loop.save(folder / "all.pt")
+    again.load(folder / "all.pt", saved)
+    for step in range(6, 11):
+        again.train(step)
+    return {
+        "same": fingerprint(loop.net) == fingerprint(plain.net),
+        "resumed": fingerprint(again.net) == fingerprint(loop.net),
+        "steps": [each.session.sync.step_index for each in (plain, loop, again)],
+        "levels": [each.control.driver.levels for each in (plain, loop, again) if each.control.driver is not None],
+        "observed": [each.control.last is not None and each.control.last.step for each in (plain, loop, again)],
+    }
+
+
+@scenarios(never_ended, controller=CONTROLLERS)
+def test_one_rank_saves_while_a_step_is_open(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"]
+        assert rank["resumed"]
+        assert rank["steps"] == [10] * 3
+        assert rank["levels"][0] == rank["levels"][1] == rank["levels"][2] != {}
+        assert rank["observed"] == [8] * 3
 
 
 def failed(folder: Path) -> Facts:
