@@ -29,7 +29,7 @@ from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
@@ -196,7 +196,7 @@ def compress(
             " too: wrap the model once, in DistributedDataParallel"
         )
     sync_options = SyncOptions(**options)
-    if sync_options.elastic is not None:
+    if sync_options.rounds is not None and sync_options.rounds.comes_and_goes:
         raise ValueError("compress serves ranks that stay: for elastic call prepare and attach_replica")
     compressor = LoCo() if compressor is None else as_compressor(compressor)
     check_optimizers(compressor, sync_options, optimizers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -24,10 +24,25 @@ class MissingPart(ImportError):
     """A part of this package is not there."""
 
 
-OPTIONS = {  # of `SyncOptions`, and the parts that they need
-    "far_links": "lowbit_strategy.far_links",
-    "intra": "lowbit_strategy.node_codes",
-    "memory": "lowbit_strategy.fitting",
+class NeededBy(NamedTuple):
+    """What an option of `SyncOptions` needs.
+
+    Args:
+        target: The part; with ``:name``, what is made of the options there (`attach.part.Part`).
+        unasked: What it does where nobody asks for it; empty: nothing.
+    """
+
+    target: str
+    unasked: str = ""
+
+
+OPTIONS = {
+    "far_links": NeededBy("lowbit_strategy.far_links", "another transport where ranks are far apart, on CPUs"),
+    "intra": NeededBy("lowbit_strategy.node_codes"),
+    "memory": NeededBy("lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory"),
+    "second_moment": NeededBy(
+        "lowbit_strategy.second_moment.option:SecondMomentOption", "correcting Adam's second moment for few bits"
+    ),
 }
 
 
@@ -51,16 +66,30 @@ def load(target: str, asked_for: str) -> Any:
         raise _missing(missing, asked_for) from None
 
 
-def need(part: str, asked_for: str) -> None:
+def need(target: str, asked_for: str) -> None:
     """Raises:
-    MissingPart: `part` is not there.
+    MissingPart: What `target` names is not there.
     """
-    if not is_present(part):
-        raise _missing(part, asked_for)
+    if not is_present(target):
+        raise _missing(_folder(target), asked_for)
 
 
 def _missing(part: str, asked_for: str) -> MissingPart:
     return MissingPart(f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part)
+
+
+def undone(option: str) -> str:
+    """What is not done because the part of `option` is not there."""
+    part = OPTIONS[option]
+    return (
+        f"{_folder(part.target)} is missing, so this run goes without {part.unasked} ({option}): reinstall"
+        " lowbit-strategy"
+    )
+
+
+def _folder(target: str) -> str:
+    """The first package on the way to `target` that can be missing."""
+    return ".".join(target.partition(":")[0].split(".")[:2])
 
 
 def is_present(target: str) -> bool:

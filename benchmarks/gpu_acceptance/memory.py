@@ -18,10 +18,10 @@ from benchmarks.gpu_acceptance.checks import Check, Figures, Missed
 from benchmarks.gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
 from benchmarks.gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
-from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.telemetry.startup_report import build_report
 

@@ -21,7 +21,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm, wait_for_all
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, policy_of, shard_module
 from recipes.gpt import GPT, VOCABULARY

@@ -37,9 +37,9 @@ from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replic
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.prepare import PreparedModel, prepare, watch_optimizers
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
@@ -87,8 +87,8 @@ class Binding:
         self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
         self.sessions: list[Session] = []
         self.replica: Any = None  # what is called where replicas join and leave
-        if plugin.elastic is not None:
-            self.replica = plugin.elastic.adapter("accelerate").ReplicaBinding(lambda: self.sessions, plugin.seed)
+        if (rounds := plugin.rounds) is not None and rounds.comes_and_goes:
+            self.replica = rounds.adapter("accelerate").ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         # All that anything has been attached to, in use or not.
@@ -150,7 +150,7 @@ class Binding:
     @property
     def writes_checkpoints(self) -> bool:
         """Whether this process writes checkpoints: of replicas that come and go, the lowest one does."""
-        return all(session.replica is None or session.replica.leads for session in self.sessions)
+        return all(session.pace.writes_checkpoints for session in self.sessions)
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""

@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model, one_replica
 from lowbit_strategy.attach.choice import Choice
-from lowbit_strategy.attach.prepare import PreparedModel, fit_to_memory, on_ranks, settings_of
+from lowbit_strategy.attach.part import Part
+from lowbit_strategy.attach.prepare import PreparedModel, on_ranks, settings_of
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
@@ -108,13 +109,15 @@ def attach_ddp(
     device = _device_of(model, device)
     options, group = prepared.options, model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    if options.elastic is not None:
+    rule = options.rounds
+    if rule is not None and rule.comes_and_goes:
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
+    meet = None if rule is None else rule.registered(prepared, model.module, group)
     everyone = _compare_with_all(model.module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
-    rule = options.outer if dist.get_world_size(group) > 1 else None
+    rule = rule if dist.get_world_size(group) > 1 else None
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
@@ -137,7 +140,7 @@ def attach_ddp(
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
     session = _session(
-        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=options.meet
+        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet
     )
     session.close_with(model)
     return session
@@ -156,7 +159,7 @@ def attach_replica(
     the latest before its first forward pass in training.
 
     Args:
-        module: What was prepared, with ``elastic`` among the options.
+        module: What was prepared, with options that say where it meets the others.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
         group: This one rank; None: the default group, which has only this rank.
@@ -168,8 +171,8 @@ def attach_replica(
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     device = _device_of(module, device)
-    assert prepared.options.elastic is not None
-    meet = prepared.options.elastic.register(prepared, module, group)
+    assert prepared.options.rounds is not None
+    meet = prepared.options.rounds.registered(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     return _session(module, prepared, sync, group, ddp=ddp, meet=meet)
@@ -232,7 +235,11 @@ def attach_fsdp(
     by_mesh = by_rows(groups, mesh)
     check_parts(by_mesh, groups, mesh)
     (rows, own), *elsewhere = by_mesh.items()
-    prepared = _on_one_mesh(prepared) if elsewhere else prepared
+    if elsewhere:
+        for part in (*prepared.parts, prepared.compressor):
+            if isinstance(part, Part):
+                part.check_meshes()
+        prepared = prepared.without_extra()
     if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
         mesh = mesh_like(rows[0], device.type)  # replicas are asked for, and the mesh of one dim does not show them
         rows = rows_of(mesh)
@@ -249,10 +256,10 @@ def attach_fsdp(
     groups = [each for each in groups if each in own or each.name in others]
     of_params = _by_parameter(module, groups, others)
     prepared = replace(prepared, specs=_exchanged(module, groups, rows))
-    meet = prepared.options.meet
+    rule = prepared.options.rounds
+    meet = None if rule is None else rule.registered(prepared, module, group)
     if is_hsdp:
-        if prepared.options.elastic is not None:  # all ranks share one model, which is one replica
-            meet = prepared.options.elastic.register(prepared, module, group)
+        if rule is not None and rule.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, of_params, device)
     layouts = module_layouts(module, groups)
@@ -268,27 +275,6 @@ def attach_fsdp(
         choice = prepared.compressor.begin(prepared, sync, wiring, everyone)
     digests = _digests(module, sync) if is_hsdp else []
     return _session(module, prepared, sync, everyone, hook=wiring, digests=digests, choice=choice, meet=meet)
-
-
-def _on_one_mesh(prepared: PreparedModel) -> PreparedModel:
-    """Parameters are on several meshes: what serves one alone is left out.
-
-    Raises:
-        ValueError: It was asked for.
-    """
-    options, compressor = prepared.options, prepared.compressor
-    asked = {
-        f"{type(compressor).__name__}()": isinstance(compressor, Chooser),
-        "outer=": options.outer is not None,
-        "second_moment=True": options.second_moment,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(
-                f"{what} serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
-                " another: leave it out"
-            )
-    return replace(prepared, companion=prepared.companion.given_up())
 
 
 def _ranks(
@@ -424,7 +410,8 @@ def _session(
     """The session around a model's engine. `digests`: compare parameters; `meet`: lets ranks meet in rounds."""
     options, ranks = prepared.options, sync.ranks
     if not ranks.alone:
-        prepared.companion.attach(sync, module, prepared)
+        for part in prepared.parts:
+            part.attach(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
     pace = None
     if meet is not None and not ranks.alone:
@@ -441,8 +428,7 @@ def _session(
         choice=choice,
     )
     _report(sync, options)
-    if session.replica is not None:
-        session.replica.attached(session, module)
+    session.pace.attached(session, module)
     return session
 
 
@@ -466,7 +452,8 @@ def make_engine(
     brings along. `modules`: what FSDP2 gathers as one. `others`: see `GradientSync`.
     """
     fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
-    prepared = fit_to_memory(prepared, fewest, device, modules or {})
+    for part in () if fewest.alone else prepared.parts:
+        prepared = part.fitted(prepared, fewest, device, modules or {})
     options = prepared.options
     sync = GradientSync(
         Dense() if ranks.alone else prepared.compressor,
@@ -494,7 +481,7 @@ def _report(sync: GradientSync, options: SyncOptions) -> None:
         return
     if sync.ranks.logs:
         inform("%s", render_reports(sync))
-        if options.outer is None:
+        if options.rounds is None:
             StepTimes(sync)
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.companion import companion_of
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -111,12 +110,10 @@ def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: I
     ValueError: An optimizer's momentum does not go with the compressor's, it has not what the options need, or it
         exchanges weights itself where steps are local.
     """
-    companion = companion_of(options)
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
-        companion.check_optimizer(options, optimizer)
-    if options.outer is not None:
-        options.outer.check_optimizers(options, optimizers)
+        for part in options.parts:
+            part.check_optimizer(optimizer)
 
 
 def check_synchronizes(model: DistributedDataParallel) -> None:
@@ -165,7 +162,7 @@ class ClippingWarning:
 
 def one_replica(options: SyncOptions) -> str:
     """What is logged if there is no other replica to exchange with."""
-    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
+    off = "" if options.rounds is None else f", and {type(options.rounds).__name__} takes no local steps"
     return (
         "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
         f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"

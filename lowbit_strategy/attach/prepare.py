@@ -1,22 +1,19 @@
-"""Checks a configuration before the model is wrapped: ranks compare it, and it is fitted to the memory."""
+"""Checks a configuration before the model is wrapped, and on the ranks that it is attached to; ranks compare it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lowbit_strategy import leaves
-from lowbit_strategy.attach.companion import Companion, companion_of
 from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
-from lowbit_strategy.attach.strategy_options import SyncOptions, check_options
+from lowbit_strategy.attach.part import Part, warn_of_missing_parts
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -31,9 +28,9 @@ from lowbit_strategy.model.parameters import (
     to_plain,
     unmatched_patterns,
 )
+from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
-from lowbit_strategy.ranks.ranks import Ranks, Topology
+from lowbit_strategy.ranks.ranks import Topology
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -46,7 +43,7 @@ class PreparedModel:
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
     scatter: bool
-    companion: Companion
+    parts: tuple[Part, ...]  # that options bring
     topology: Topology = Topology(1)  # noqa: RUF009 (frozen); this and the next are known once the model is attached
     shard_size: int | None = None
 
@@ -58,7 +55,7 @@ class PreparedModel:
     @property
     def node_size(self) -> int | None:
         """Ranks per node with two levels; None: one level."""
-        one_level = self.options.two_level is False or self.options.outer is not None  # every rank steps by itself
+        one_level = self.options.two_level is False or self.options.rounds is not None  # every rank steps by itself
         if self.shard_size is not None or one_level or self.topology.obstacle is not None:
             return None
         return self.topology.ranks_per_node
@@ -74,8 +71,17 @@ class PreparedModel:
     @property
     def copies_residuals(self) -> bool:
         """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
-        options = self.options
-        return options.rollback and (options.outer is None or options.elastic is not None)
+        rounds = self.options.rounds
+        return self.options.rollback and (rounds is None or rounds.comes_and_goes)
+
+    @property
+    def extra(self) -> Extra:
+        """What ranks exchange in addition to gradients."""
+        return next((found for part in self.parts if (found := part.extra(self)) is not None), Extra())
+
+    def without_extra(self) -> PreparedModel:
+        """The same if nothing is exchanged in addition."""
+        return replace(self, parts=tuple(part.given_up() for part in self.parts))
 
 
 def prepare(
@@ -111,9 +117,10 @@ def prepare(
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
+        warn_of_missing_parts(options)
     _take_over(set(map(id, module.parameters())))
     unattached[module] = None
-    return PreparedModel(compressor, options, specs, scatter, companion_of(options))
+    return PreparedModel(compressor, options, specs, scatter, tuple(options.parts))
 
 
 def checked_specs(
@@ -125,14 +132,13 @@ def checked_specs(
         ValueError: They do not.
         RuntimeError: A compiler setting bypasses hooks.
     """
-    check_options(options, scatter=scatter)
+    options.check_layout(scatter=scatter)
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
     refuse_sparse_gradients(module)
-    companion_of(options).check_model(compressor, specs)
-    if options.outer is not None:
-        options.outer.check_model(compressor, specs)
+    for part in options.parts:
+        part.check_model(compressor, specs)
     if not scatter:
         refuse_python_reducer()
     return specs
@@ -148,7 +154,8 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     prepared = replace(prepared, topology=topology, shard_size=shard_size)
-    prepared.companion.check_ranks(prepared)
+    for part in prepared.parts:
+        part.check_ranks(prepared)
     if options.intra is not None and (obstacle := _nothing_inside(prepared)) is not None:
         raise ValueError(f"intra={options.intra} is not possible, because {obstacle}: leave it out")
     return prepared
@@ -160,39 +167,18 @@ def _nothing_inside(prepared: PreparedModel) -> str | None:
     if prepared.shard_size is None:
         if prepared.node_size is not None:
             return None
-        if options.outer is not None:
+        if options.rounds is not None:
             return "under DDP each rank takes local steps by itself"
         return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
     if prepared.shard_size == 1:
         return "one rank has a whole model (shard_size=1)"
-    one_replica = prepared.shard_size == topology.world_size and options.elastic is None
-    return "all ranks share one model" if one_replica else None
+    others = options.rounds is not None and options.rounds.comes_and_goes
+    return None if others or prepared.shard_size != topology.world_size else "all ranks share one model"
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:
     """The options as plain values."""
     return vars(options) | to_plain("weights", options.weights)
-
-
-def fit_to_memory(
-    prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]
-) -> PreparedModel:
-    """`prepared` adjusted to the memory that compression may take (``memory=``), the same on every rank.
-
-    Args:
-        prepared: What the user asked for.
-        ranks: Those that train the model.
-        device: Device of gradients.
-        modules: What FSDP2 gathers as one.
-
-    Raises:
-        ValueError: Nothing fits.
-    """
-    fitted = "lowbit_strategy.fitting.fit:fitted"
-    if ranks.alone or (prepared.options.memory is None and not leaves.is_present(fitted)):
-        return prepared
-    found: PreparedModel = leaves.load(fitted, "memory")(prepared, ranks, device, modules)
-    return found
 
 
 def watch_optimizers(session: Any) -> None:

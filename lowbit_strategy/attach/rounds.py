@@ -4,52 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.attach.part import Part
 from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import register_other_names
-from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.plan.rounds import RoundPlan
-
-
-class Replica(Protocol):
-    """A replica among others that come and go.
-
-    Attributes:
-        on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
-    """
-
-    sync: Any
-    data: Any
-    on_healed: Callable[[], object]
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether it has met the others."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this replica is the first one, which writes checkpoints."""
-
-    def check_joined(self) -> None:
-        """Raises:
-        RuntimeError: Training has begun, and it has not met them.
-        """
-
-    def count_samples(self, number: int) -> None:
-        """`number` more before the next optimizer step."""
-
-    def attached(self, session: Any, module: nn.Module) -> None:
-        """The session is complete."""
 
 
 class EveryStep:
@@ -58,18 +27,24 @@ class EveryStep:
     Attributes:
         own: Gives the optimizers and the scaler, whose state may differ between ranks, by name; set by the adapter. If
             it gives none, as in a custom loop, those that have stepped count.
-        on_forward: Called before each forward pass in training, where this sees it.
         serves_replaced: Whether other parameters in the place of those that it was given are served.
     """
 
     own: Callable[[], Mapping[str, Stateful]] = dict
-    on_forward: Callable[[], None]
     serves_replaced: ClassVar[bool] = True
 
     @property
-    def replica(self) -> Replica | None:
+    def replica(self) -> Any:
         """This replica, where replicas join and leave; otherwise None."""
         return None
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether this process's ranks write checkpoints."""
+        return True
+
+    def attached(self, session: Any, module: nn.Module) -> None:
+        """The session is complete."""
 
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
         """DDP around the model, which the adapter may have replaced."""
@@ -84,11 +59,14 @@ class EveryStep:
             ValueError: It cannot be served.
         """
 
+    def count_samples(self, number: int) -> None:
+        """`number` more before the next optimizer step."""
+
     def begin_forward(self) -> None:
         """A forward pass in training begins."""
 
-    def observe_loss(self, loss: Tensor) -> None:
-        """Takes note of a batch's loss, before this rank steps."""
+    def begin_backward(self, loss: Tensor | None) -> None:
+        """A backward pass begins, before this rank steps. `loss`: of its batch, where it is known."""
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. None: the only one has."""
@@ -96,9 +74,6 @@ class EveryStep:
     def shared_weights(self, *, validates: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which the model has the weights that all ranks share."""
         return contextlib.nullcontext()
-
-    def weights_replaced(self) -> None:
-        """Continues from the weights that the model has now; called inside `shared_weights`, on all ranks."""
 
     def arrive(self) -> None:
         """Waits for what is under way, before the engine's state is read."""
@@ -116,13 +91,15 @@ class EveryStep:
         """Returns whether the threads of this have ended."""
         return True
 
-    def adapter(self, framework: str) -> Any:
-        """A module with what the adapter of that name calls where ranks meet in rounds; None: there is nothing."""
-        return None
 
+class RoundRule(Part, ABC):
+    """An option by which ranks meet in rounds, with gradients that stay on their rank in between.
 
-class RoundRule(ABC):
-    """An option by which ranks meet in rounds, with gradients that stay on their rank in between."""
+    Attributes:
+        comes_and_goes: Ranks join and leave: each process, or node that shares one model, has its own world.
+    """
+
+    comes_and_goes: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -138,35 +115,46 @@ class RoundRule(ABC):
         """A round. `every`: its optimizer steps; None: those of the first one."""
 
     @abstractmethod
-    def check_options(self, options: Any, *, scatter: bool) -> None:
-        """Raises:
-        ValueError: `options` (`SyncOptions`) do not go with it.
-        """
-
-    @abstractmethod
-    def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
-        """Raises:
-        ValueError: The compressor does not go with it, for these parameters.
-        """
-
-    @abstractmethod
-    def check_optimizers(self, options: Any, optimizers: Iterable[Optimizer]) -> None:
-        """Raises:
-        ValueError: An optimizer does not go with it.
-        """
-
-    @abstractmethod
-    def attach(
-        self, module: nn.Module, sync: GradientSync, *, check_digest: bool, ddp: DistributedDataParallel | None
-    ) -> EveryStep:
-        """Take over when the ranks of `sync` meet.
+    def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Callable[..., EveryStep]:
+        """A model is about to be attached.
 
         Args:
-            module: The model, the same on all ranks of `sync`.
-            sync: Engine of the model; nothing else uses its group between steps.
-            check_digest: Compare over the ranks now and then what they share.
-            ddp: Around the model, if it is wrapped.
+            prepared: A `PreparedModel`.
+            module: The model.
+            group: The ranks that this process knows.
+
+        Returns:
+            What takes over when ranks meet, called with the model and its engine, whose group nothing else uses between
+            steps; ``check_digest``: compare over the ranks now and then what they share; ``ddp``: around the model, if
+            it is wrapped.
+
+        Raises:
+            ValueError: The ranks do not share one model where they should.
+            ConnectionError: Nobody answers.
         """
+
+    def adapter(self, framework: str) -> Any:
+        """A module with what the adapter of that name calls where ranks meet in rounds; None: there is nothing."""
+        return None
+
+
+class RoundMembers(ABC):
+    """An option that says which ranks meet in the rounds of a rule."""
+
+    @abstractmethod
+    def around(self, rule: RoundRule | None) -> RoundRule:
+        """`rule` for these ranks.
+
+        Raises:
+            ValueError: It does not go with them, or there is none.
+        """
+
+
+def _from_mapping(value: Any, source: Source) -> RoundMembers:
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    made: RoundMembers = call(leaves.load("lowbit_strategy.elastic:Elastic", "elastic"), value, source)
+    return made
 
 
 def _from_value(value: Any, source: Source) -> RoundRule:
@@ -189,3 +177,4 @@ register_conversion(
         known=_known,
     ),
 )
+register_conversion(RoundMembers, Conversion(_from_mapping, "an instance of Elastic", "a mapping", (dict[str, Any],)))

@@ -26,8 +26,8 @@ from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import watching
 from lowbit_strategy.attach.prepare import watch_optimizers
-from lowbit_strategy.attach.rounds import EveryStep, Replica
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
@@ -94,7 +94,6 @@ class Session:
         self.is_closed = False
         self.frozen = Frozen(module)
         self._use.check_optimizer = self.pace.check_optimizer
-        self.pace.on_forward = self.begin_forward
         watch_optimizers(self)
 
     @property
@@ -112,10 +111,9 @@ class Session:
         return self.is_in_rounds or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
 
     @property
-    def replica(self) -> Replica | None:
+    def replica(self) -> Any:
         """This replica, where replicas join and leave; otherwise None."""
-        replica: Replica | None = self.pace.replica
-        return replica
+        return self.pace.replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
         """Tell who steps. In rounds their state differs between ranks, and is saved with the ranks' weights.
@@ -173,11 +171,8 @@ class Session:
             if not (self.shards or self.is_in_rounds):
                 raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
             self.extend()
-        if self.replica is not None:
-            self.replica.check_joined()
+        self.pace.begin_backward(loss)
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
-            if loss is not None:
-                self.pace.observe_loss(loss)
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun), rates=self._use.rates)
         self._use.note_delivered()
@@ -324,8 +319,6 @@ class Session:
         """The framework has loaded all that it saves, after `load`, or training begins; for rounds."""
         self._use.stepped.clear()  # torch steps an optimizer to make the state that it loads into
         self.pace.resume()
-        if self.replica is not None and self.sync.ranks.world.rank == 0:
-            inform("%s", render_reports(self.sync))  # only now it is known how many there are
 
     def finish(self) -> None:
         """Training ends on this rank; call on all ranks, which have the same weights then."""

@@ -19,9 +19,8 @@ from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.accelerate.options import AXES, check_served
-from lowbit_strategy.attach.companion import companion_of
 from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.autoload import VARIABLE
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.config_file.section import plugin_from_section, read_config, section_of
@@ -125,7 +124,7 @@ def plan(
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
     topology = Topology(planned.world_size, nodes)
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = PreparedModel(compressor, options, specs, planned.scatter, companion_of(options))
+    prepared = PreparedModel(compressor, options, specs, planned.scatter, tuple(options.parts))
     prepared = on_ranks(prepared, topology, shard_size)
     node_size = prepared.shard_size or prepared.node_size
     topology = replace(prepared.topology, node_size=node_size, intra=options.intra)
@@ -149,8 +148,8 @@ def plan(
         reduced=reduced,
         coding=prepared.weights,
         modules=modules,
-        round_plan=None if options.outer is None else options.outer.planned(),
-        extra=prepared.companion.planned(prepared),
+        round_plan=None if options.rounds is None else options.rounds.planned(),
+        extra=prepared.extra,
         copies=prepared.copies_residuals,
     )
     return Report(planned_run, chosen, device)

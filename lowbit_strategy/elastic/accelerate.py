@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lowbit_strategy.attach.session import Session
+from lowbit_strategy.elastic import transformers
 from lowbit_strategy.elastic.sampler import ElasticSampler
 
 _log = logging.getLogger("lowbit_strategy")
@@ -75,7 +77,6 @@ class ReplicaBinding:
     def attach(self, session: Session) -> None:
         """A model has been prepared."""
         replica = session.replica
-        assert replica is not None
         replica.data = self._sampler
         replica.on_healed = lambda: self.on_healed(replica.sync.step_index)
 
@@ -90,6 +91,19 @@ class ReplicaBinding:
         for session in self._sessions():
             if session.replica is not None:
                 session.replica.count_samples(self._batch_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica is the first one, which writes checkpoints."""
+        return all(session.pace.writes_checkpoints for session in self._sessions())
+
+    def adapt_trainer(self, trainer: Any, binding_of: Callable[[Any], Any]) -> None:
+        """A Hugging Face Trainer is made."""
+        transformers.adapt(trainer, binding_of)
+
+    def begin_training(self, trainer: Any) -> None:
+        """A Hugging Face Trainer begins."""
+        self.on_healed = functools.partial(transformers.catch_up, trainer)
 
 
 def _log_steps(steps: int) -> None:

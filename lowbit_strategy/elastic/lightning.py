@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.elastic.sampler import ElasticSampler
 from lowbit_strategy.elastic.schedule import advance_schedule
+from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
+from lowbit_strategy.local_steps import lightning as local_steps
 
 
-def join_in(trainer: Any, replica: ElasticOuterSync, terminated: Callable[[], bool]) -> None:
-    """Prepares the trainer before the replica meets the others: it follows their steps, has its own samples, and
-    SIGTERM ends it while it waits for them.
-
-    Args:
-        trainer: A trainer of either namespace.
-        replica: This one.
-        terminated: Whether SIGTERM has been received and not yet handled.
+def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
+    """Training begins, and the replica has not met the others: the trainer will follow their steps, has its own
+    samples, and SIGTERM ends it while it waits for them.
     """
-    loop = trainer.fit_loop.epoch_loop
-    replica.membership.asked_to_end = lambda: trainer.received_sigterm or terminated()
+    local_steps.begin(trainer, session, signals)
+    loop, replica = trainer.fit_loop.epoch_loop, session.replica
+    assert isinstance(replica, ElasticOuterSync)
+    replica.membership.asked_to_end = lambda: trainer.received_sigterm or signals.has_received(TERMINATE)
     replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # of either namespace
     replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
     loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))

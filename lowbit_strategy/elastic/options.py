@@ -1,21 +1,19 @@
-"""`Elastic`, the option: replicas that come and go, and the door through which a session reaches them."""
+"""`Elastic`, the option: replicas that come and go."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
-from lowbit_strategy.attach.replicas import Replicas
+from lowbit_strategy import leaves
+from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
 from lowbit_strategy.options.configuration import configuration
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 
 
 @configuration
-class Elastic(Replicas):
+class Elastic(RoundMembers):
     """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
 
     A replica is one process, or a node of ranks that share one model, whose framework knows no other ranks. Members
@@ -75,25 +73,8 @@ class Elastic(Replicas):
             )
         return address.rstrip("/")
 
-    def check(self, options: Any) -> None:
-        rule = options.outer
+    def around(self, rule: RoundRule | None) -> RoundRule:
         if rule is None:
             raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-        if rule.travels_a_turn:
-            raise ValueError(
-                f"elastic does not go with {rule.name}, an outer rule whose exchanges last a round: members are known"
-                " for one exchange alone. Take DiLoCo or LocalSGD"
-            )
-        for field in ("delay", "synchronous"):
-            if getattr(rule, field):
-                raise ValueError(
-                    f"elastic does not go with {field} of an outer rule: members change at the beginning of an"
-                    " exchange, and are known for that one alone. Leave it out"
-                )
-
-    def register(self, prepared: Any, module: Any, group: Any) -> Callable[..., Any]:
-        make: Callable[..., Any] = self.adapter("replica").register(self, prepared, module, group)
-        return make
-
-    def adapter(self, framework: str) -> Any:
-        return import_module(f"lowbit_strategy.elastic.{framework}")
+        made: RoundRule = leaves.load("lowbit_strategy.elastic.rounds:ElasticRounds", "elastic")(self, rule)
+        return made

@@ -39,6 +39,7 @@ from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment import FragmentSync
 from lowbit_strategy.local_steps.interval import Seconds
 from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.telemetry.startup_report import render_reports
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
@@ -162,15 +163,16 @@ class ElasticOuterSync(OuterSync):
         """Whether it has met the others."""
         return self._comm is not None
 
-    def check_joined(self) -> None:
+    def begin_backward(self, loss: Tensor | float | None = None) -> None:
         """Raises:
-        RuntimeError: Training has begun, and it has not met them: weights would change under a backward pass.
+        RuntimeError: This replica has not met the others: weights would change under a backward pass.
         """
         if not self.has_joined:
             raise RuntimeError(
                 "this replica trains and has not met the others: call the model itself and not one of its modules, or"
                 " call session.resume() before training"
             )
+        super().begin_backward(loss)
 
     @property
     def leads(self) -> bool:
@@ -185,6 +187,8 @@ class ElasticOuterSync(OuterSync):
                 self.apply()
                 break
         self._last_sync = time.monotonic()
+        if self.sync.ranks.world.rank == 0:
+            inform("%s", render_reports(self.sync))  # only now it is known how many there are
 
     def _launch(self, *, done: bool) -> FragmentSync:
         while True:

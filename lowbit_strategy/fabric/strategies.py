@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state

@@ -9,7 +9,9 @@ from dataclasses import astuple, replace
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.inform import inform
@@ -21,36 +23,43 @@ from lowbit_strategy.ranks.ranks import Ranks
 _PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 
 
-def fitted(
-    prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]
-) -> PreparedModel:
-    """See `attach.prepare.fit_to_memory`; unchanged without a limit."""
-    if prepared.options.memory is None and device.type != "cuda":
-        return prepared
-    shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
-    own_numel = sum(spec.numel for spec in prepared.specs) // shards
-    room, limit = room_for(prepared.options.memory, device, ranks, own_numel)
-    assert room is not None
-    setup = Setup(
-        specs=prepared.specs,
-        topology=ranks.topology,
-        layout=prepared.layout,
-        modules=modules,
-        extra=prepared.companion.planned(prepared),
-        copies=prepared.copies_residuals,
-    )
-    options, weights = prepared.options, prepared.weights
-    own = memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None)
-    found = _where_most_is_kept(list(own), ranks)
-    chosen = choose(found, room, limit)
-    if chosen.differs and ranks.world.rank == 0:
-        _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
-    if chosen.weights != weights:
-        options = replace(options, weights=chosen.weights)
-    companion = prepared.companion if chosen.extra is setup.extra else prepared.companion.given_up()
-    if setup.copies and not chosen.copies:
-        options = replace(options, rollback=False)
-    return replace(prepared, compressor=chosen.compressor, options=options, companion=companion)
+class MemoryLimit(Part):
+    """Fits a set-up to the memory that compression may keep: as chosen, or as `room_for` says."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self._memory = options.memory
+
+    def fitted(
+        self, prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]
+    ) -> PreparedModel:
+        """Unchanged without a limit."""
+        if self._memory is None and device.type != "cuda":
+            return prepared
+        shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
+        own_numel = sum(spec.numel for spec in prepared.specs) // shards
+        room, limit = room_for(self._memory, device, ranks, own_numel)
+        assert room is not None
+        setup = Setup(
+            specs=prepared.specs,
+            topology=ranks.topology,
+            layout=prepared.layout,
+            modules=modules,
+            extra=prepared.extra,
+            copies=prepared.copies_residuals,
+        )
+        options, weights = prepared.options, prepared.weights
+        own = memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None)
+        found = _where_most_is_kept(list(own), ranks)
+        chosen = choose(found, room, limit)
+        if chosen.differs and ranks.world.rank == 0:
+            _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
+        if chosen.extra is not setup.extra:
+            prepared = prepared.without_extra()
+        if chosen.weights != weights:
+            options = replace(options, weights=chosen.weights)
+        if setup.copies and not chosen.copies:
+            options = replace(options, rollback=False)
+        return replace(prepared, compressor=chosen.compressor, options=options)
 
 
 def _where_most_is_kept(own: Sequence[MemoryOption], ranks: Ranks) -> list[MemoryOption]:

@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.constructors import LowBitStrategy
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
-from lowbit_strategy.attach.strategy_options import LowBitStrategy
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
+from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.model.parameters import handshake
 
 # While a program runs, the classes of either Lightning namespace.
@@ -83,7 +83,8 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
                 session.adopt(self.session)
             self.session.close()
         self.session, self._session_module, self._in_fit = session, module, True
-        self._has_resumed, self._rounds = False, session.pace.adapter("lightning")
+        self._has_resumed, rule = False, self.options.rounds
+        self._rounds = None if rule is None or session.sync.ranks.alone else rule.adapter("lightning")
         self._load_waiting()
 
     def _load_waiting(self) -> None:
@@ -130,8 +131,8 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             self._resume_session(self.session)
             self.session.begin_forward()
             self.serve_unfrozen(self.session)
-            if self.session.replica is not None:
-                self.session.replica.count_samples(_batch_size(args[0] if args else kwargs.get("batch")))
+            if self.session.is_in_rounds:
+                self.session.pace.count_samples(_batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
     def serve_unfrozen(self, session: Session) -> None:
@@ -160,12 +161,9 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
     def _begin(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
-        if session.replica is not None:
-            terminated = functools.partial(signals.has_received, TERMINATE)
-            self._elastic.join_in(trainer, session.replica, terminated)
-        self._resume_session(session)
         if self._rounds is not None:
             self._rounds.begin(trainer, session, signals)
+        self._resume_session(session)
 
     def _resume_session(self, session: Session) -> None:
         """Training begins, or goes on after a finder has tried something in the middle of it and loaded what was."""
@@ -193,16 +191,11 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
             self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Replicas that come and go have different samples, though each has its own world."""
+        """Where ranks come and go the framework does not know them all, and which samples are theirs."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
-        if self._elastic is None or trainer is None or trainer.state.stage != "train":
+        if self._rounds is None or trainer is None or trainer.state.stage != "train":
             return dataloader
-        return self._elastic.with_own_samples(dataloader, trainer)
-
-    @property
-    def _elastic(self) -> Any:
-        """What is called where replicas come and go; None: they do not."""
-        return None if self.options.elastic is None else self.options.elastic.adapter("lightning")
+        return self._rounds.with_own_samples(dataloader, trainer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -238,8 +231,7 @@ class LowBitMixin(LowBitStrategy, ParallelStrategy):
 
     @property
     def _writes(self) -> bool:
-        """Whether this replica writes checkpoints: the lowest of those that come and go does."""
-        return self.session is None or self.session.replica is None or self.session.replica.leads
+        return self.session is None or self.session.pace.writes_checkpoints
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if not self._writes:

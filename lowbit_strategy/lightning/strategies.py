@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import DDPConstructor, FSDPConstructor
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy

@@ -13,12 +13,13 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.lightning.signals import REQUEUE, DeferredSignals
 from lowbit_strategy.lightning.strategies import averages_weights
 from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.session import LocalSteps
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 
 
 def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
-    """Training begins.
+    """Training begins; `Session.resume` comes next.
 
     1. The last thing of a fit, before any callback learns that training has ended, is `Session.finish`.
     2. The Trainer looks at the SIGTERM of this rank, or of the ranks that have one model together: to ask all others
@@ -33,6 +34,11 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
             original = getattr(type(callback), moment).__get__(callback)
             may_change = moment == "on_train_epoch_start"
             setattr(callback, moment, partial(_with_anchors, session, original, may_change))
+
+
+def with_own_samples(dataloader: Any, trainer: Any) -> Any:
+    """The ranks are those that the framework knows, and so are their samples."""
+    return dataloader
 
 
 def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) -> None:
@@ -60,5 +66,5 @@ def _with_anchors(session: Session, moment: Callable[..., Any], may_change: bool
     """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
     with session.shared_weights(validates=False):
         moment(*args, **kwargs)
-        if may_change:
+        if may_change and isinstance(session.pace, LocalSteps):
             session.pace.weights_replaced()

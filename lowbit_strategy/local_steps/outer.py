@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -26,6 +26,9 @@ from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.round_plan import NUM_FACTS, LocalRoundPlan, cut_into
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.parameters import to_plain
+
+if TYPE_CHECKING:
+    from lowbit_strategy.attach.session import Session
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -62,10 +65,15 @@ class OuterSync:
         on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
         weights: Each rank's weight, 1 on average; empty: all 1.
         replica: This, where replicas join and leave; otherwise None.
+        leads: Whether this rank's replica writes checkpoints.
     """
 
     revocable: ClassVar[bool] = False
     replica: Any = None
+
+    @property
+    def leads(self) -> bool:
+        return True
 
     def __init__(
         self,
@@ -105,6 +113,12 @@ class OuterSync:
     def leave(self) -> None:
         """Training is over on this rank."""
 
+    def attached(self, session: Session, module: nn.Module) -> None:
+        """The session around the model is complete."""
+
+    def count_samples(self, number: int) -> None:
+        """`number` more before the next optimizer step."""
+
     def check_extendable(self) -> None:
         """Raises:
         RuntimeError: No parameters can be added.
@@ -141,10 +155,10 @@ class OuterSync:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def observe_loss(self, loss: Tensor | float) -> None:
-        """Record a batch's loss, before this rank steps; always in the same unit. Does not wait for the device."""
-        if isinstance(self.rule.every, Interval):
-            self._losses.observe(loss)
+    def begin_backward(self, loss: Tensor | float | None = None) -> None:
+        """A backward pass begins. `loss`: of its batch, always in the same unit, for rounds whose length follows it."""
+        if loss is not None and isinstance(self.rule.every, Interval):
+            self._losses.observe(loss)  # does not wait for the device
 
     def after_step(self, learning_rate: float | None = None) -> None:
         """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lowbit_strategy import leaves
+from lowbit_strategy.attach.part import refuse_several_meshes
 from lowbit_strategy.attach.rounds import EveryStep, RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
@@ -134,7 +137,10 @@ class OuterRule(RoundRule):
             eager=self.eager,
         )
 
-    def attach(
+    def registered(self, prepared: Any, module: nn.Module, group: Any) -> Callable[..., EveryStep]:
+        return self.meet
+
+    def meet(
         self,
         module: nn.Module,
         sync: GradientSync,
@@ -143,23 +149,30 @@ class OuterRule(RoundRule):
         ddp: DistributedDataParallel | None,
         **options: Any,
     ) -> EveryStep:
-        """See `RoundRule.attach`. `options`: others of `LocalSteps`."""
+        """See `RoundRule.registered`. `options`: others of `LocalSteps`."""
         make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
         made: EveryStep = make(module, sync, self, check_digest=check_digest, ddp=ddp, **options)
         return made
 
-    def check_options(self, options: Any, *, scatter: bool) -> None:
+    def check_options(self, options: Any) -> None:
         if options.two_level:
             raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+        if options.follows_rate:
+            raise ValueError("follows_rate=True does not go with outer, whose residuals are of weights: leave it out")
+        if not options.rounds.comes_and_goes and isinstance(self.every, Seconds):
+            raise ValueError(
+                f'every="{self.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
+            )
+
+    def check_layout(self, options: Any, *, scatter: bool) -> None:
         if scatter and options.shard_size is None:
             raise ValueError(
                 "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
                 ' shard_size="node" as well, for local steps between nodes'
             )
-        if options.elastic is None and isinstance(self.every, Seconds):
-            raise ValueError(
-                f'every="{self.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
-            )
+
+    def check_meshes(self) -> None:
+        refuse_several_meshes("outer=")
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser):
@@ -170,9 +183,12 @@ class OuterRule(RoundRule):
         if self.synchronous_compressor is not None:
             self.synchronous_compressor.check(specs)
 
-    def check_optimizers(self, options: Any, optimizers: Iterable[Optimizer]) -> None:
-        for optimizer in optimizers:
-            check_keeps_weights(optimizer)
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        check_keeps_weights(optimizer)
+
+    def adapter(self, framework: str) -> Any:
+        name = f"lowbit_strategy.local_steps.{framework}"
+        return None if find_spec(name) is None else import_module(name)
 
     def check(self, assignments: Mapping[str, Assignment]) -> None:
         """Raises:

@@ -7,9 +7,7 @@ import logging
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,9 @@ from lowbit_strategy.local_steps.outer import AsyncReducer, OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
+
+if TYPE_CHECKING:
+    from lowbit_strategy.attach.session import Session
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -89,18 +90,28 @@ class LocalSteps(EveryStep):
     def replica(self) -> Any:
         return None if self.outer is None else self.outer.replica
 
-    def adapter(self, framework: str) -> Any:
-        name = f"lowbit_strategy.local_steps.{framework}"
-        return None if find_spec(name) is None else import_module(name)
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self.outer is None or self.outer.leads
+
+    def attached(self, session: Session, module: nn.Module) -> None:
+        self.on_forward = session.begin_forward
+        if self.outer is not None:
+            self.outer.attached(session, module)
+
+    def count_samples(self, number: int) -> None:
+        if self.outer is not None:
+            self.outer.count_samples(number)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         check_keeps_weights(optimizer)
 
-    def observe_loss(self, loss: Tensor) -> None:
+    def begin_backward(self, loss: Tensor | None) -> None:
         if self.outer is not None:
-            self.outer.observe_loss(loss)
+            self.outer.begin_backward(loss)
 
     def weights_replaced(self) -> None:
+        """Continues from the weights that the model has now; called inside `shared_weights`, on all ranks."""
         if self.outer is not None:
             self.outer.rebase_if_changed()
 

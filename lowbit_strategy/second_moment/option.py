@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.companion import Companion
+from lowbit_strategy.attach.part import Part, refuse_several_meshes
 from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Follower
@@ -25,13 +27,11 @@ from lowbit_strategy.second_moment.squares import SecondMoment
 _log = logging.getLogger("lowbit_strategy")
 
 
-class SecondMomentOption(Companion):
-    """Args:
-    chosen: Whether to correct it; None: where few bits need it, until an optimizer steps that is not like Adam.
-    """
+class SecondMomentOption(Part):
+    """Whether to correct it; None: where few bits need it, until an optimizer steps that is not like Adam."""
 
-    def __init__(self, chosen: bool | None) -> None:
-        self._chosen = chosen
+    def __init__(self, options: SyncOptions) -> None:
+        self._options, self._chosen = options, options.second_moment
 
     def check_options(self, options: Any) -> None:
         if self._chosen and options.two_level:
@@ -50,29 +50,33 @@ class SecondMomentOption(Companion):
                 ' FSDP2 with shard_size="node"'
             )
 
-    def check_optimizer(self, options: Any, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         if self._chosen:
             check_second_moment(optimizer)
-            if options.outer is not None:
+            if self._options.rounds is not None:
                 check_decay(optimizer)
 
-    def planned(self, prepared: PreparedModel) -> Extra:
+    def check_meshes(self) -> None:
+        if self._chosen:
+            refuse_several_meshes("second_moment=True")
+
+    def extra(self, prepared: PreparedModel) -> Extra:
         chosen = self._chosen
         if chosen is None:  # as few bits need it
             one_level = prepared.scatter or prepared.node_size is None
             chosen = one_level and needs_squares(prepared.compressor, prepared.specs)
-        if prepared.options.outer is not None or not chosen:
+        if prepared.options.rounds is not None or not chosen:
             return NoSquares()
         return Squares(optional=self._chosen is None)
 
     def given_up(self) -> SecondMomentOption:
-        return SecondMomentOption(False)
+        return SecondMomentOption(replace(self._options, second_moment=False))
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
-        corrects_means = prepared.options.outer is not None and self._chosen
+        corrects_means = prepared.options.rounds is not None and self._chosen
         of_means = MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
         sync.follow(of_means if corrects_means else Follower(), NoSquares())
-        if not isinstance(self.planned(prepared), Squares):
+        if not isinstance(self.extra(prepared), Squares):
             return
         if self._chosen is None:
             IfOfAdamsKind(sync, module)

@@ -95,8 +95,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
     if binding is not None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
         wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
-    if binding is not None and binding.plugin.elastic is not None:
-        binding.plugin.elastic.adapter("transformers").adapt(trainer, binding_of)
+    if binding is not None and binding.replica is not None:
+        binding.replica.adapt_trainer(trainer, binding_of)
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
         return  # bound for a lowbit_config section, in whose place the script puts its own plugin
     callback = ResidualCallback(trainer)
@@ -108,8 +108,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
-            if (elastic := current.plugin.elastic) is not None:
-                current.replica.on_healed = functools.partial(elastic.adapter("transformers").catch_up, trainer)
+            if current.replica is not None:
+                current.replica.begin_training(trainer)
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)

@@ -13,7 +13,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.attach.attach import attach_ddp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from testing.training.regression import WIDTH
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from lowbit_strategy import LocalSGD, LoCo
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.ddp_loop import CPU, Loop

@@ -20,7 +20,7 @@ from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.auto import choice as running
 from lowbit_strategy.auto.choice import WARM_TRIED_STEPS
 from lowbit_strategy.control import Accordion

@@ -42,7 +42,7 @@ def test_names_are_those_of_the_registries() -> None:
 _FIRST = (
     "from lowbit_strategy.lightning import LowBitDDPStrategy as S; S('loco2', outer='diloco')",
     "from lowbit_strategy.accelerate import LowBitPlugin as P; P('loco2', outer='diloco', weights='delta4')",
-    "from lowbit_strategy.attach.strategy_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
+    "from lowbit_strategy.attach.sync_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
     "from lowbit_strategy import WarmUp; WarmUp(compressor='loco2')",
     "from lowbit_strategy.control import Schedule; from lowbit_strategy.custom_loop import prepare",
 )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fabric import LowBitDDPStrategy
 from lowbit_strategy.model.digest import ParameterDigest
 from testing.processes.scenarios import Facts, raised, scenarios

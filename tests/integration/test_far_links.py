@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import Auto, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.far_links.comm import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.node_size import nodes_of

@@ -22,7 +22,7 @@ from lowbit_strategy import Exact, LoCo
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.comparing import full, full_parameters

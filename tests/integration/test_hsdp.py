@@ -22,7 +22,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import Exact, LoCo, as_weights
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.telemetry.observe import Observer

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import PRESETS, DiLoCo, Exact, LoCo, as_weights
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of

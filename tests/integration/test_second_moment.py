@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Dense, DiLoCo, LoCo
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.second_moment.planned import EVERY

@@ -15,8 +15,8 @@ from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import break_even, message_cost, over_bandwidth, step_time
 from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
-from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.plan.gradients import ParamGroup
 from lowbit_strategy.plan.messages import RING, Message

@@ -11,7 +11,8 @@ import torch
 
 from lowbit_strategy import LoCo, TopK, WarmUp, fabric, lightning, lightning_fabric, preset, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.strategy_options import SyncOptions, default_bucket_cap_mb
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods.composed import Partition
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, WeightCode
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.doctor.dry_run import Planned, plan
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 

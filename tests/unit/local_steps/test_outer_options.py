@@ -16,7 +16,7 @@ from lowbit_strategy import (
     ExDyna,
     OverlapLocalSGD,
 )
-from lowbit_strategy.attach.strategy_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.doctor.dry_run import Planned, plan
 from lowbit_strategy.local_steps.published import as_outer

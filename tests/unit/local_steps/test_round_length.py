@@ -51,12 +51,12 @@ def test_rounds_become_shorter_with_the_loss() -> None:
     lengths = []
     for step in range(24):
         for rank, outer in enumerate(ranks.outers):
-            outer.observe_loss(torch.tensor((1.0, 2.0, 6.0)[rank] / (1 if step < 8 else 4)))
+            outer.begin_backward(torch.tensor((1.0, 2.0, 6.0)[rank] / (1 if step < 8 else 4)))
         ranks.together(lambda rank: ranks.outers[rank].after_step(0.1))
         lengths.append({outer.round_length for outer in ranks.outers})
     assert lengths[:16] == [{8}] * 16
     assert lengths[16:] == [{8}] * 7 + [{4}]  # half of the root; the last round's loss came with its turn
-    ranks.outers[0].observe_loss(float("nan"))
+    ranks.outers[0].begin_backward(float("nan"))
     assert ranks.outers[1].state_dict()["losses"]["means"] == [3.0, 0.75]
     ranks.world.close()
 

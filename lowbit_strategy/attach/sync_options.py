@@ -1,0 +1,127 @@
+"""All that is about synchronization around a compressor: the same options in every framework and configuration file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowbit_strategy.attach.part import Part, made_parts
+from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
+from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
+from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class SyncOptions:
+    """How compression behaves around the compressor.
+
+    Args:
+        seed: Seed of stochastic rounding and selection; the same on all ranks.
+        on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
+            every rank the mean of the saved ones (reads all ranks' files).
+        on_missing_residual: A rank's residual file is missing or damaged on resuming: ``error``, or ``reset`` to start
+            residuals from zero. None: they start from zero if it is missing, with a warning; damage is an error.
+        rollback: Copy residuals before each step, to restore them where reduced gradients are thrown away: a step that
+            is skipped, `zero_grad` without a step. False: there they start from zero.
+        max_residual: Largest norm of a parameter's residual, in norms of its gradient: without it what a spike leaves
+            decays slowly where gradients are clipped. Measured: 3 for quantizers, one over the density for sparse
+            methods. None: no bound.
+        follows_rate: Residuals follow the learning rate, as in error feedback as first published: when the rate halves,
+            they double, so that what was not sent counts at the rate of its own step. Measured to help sparse methods
+            with SGD, not with AdamW. Not with `outer`.
+        check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
+            1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
+            of different types. With local steps the anchors are compared, and under HSDP the replicas' parameters.
+        two_level: Gradients are added up exactly inside a node and compressed between the ranks of equal index on all
+            nodes, so that each travels once per node and not once per rank. None: enabled when there are several nodes
+            with the same number (> 1) of ranks. False: all ranks exchange with all others.
+        intra: 8: inside a node ranks send each other codes of 8 bits instead of exact gradients, for nodes whose links
+            inside are slow too. The error, at most 1/250 of the largest magnitude in a block, is in no residual. Exempt
+            parameters stay exact, and so does what DDP gathers inside a node. Needs two levels or HSDP. None: exact.
+        shard_size: FSDP2: how many ranks of a node share one model; the gradients of their shards are compressed
+            between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
+        weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
+            None: as `default_weights` chooses for the compressor.
+        outer: Local steps with an outer optimizer between synchronizations: a rule such as ``DiLoCo(every=30)`` or its
+            name. None: gradients are synchronized in every step.
+        elastic: Replicas join and leave, each with its own world: `Elastic`, with the address of a lighthouse. Needs
+            `outer`, and the extra ``elastic``. None: the ranks are the same from the beginning to the end.
+        memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
+            module. To fit, in this order: residuals are not copied; weights are gathered again in backward instead of
+            being kept as codes, unless `weights` is given; LoCo's residuals are dropped, at 4 bits or more and with at
+            least four ranks or nodes, where the loss was measured. None: half of what the smallest GPU has free after
+            parameters, gradients and Adam's state, from an eighth to a quarter of its memory; unlimited on CPUs.
+        far_links: On CPU: all messages travel at once, point to point, into buffers allocated in the step before.
+            Results are the same; a rank needs as much more memory as it sends per step. None: enabled if a measured
+            round trip takes 5 ms or more.
+        second_moment: For few bits and optimizers like Adam: in one step of 32 ranks exchange the squares of their own
+            gradients (an eighth of a bit per element and step) and compute `exp_avg_sq` from them, which compression
+            noise would otherwise enlarge. Below the best learning rate, and where it decays, one bit then needs far
+            fewer steps. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank scales
+            its own to the size it has for the ranks' mean gradient, and nothing is sent or kept: see `MeanMoment`.
+            None: enabled where codes with error feedback have two bits or fewer, until an optimizer steps that is not
+            like Adam; off with `outer`, and for two levels under DDP.
+    """
+
+    seed: int = 0
+    on_world_size_change: OnWorldSizeChange = "reset"
+    on_missing_residual: OnMissingResidual | None = None
+    rollback: bool = True
+    max_residual: float | None = None
+    follows_rate: bool = False
+    check_digest: bool = True
+    two_level: bool | None = None
+    intra: int | None = None
+    shard_size: int | Literal["node"] | None = None
+    weights: WeightCoding | None = None
+    outer: RoundRule | None = None
+    elastic: RoundMembers | None = None
+    memory: float | None = None
+    far_links: bool | None = None
+    second_moment: bool | None = None
+
+    @property
+    def rounds(self) -> RoundRule | None:
+        """How ranks meet in rounds; None: they meet in every step."""
+        return self.outer if self.elastic is None else self.elastic.around(self.outer)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What options bring."""
+        return made_parts(self) if self.rounds is None else [*made_parts(self), self.rounds]
+
+    @property
+    def default_compressor(self) -> Compressor:
+        """The compressor if the user chooses none."""
+        return LoCo() if self.rounds is None else self.rounds.compressor()
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            part.check_options(self)
+        if self.intra not in (None, 8):
+            raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
+        if self.max_residual is not None and not self.max_residual > 0:
+            raise ValueError(f"max_residual must be a positive number or None, got {self.max_residual!r}")
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
+        if isinstance(self.shard_size, int) and self.shard_size < 1:
+            raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')
+        if self.shard_size is not None and self.two_level is not None:
+            raise ValueError("two_level must not be given with shard_size: replicas of shards are two levels already")
+
+    def check_layout(self, *, scatter: bool) -> None:
+        """Raises:
+        ValueError: They do not go with FSDP2 (`scatter`) or DDP.
+        """
+        if self.shard_size is not None and not scatter:
+            raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
+        if self.weights is not None and not scatter:
+            raise ValueError(
+                f"weights={type(self.weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every"
+                " rank has them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
+            )
+        for part in self.parts:
+            part.check_layout(self, scatter=scatter)
