@@ -29,8 +29,9 @@ from rich.table import Table
 from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from benchmarks.small_models import Convolutional
-from lowbit_strategy.methods.composed import WarmUp, Wrapper
+from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.second_moment.planned import needs_squares
 from recipes.text import standard_library

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from lowbit_strategy.local_steps import *  # noqa: F403
 
     # table: compressor_imports
-    from lowbit_strategy.methods.composed import EF21 as EF21
-    from lowbit_strategy.methods.composed import ErrorFeedback as ErrorFeedback
     from lowbit_strategy.methods.composed import Partition as Partition
-    from lowbit_strategy.methods.composed import Rotate as Rotate
     from lowbit_strategy.methods.composed import WarmUp as WarmUp
     from lowbit_strategy.methods.dense import Dense as Dense
     from lowbit_strategy.methods.dgc import DGC as DGC
@@ -38,13 +35,17 @@ if TYPE_CHECKING:
     from lowbit_strategy.methods.zoo.acpsgd import ACPSGD as ACPSGD
     from lowbit_strategy.methods.zoo.adacomp import AdaComp as AdaComp
     from lowbit_strategy.methods.zoo.atomo import ATOMO as ATOMO
+    from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK as ChunkTopK
     from lowbit_strategy.methods.zoo.deft import DEFT as DEFT
     from lowbit_strategy.methods.zoo.eden import EDEN as EDEN
+    from lowbit_strategy.methods.zoo.ef21 import EF21 as EF21
+    from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback as ErrorFeedback
     from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ as GradiVeQ
     from lowbit_strategy.methods.zoo.gspar import GSpar as GSpar
     from lowbit_strategy.methods.zoo.gtopk import GTopK as GTopK
     from lowbit_strategy.methods.zoo.natural import NaturalCompression as NaturalCompression
     from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD as OneBitSGD
+    from lowbit_strategy.methods.zoo.rotate import Rotate as Rotate
     from lowbit_strategy.methods.zoo.scalecom import ScaleCom as ScaleCom
     from lowbit_strategy.methods.zoo.sharedscale import MultiScale as MultiScale
     from lowbit_strategy.methods.zoo.sharedscale import SharedScale as SharedScale

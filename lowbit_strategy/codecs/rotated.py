@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +11,6 @@ from lowbit_strategy.codecs.base import BucketCodec, Codec, StateTensors, StepCo
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
-
-Transform = Literal["hadamard", "cosine"]
-
 
 DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
@@ -31,8 +25,6 @@ class RotatedCodec(BucketCodec):
     Args:
         codec: Encodes the rotated blocks.
         size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
-        transform: ``cosine`` is the discrete cosine transform instead of ``H D``: smooth rows become few large
-            coefficients, which is what selection wants and the opposite of what a grid does.
 
     Raises:
         ValueError: `size` does not fit.
@@ -40,7 +32,6 @@ class RotatedCodec(BucketCodec):
 
     codec: Codec
     size: int | None = None
-    transform: Transform = "hadamard"
 
     def __post_init__(self) -> None:
         size, block_size = self.rotation_size, self.block_size
@@ -57,8 +48,7 @@ class RotatedCodec(BucketCodec):
 
     @property
     def label(self) -> str:
-        how = "rotated by" if self.transform == "hadamard" else "cosines of"
-        return f"{self.codec.label}, {how} {self.rotation_size}"
+        return f"{self.codec.label}, rotated by {self.rotation_size}"
 
     def nearest(self) -> RotatedCodec:
         return replace(self, codec=self.codec.nearest())
@@ -70,40 +60,19 @@ class RotatedCodec(BucketCodec):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.rotation_size) * self.rotation_size)
 
+    def transformed(self, x_KN: Tensor, *, inverse: bool = False) -> Tensor:
+        """The rotation of each row, or its inverse."""
+        return rotate(x_KN, inverse=inverse)
+
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         packed = pack_segments(segments, self.rotation_size)
-        rotated = self._transformed(packed.collect(x))
-        self.codec.encode_(rotated, wire, packed.padded_segments, {}, step, flag)
+        rotated_KN = self.transformed(packed.collect(x).view(-1, self.rotation_size))
+        self.codec.encode_(rotated_KN.view(-1), wire, packed.padded_segments, {}, step, flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         packed = pack_segments(segments, self.rotation_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
         self.codec.decode_sum_(wire_WB, rotated, packed.padded_segments, {}, alpha)
-        packed.spread_(self._transformed(rotated, inverse=True), out)
-
-    def _transformed(self, x_N: Tensor, *, inverse: bool = False) -> Tensor:
-        transform = cosines if self.transform == "cosine" else rotate
-        return transform(x_N.view(-1, self.rotation_size), inverse=inverse).view(-1)
-
-
-def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:
-    """Orthonormal discrete cosine transform (type II) of the rows, or its inverse. Added up in order: the same bits for
-    any K.
-    """
-    matrix = _cosine_matrix(x_KN.shape[1], x_KN.device)
-    rows = matrix if inverse else matrix.T
-    y = torch.zeros_like(x_KN)
-    for n in range(x_KN.shape[1]):
-        y.addcmul_(x_KN[:, n, None], rows[n])
-    return y
-
-
-@functools.cache
-def _cosine_matrix(size: int, device: torch.device) -> Tensor:
-    """float32 [frequency, place], the same numbers on every device."""
-    place, frequency = torch.arange(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)[:, None]
-    matrix = (math.pi / size * (place + 0.5) * frequency).cos() * (2 / size) ** 0.5
-    matrix[0] *= 0.5**0.5
-    return matrix.float().to(device)
+        packed.spread_(self.transformed(rotated.view(-1, self.rotation_size), inverse=True).view(-1), out)

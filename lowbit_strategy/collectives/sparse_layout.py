@@ -10,7 +10,7 @@ positions, and a message of k entries is
 
 Twelve bits for a position would need blocks of 4,096 and sixteen times as many counts, which cost more than they save
 below one element in a hundred. Where each block of 4,096 sends the same number of elements no count is needed: see
-`lowbit_strategy.codecs.chunk`.
+`lowbit_strategy.methods.zoo.chunk_codec`.
 """
 
 from __future__ import annotations

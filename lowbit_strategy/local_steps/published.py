@@ -8,13 +8,13 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
+from lowbit_strategy import leaves
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import (
     Conversion,
@@ -126,7 +126,9 @@ class SparseLoCo(LocalSGD):
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
 
     def compressor(self) -> Compressor:
-        return TopK(density=1 / 64, values=BlockCodec(_VALUES), selection="chunk", gather=True, decay=0.95)
+        chunk_top_k = leaves.load("lowbit_strategy.methods.zoo.chunktopk:ChunkTopK", self.name)
+        compressor: Compressor = chunk_top_k(density=1 / 64, values=BlockCodec(_VALUES), gather=True, decay=0.95)
+        return compressor
 
 
 @configuration

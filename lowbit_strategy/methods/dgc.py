@@ -17,8 +17,8 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.compressor import Assignment, matching
-from lowbit_strategy.methods._base.feedback import MomentumCodec
 from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.positions import CommonPositions, OwnPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import (

@@ -18,16 +18,19 @@ from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_l
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
+from lowbit_strategy.methods.composed import Partition, WarmUp
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.signsgd import SignSGD
-from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
 from lowbit_strategy.methods.zoo.eden import EDEN
+from lowbit_strategy.methods.zoo.ef21 import EF21
+from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
+from lowbit_strategy.methods.zoo.rotate import Rotate
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale, TernGrad
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -73,10 +76,10 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "partition": Partition(rules=(("m*", LoCo(bits=2)), ("t*", QSGD(bits=8))), default=EFSignSGD()),
     "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
-    "top-k of chunks, fading": TopK(selection="chunk", density=1 / 4, decay=0.5),
-    "top-k of chunks, gathered": TopK(selection="chunk", density=1 / 4, gather=True),
-    "top-k of cosines": TopK(selection="chunk", density=1 / 4, cosines=64, values="int8"),
-    "demo": TopK(selection="chunk", density=1 / 16, cosines=64, gather=True, decay=0.9),
+    "top-k of chunks, fading": ChunkTopK(density=1 / 4, decay=0.5),
+    "top-k of chunks, gathered": ChunkTopK(density=1 / 4, gather=True),
+    "top-k of cosines": ChunkTopK(density=1 / 4, cosines=64, values="int8"),
+    "demo": ChunkTopK(density=1 / 16, cosines=64, gather=True, decay=0.9),
     "eden, 3 bits and 1, plain feedback": EDEN(bits=1, return_bits=3, beta=0.0, residual="int8"),
     "rank 1": PowerSGD(rank=1),
     "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),

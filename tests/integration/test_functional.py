@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowbit_strategy import functional
 from lowbit_strategy.codecs.base import Codec, DenseCodec
-from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.functional import Bounded
+from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from testing.processes.ranks import run_ranks
 
@@ -226,7 +226,7 @@ def any_codec(rank: int, world_size: int) -> dict[str, float]:
     group = dist.new_group([0, 2])
     if rank == 1:
         return {}
-    codecs: dict[str, Codec] = {"eden": EdenCodec(4), "top": ChunkTopK(0.25), "bfloat16": DenseCodec("bfloat16")}
+    codecs: dict[str, Codec] = {"eden": EdenCodec(4), "top": ChunkCodec(0.25), "bfloat16": DenseCodec("bfloat16")}
     x = tensor(rank, 8192)
     expected = (tensor(0, 8192) + tensor(2, 8192)) / 2
     return {

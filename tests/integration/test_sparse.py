@@ -30,6 +30,7 @@ from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
+from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
 from lowbit_strategy.methods.zoo.gtopk import GTopK
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
@@ -45,8 +46,8 @@ _ALL = {"exempt": ()}
 TRAINED: dict[str, Compressor] = {
     "topk": TopK(density=0.05),
     "topk_int4": TopK(density=0.05, values="int4"),
-    "topk_chunk": TopK(density=0.05, selection="chunk", values="int8"),
-    "topk_chunk_int8": TopK(density=0.05, selection="chunk", residual="int8"),
+    "topk_chunk": ChunkTopK(density=0.05, values="int8"),
+    "topk_chunk_int8": ChunkTopK(density=0.05, residual="int8"),
     "topk_int8_residual": TopK(density=0.05, residual="int8"),
     "exdyna_int4": ExDyna(density=0.05, values="int4", residual="int8"),
     "exdyna": ExDyna(density=0.05),

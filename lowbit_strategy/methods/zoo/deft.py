@@ -101,7 +101,7 @@ class DEFT(CommonPositions):
     6. every rank contributes its own h there; ``e' = h``, 0 there
 
     As with `ExDyna` no position is chosen twice, but counts are exact and selection costs a top-k of a W-th of the
-    model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
+    model. `ExDyna` and `ChunkTopK` are faster.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].

@@ -14,8 +14,9 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.interfaces import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import ErrorFeedback, Partition
+from lowbit_strategy.methods.composed import Partition
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.registry import preset
@@ -70,7 +71,7 @@ def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterat
 
 
 @pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("compressor", [MIXED, ErrorFeedback(), TopK(density=0.1)], ids=lambda c: c.name)
+@pytest.mark.parametrize("compressor", [MIXED, EFSignSGD(), TopK(density=0.1)], ids=lambda c: c.name)
 def test_observers_are_shown_what_each_parameter_was_to_send_and_what_the_others_decode(
     compressor: Compressor, scatter: bool
 ) -> None:

@@ -18,15 +18,15 @@ from lowbit_strategy import (
     LocalSGD,
     LoCo,
     OverlapLocalSGD,
-    TopK,
 )
-from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.fragment import Fragment
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.sparse_residuals import value_codec
+from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
+from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.replicas import Replicas
@@ -215,7 +215,7 @@ def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
 def test_the_mean_of_sparse_messages_is_exact() -> None:
     """What one rank sends reaches all ranks whole: the first round's anchor moves by the mean of what was sent."""
     compressor = OUTER_RULES["sparseloco"].compressor()
-    assert isinstance(compressor, TopK)
+    assert isinstance(compressor, ChunkTopK)
     ranks = Replicas(OUTER_RULES["sparseloco"], replace(compressor, exempt=()), world_size=4)
     for _ in range(29):
         for outer in ranks.outers:
@@ -227,7 +227,7 @@ def test_the_mean_of_sparse_messages_is_exact() -> None:
     ranks.together(lambda rank: ranks.outers[rank].after_step())
     for name, spec in ranks.outers[0].sync.specs.items():
         if spec.ndim > 1:
-            codec = ChunkTopK(1 / 64, value_codec(compressor.values))
+            codec = ChunkCodec(1 / 64, value_codec(compressor.values))
             wires = torch.stack([codec.encode(each[name].reshape(-1), seed=0) for each in moved])
             mean = codec.decode_sum(wires, spec.numel).view(spec.shape) / 4
             torch.testing.assert_close(ranks.outers[0].anchors[name], before[name] - mean, rtol=0, atol=1e-7)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import EF21
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.zoo.ef21 import EF21
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE = (64, 96)

@@ -12,8 +12,8 @@ from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import ErrorFeedback
 from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from testing.worlds.single import engine, gradients, reduce_step
 

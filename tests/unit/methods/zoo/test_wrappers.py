@@ -1,4 +1,4 @@
-"""Feedback, EF21, rotation, partition and warm-up."""
+"""Feedback, EF21, rotation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, MarkovCodec
+from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.methods.composed import EF21, ErrorFeedback, Partition, Rotate, WarmUp
-from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.ef21 import EF21, MarkovCodec
+from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback, FeedbackReducer
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
+from lowbit_strategy.methods.zoo.rotate import Rotate
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale, TernGrad
 from testing.sign_blocks import blocks, scaled_sign
 from testing.worlds.one_tensor import OneTensor, gaussian
@@ -232,40 +233,3 @@ def test_rotate_keeps_the_rule_and_turns_the_codec() -> None:
         Rotate(compressor=PowerSGD(rank=1)).assign(MATRIX)
     with pytest.raises(ValueError, match="power of two that divides"):
         Rotate(compressor=QSGD(), size=96).assign(MATRIX)
-
-
-def test_partition_takes_the_first_rule_that_matches() -> None:
-    partition = Partition(
-        rules=(("layer.*", QSGD(bits=2)), ("@embedding", LoCo(bits=3, high_precision=()))), default=LoCo(bits=4)
-    )
-    assert partition.method(MATRIX) == QSGD(bits=2).method(MATRIX)
-    assert partition.assign(VECTOR).kind == "exempt"  # as its compressor says
-    assert partition.method(EMBEDDING) == LoCo(bits=3).method(EMBEDDING)
-    other = TensorSpec("head.weight", (64, 64))
-    assert partition.method(other) == LoCo(bits=4).method(other)
-    assert "name matches layer.*" in partition.assign(MATRIX).reason
-
-
-def test_partition_follows_the_phases_of_its_compressors() -> None:
-    partition = Partition(rules=(("layer.*", WarmUp(compressor=QSGD(), steps=10)),))
-    assert partition.phase(0).method(MATRIX) == Dense().method(MATRIX)
-    assert partition.phase(10).method(MATRIX) == QSGD().method(MATRIX)
-    assert partition.phase(0) == partition.phase(5)
-
-
-def test_warm_up_is_followed_by_the_compressor_and_its_phases() -> None:
-    warm_up = WarmUp(compressor=WarmUp(compressor=QSGD(), steps=5, first=LoCo()), steps=10)
-    assert [type(warm_up.phase(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
-
-
-def test_residuals_of_the_warm_up_go_on() -> None:
-    ranks = OneTensor(WarmUp(compressor=LoCo(bits=2, residual="float32"), steps=2, first=LoCo(bits=8)), (32, 64), 2)
-    g = [gaussian((32, 64), rank) for rank in range(2)]
-    for _ in range(2):
-        ranks.step(g)
-    before = ranks.syncs[0].state.residual("p")
-    ranks.syncs[0].follow_phase()
-    after = ranks.syncs[0].state.residual("p")
-    assert before is not None
-    assert after is not None
-    assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual

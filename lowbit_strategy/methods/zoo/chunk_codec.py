@@ -16,7 +16,7 @@ from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTopK(BucketCodec):
+class ChunkCodec(BucketCodec):
     """The largest of each chunk.
 
     Args:
@@ -51,8 +51,8 @@ class ChunkTopK(BucketCodec):
     def kept_of_tail(self, tail: int) -> int:
         return min(tail, max(1, round(tail * self.density)))
 
-    def nearest(self) -> ChunkTopK:
-        return ChunkTopK(self.density, self.values.nearest())
+    def nearest(self) -> ChunkCodec:
+        return ChunkCodec(self.density, self.values.nearest())
 
     def wire_nbytes(self, numel: int) -> int:
         kept = self.num_kept(numel)
@@ -129,7 +129,7 @@ class _Places(NamedTuple):
 class _Table:
     """Where what is sent of a table of segments lies."""
 
-    def __init__(self, segments: Segments, codec: ChunkTopK) -> None:
+    def __init__(self, segments: Segments, codec: ChunkCodec) -> None:
         counts = [codec.num_kept(row.numel) for row in segments.rows]
         self.num_kept = sum(counts)
         self.packed_nbytes = [(count + 1) // 2 * 3 for count in counts]

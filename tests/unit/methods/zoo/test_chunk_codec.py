@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
+from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 
 SIZES = (0, 1, 99, 4096, 4097, 12_289)
 VALUES: dict[str, Codec] = {
@@ -28,7 +28,7 @@ def _x(numel: int, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def _largest(x: Tensor, codec: ChunkTopK) -> Tensor:
+def _largest(x: Tensor, codec: ChunkCodec) -> Tensor:
     """X with all but the sent elements at 0."""
     kept = torch.zeros_like(x)
     for start in range(0, x.numel(), 4096):
@@ -42,7 +42,7 @@ def _largest(x: Tensor, codec: ChunkTopK) -> Tensor:
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("density", [0.0001, 0.001, 0.05, 1.0])
 def test_a_segment_decodes_to_its_chunks_largest(numel: int, density: float) -> None:
-    codec, x = ChunkTopK(density), _x(numel)
+    codec, x = ChunkCodec(density), _x(numel)
     wire = codec.encode(x, seed=1)
     assert wire.numel() == codec.wire_nbytes(numel)
     decoded = codec.decode_sum(wire[None], numel)
@@ -51,7 +51,7 @@ def test_a_segment_decodes_to_its_chunks_largest(numel: int, density: float) -> 
 
 
 def test_a_position_takes_twelve_bits() -> None:
-    codec = ChunkTopK(0.01)
+    codec = ChunkCodec(0.01)
     assert codec.kept == 41
     assert codec.wire_nbytes(100 * 4096) == 4100 * 3 // 2 + 10 + 4 * 4100  # 10 bytes up to a multiple of 16
 
@@ -59,7 +59,7 @@ def test_a_position_takes_twelve_bits() -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_segments_do_not_touch_each_other(name: str) -> None:
     """A bucket of several pieces with gaps between them, from three ranks."""
-    codec = ChunkTopK(0.02, VALUES[name])
+    codec = ChunkCodec(0.02, VALUES[name])
     rows, x_at, wire_at = [], 3, 0
     for salt, numel in enumerate(SIZES):
         rows.append(Segment(x_at, numel, 0, wire_at, salt))
@@ -88,7 +88,7 @@ def test_segments_do_not_touch_each_other(name: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_not_finite_arrives(name: str, bad: float) -> None:
-    codec, x = ChunkTopK(0.001, VALUES[name]), _x(9000)
+    codec, x = ChunkCodec(0.001, VALUES[name]), _x(9000)
     x[5000] = bad
     flag, wire = torch.zeros(1, dtype=torch.int32), torch.zeros(codec.wire_nbytes(9000), dtype=torch.uint8)
     codec.encode_(x, wire, Segments([Segment(0, 9000, 0, 0)]), {}, StepContext(0, 1, 0), flag)
@@ -97,7 +97,7 @@ def test_what_is_not_finite_arrives(name: str, bad: float) -> None:
 
 
 def test_damaged_bytes_decode_to_something_inside_the_segment() -> None:
-    codec = ChunkTopK(0.01)
+    codec = ChunkCodec(0.01)
     wire = torch.randint(0, 256, (3, codec.wire_nbytes(10_000)), generator=torch.Generator().manual_seed(0))
     assert codec.decode_sum(wire.to(torch.uint8), 10_000).shape == (10_000,)
 
@@ -124,7 +124,7 @@ def test_the_host_waits_for_nothing_in_a_step(name: str, kernels: str, monkeypat
     if kernels == "torch" and name.startswith("int"):
         pytest.skip("the plain PyTorch kernels of block codes look at their flag")
     monkeypatch.setenv("LOWBIT_KERNELS", kernels)
-    stateful = FeedbackCodec(codec=ChunkTopK(0.01, VALUES[name]))
+    stateful = FeedbackCodec(codec=ChunkCodec(0.01, VALUES[name]))
     segments = Segments([Segment(0, 9000, 0, 0, 1)])
     state = {"residual": torch.zeros(3 * 4096)}
     wires = torch.zeros(2, stateful.wire_nbytes(9000), dtype=torch.uint8)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.chunk import ChunkTopK
-from lowbit_strategy.codecs.rotated import RotatedCodec, cosines
+from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
+from lowbit_strategy.methods.zoo.chunktopk import CosineCodec, cosines
 
 
 def noise(*shape: int) -> Tensor:
@@ -36,14 +36,14 @@ def test_smooth_rows_need_few_coefficients() -> None:
     places = torch.linspace(0.0, 3.0, 64)
     x = torch.cat([torch.sin(places * (1 + k / 16)) for k in range(128)])
 
-    def error(codec: ChunkTopK | RotatedCodec) -> float:
+    def error(codec: ChunkCodec | CosineCodec) -> float:
         return float((codec.decode_sum(codec.encode(x, seed=0)[None], x.numel()) - x).norm() / x.norm())
 
-    plain = ChunkTopK(1 / 16)
-    assert error(RotatedCodec(plain, 64, "cosine")) < 0.3 < 0.8 < error(plain)
+    plain = ChunkCodec(1 / 16)
+    assert error(CosineCodec(plain, 64)) < 0.3 < 0.8 < error(plain)
 
 
 @pytest.mark.parametrize("numel", [64, 640, 1280, 4096, 4160, 5120])
 def test_a_partial_chunk_keeps_coefficients_in_proportion(numel: int) -> None:
-    plain = ChunkTopK(density=1 / 64)
-    assert RotatedCodec(plain, 64, "cosine").wire_nbytes(numel) == plain.wire_nbytes(numel)
+    plain = ChunkCodec(density=1 / 64)
+    assert CosineCodec(plain, 64).wire_nbytes(numel) == plain.wire_nbytes(numel)
