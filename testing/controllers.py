@@ -1,4 +1,4 @@
-"""Run a controller on made-up telemetry, as the driver runs it on measured telemetry."""
+"""Run a controller: on made-up telemetry, as the driver runs it on measured telemetry, and with the driver itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lowbit_strategy.adaptation.driver import AdaptiveDriver
+from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import Controller, Decision, Progress, Telemetry
+from lowbit_strategy.methods.dense import Dense
+from testing.worlds.single import engine, gradients, reduce_step
 
 Measure = Callable[[Progress, Decision], Mapping[str, Any]]
 
@@ -60,3 +64,26 @@ def run(
         shown = measure(progress, decision)
         decisions.append(decision)
     return decisions
+
+
+def check_stop_and_resume(controller: Controller, *, scatter: bool, stop: int, num_steps: int = 12) -> None:
+    """On real gradients, with a driver: a run that is saved after `stop` steps goes on as one that never stopped."""
+
+    def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
+        ticks = iter(range(len(steps) + 1))
+        sync = engine(Dense(), scatter=scatter, seed=5)
+        driver = AdaptiveDriver(controller, timer=lambda: float(next(ticks)))
+        driver.attach(sync)
+        if saved is not None:
+            capture.restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+            driver.end_step(counted=False)  # the timer's first tick, as the step before would have made
+        history: list[object] = []
+        for step in steps:
+            means = reduce_step(sync, gradients(step, scale=1.0 if step < 6 else 0.2))
+            history.append((step, dict(driver.levels), driver.accumulation, {k: v.tolist() for k, v in means.items()}))
+        return history, capture.capture(sync)
+
+    whole, _ = run(range(num_steps))
+    first, saved = run(range(stop))
+    second, _ = run(range(stop, num_steps), saved)
+    assert [*first, *second] == whole

@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _SEED = 0x5EED
-FEW_BITS = 3  # fewer per element, scales included: codes of one and two bits, and ternary ones
+FEW_BITS = 3  # codes of one and two bits, and ternary ones, have fewer
 
 
 def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
@@ -156,6 +156,12 @@ class Codec(ABC):
         """
         return False
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether a value that is sent has fewer than `FEW_BITS` bits, its part of scales included."""
+        numel = 64 * self.block_size
+        return 8 * self.wire_nbytes(numel) < FEW_BITS * numel
+
     # -- one hop of a method --------------------------------------------------------------------------------------
 
     def batches(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
@@ -289,9 +295,7 @@ class StatefulCodec(Codec):
 
     @property
     def has_few_bits(self) -> bool:
-        numel = 64 * self.block_size
-        keeps_unsent = not self.arenas().keys().isdisjoint(("residual", "estimate"))
-        return keeps_unsent and 8 * self.codec.wire_nbytes(numel) < FEW_BITS * numel
+        return self.codec.is_coarse and not self.arenas().keys().isdisjoint(("residual", "estimate"))
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar, cast
 
@@ -159,14 +157,6 @@ def kept_with(segments: Segments, key: tuple[Hashable, ...], make: Callable[[], 
 def pack_segments(segments: Segments, block_size: int) -> Packed:
     """The packing of a table."""
     return kept_with(segments, ("packed", block_size), lambda: Packed(segments, block_size))
-
-
-@lru_cache(maxsize=256)
-def pack_parameters(parameters: tuple[tuple[str, int], ...], block_size: int) -> Packed:
-    """The packing of whole parameters, by name and size, each in a tensor by itself: for `Packed.join`."""
-    return Packed(
-        Segments(Segment(0, numel, 0, 0, zlib.crc32(name.encode())) for name, numel in parameters), block_size
-    )
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:

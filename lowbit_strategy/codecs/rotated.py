@@ -57,6 +57,10 @@ class RotatedCodec(BucketCodec):
     def contracts(self) -> bool:
         return self.codec.contracts  # a rotation keeps lengths
 
+    @property
+    def is_coarse(self) -> bool:
+        return self.codec.is_coarse
+
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.rotation_size) * self.rotation_size)
 

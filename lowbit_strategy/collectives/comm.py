@@ -282,17 +282,6 @@ def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the 
     return values
 
 
-def bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> bytes:
-    """The first rank's `message` on every rank: its length, and then the bytes, sent from `device`."""
-    length = torch.tensor([len(message)], device=device)
-    comm.broadcast(length, 0).wait()
-    wire = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if comm.rank == 0:
-        wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    comm.broadcast(wire, 0).wait()
-    return wire.cpu().numpy().tobytes()
-
-
 def gather_uneven(
     wire_B: Tensor, comm: Comm, lengths: Sequence[int] | None = None
 ) -> Generator[Pending, None, list[Tensor]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lowbit_strategy import leaves
 from lowbit_strategy.control.accordion import Accordion as Accordion
 from lowbit_strategy.control.accordion import AccordionBatch as AccordionBatch
-from lowbit_strategy.control.adaqs import AdaQS as AdaQS
 from lowbit_strategy.control.base import (
     Controller,
     Decision,
@@ -20,7 +20,6 @@ from lowbit_strategy.control.base import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.gravac import GraVAC as GraVAC
 from lowbit_strategy.control.guard import Bounds as Bounds
 from lowbit_strategy.control.guard import Guard as Guard
 from lowbit_strategy.control.schedule import Phase as Phase
@@ -28,16 +27,23 @@ from lowbit_strategy.control.schedule import Schedule as Schedule
 from lowbit_strategy.control.static import Static as Static
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
-# One import and one line here for each.
+if TYPE_CHECKING:
+    from lowbit_strategy.control.zoo.adaqs import AdaQS as AdaQS
+    from lowbit_strategy.control.zoo.gravac import GraVAC as GraVAC
+
+# One import and one line here for each; of the zoo the line alone.
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "accordion": Accordion,
     "accordion_batch": AccordionBatch,
-    "adaqs": AdaQS,
-    "gravac": GraVAC,
     "guard": Guard,
     "schedule": Schedule,
     "static": Static,
 }
+_ZOO = {
+    "adaqs": "lowbit_strategy.control.zoo.adaqs:AdaQS",
+    "gravac": "lowbit_strategy.control.zoo.gravac:GraVAC",
+}
+CONTROLLERS |= {name: leaves.load(target, name) for name, target in _ZOO.items() if leaves.is_present(target)}
 __all__ = [
     "CONTROLLERS",
     "Bounds",
@@ -55,6 +61,14 @@ __all__ = [
     "register_controller",
     *(controller.__name__ for controller in CONTROLLERS.values()),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A controller of the zoo."""
+    target = next((each for each in _ZOO.values() if each.endswith(f":{name}")), None)
+    if target is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return leaves.load(target, name)
 
 
 def register_controller(name: str, controller: Callable[..., Controller]) -> None:
@@ -77,8 +91,8 @@ def _make(value: Any, source: Source) -> Controller:
     """Make one from ``{name: accordion, option: value, ...}``, as configuration files write it."""
     if not isinstance(value, Mapping):
         raise Mismatch
-    make, options = named(value, CONTROLLERS, "controller")
-    return call(make, options, source)
+    make, options = named(value, _ZOO | CONTROLLERS, "controller")
+    return call(leaves.load(make, value["name"]) if isinstance(make, str) else make, options, source)
 
 
 _MAPPING = f"a mapping with a name ({', '.join(CONTROLLERS)}) and the controller's options"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, LocalComm, bytes_from_first_rank
+from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.elastic.lighthouse import (
     Elastic,
     Identity,
@@ -188,7 +188,7 @@ class Membership:
             except (RefusedError, ConnectionError, ImportError, ValueError, SystemExit) as caught:
                 error = caught
         outcome = pickle.dumps((found, error))
-        found, raised = pickle.loads(bytes_from_first_rank(outcome, self.replica, torch.device("cpu")))
+        found, raised = pickle.loads(_bytes_from_first_rank(outcome, self.replica, torch.device("cpu")))
         if raised is not None:
             raise error or raised
         return cast("T", found)
@@ -331,3 +331,14 @@ class Membership:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else text[:200] + " ..."
+
+
+def _bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> bytes:
+    """The first rank's `message` on every rank: its length, and then the bytes, sent from `device`."""
+    length = torch.tensor([len(message)], device=device)
+    comm.broadcast(length, 0).wait()
+    wire = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if comm.rank == 0:
+        wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    comm.broadcast(wire, 0).wait()
+    return wire.cpu().numpy().tobytes()

@@ -11,7 +11,7 @@ import torch
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_ordered
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
@@ -105,14 +105,13 @@ class PowerSGD(LowRankCompressor):
             qs.append(q.to(view.x.device))
         qs = orthogonalize_all(qs, self.epsilon)
 
-        ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
-        ps = shaped_like(ps, (yield from sum_ordered(flattened(ps), comm)))
+        ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
         # Q must never become NaN, which would stay: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
         own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        sums = shaped_like(own_qs, (yield from sum_ordered(flattened(own_qs), comm)))
+        sums = yield from sum_each(own_qs, comm)
         for i, view in enumerate(views):
             tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))

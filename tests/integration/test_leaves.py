@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from lowbit_strategy.control import CONTROLLERS
 from lowbit_strategy.leaves import NAMES, OPTIONS, undone
 from lowbit_strategy.methods.entries import CLASSES
 from testing.processes.scripts import REPOSITORY
@@ -47,6 +48,11 @@ LEAVES = {  # one row per leaf
         ("methods/zoo",),
         "from lightning import Trainer; Trainer(strategy='eden_ddp', accelerator='cpu', devices=1, logger=False)",
         "eden needs lowbit_strategy.methods.zoo, which this installation lacks",
+    ),
+    "rare controllers": Leaf(
+        ("control/zoo",),
+        "from lowbit_strategy.control import GraVAC",
+        "GraVAC needs lowbit_strategy.control.zoo, which this installation lacks",
     ),
     "functional": Leaf(
         ("functional.py",), "import lowbit_strategy.functional", "No module named 'lowbit_strategy.functional'"
@@ -229,7 +235,7 @@ def imported(path: Path) -> set[str]:
 def needs(path: Path, leaf: Leaf) -> bool:
     """Whether a test imports something of the leaf: then it is one of the leaf's."""
     modules = tuple(f"lowbit_strategy.{each.removesuffix('.py').replace('/', '.')}" for each in leaf.paths)
-    entries = NAMES | CLASSES
+    entries = NAMES | CLASSES | {f"control.{cls.__name__}": cls.__module__ for cls in CONTROLLERS.values()}
     names = {f"lowbit_strategy.{name}" for name, target in entries.items() if target.startswith(modules)}
     below = tuple(f"{module}." for module in modules)
     return any(each in names or f"{each}.".startswith(below) for each in imported(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,17 +13,19 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
-from lowbit_strategy.codecs.packed import PART_NUMEL, pack_parameters
+from lowbit_strategy.codecs.packed import PART_NUMEL, Packed
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.integers import pack_bits, pack_integers, packed_nbytes, unpack_bits, unpack_integers
+from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
+from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.checks import check_codes
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods.zoo.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -101,7 +104,7 @@ class SharedViews:
         self.step = step
         self.sharded = any(view.spec.sharded for view in views)
         if self.views:
-            self.packed = pack_parameters(tuple((view.spec.name, view.spec.numel) for view in self.views), block_size)
+            self.packed = _packing_of(tuple((view.spec.name, view.spec.numel) for view in self.views), block_size)
             flat = self.packed.join([view.flat() for view in self.views], self.views[0].x.device)
             self.h_KB = flat.view(-1, block_size)
             self.at_once = max(1, PART_NUMEL[self.h_KB.is_cuda] // block_size)
@@ -383,3 +386,11 @@ class TernGrad(TwoPrecisionCompressor):
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return CodecPair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+
+
+@functools.lru_cache(maxsize=256)
+def _packing_of(parameters: tuple[tuple[str, int], ...], block_size: int) -> Packed:
+    """The packing of whole parameters, by name and size, each in a tensor by itself."""
+    return Packed(
+        Segments(Segment(0, numel, 0, 0, zlib.crc32(name.encode())) for name, numel in parameters), block_size
+    )

@@ -16,11 +16,9 @@ from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
-    AdaQS,
     Bounds,
     Controller,
     Decision,
-    GraVAC,
     Guard,
     Phase,
     Probe,
@@ -32,6 +30,7 @@ from lowbit_strategy.control import (
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
+from testing.controllers import check_stop_and_resume
 from testing.worlds.single import engine, gradients, reduce_step
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
@@ -135,25 +134,6 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
 
 
 @pytest.mark.parametrize("scatter", [False, True])
-def test_adaqs_follows_the_noise_of_real_gradients(scatter: bool) -> None:
-    """A signal that fades, whose elements have the mean 0 at every step, as behind layer norms."""
-    sync = engine(Dense(), scatter=scatter)
-    driver = AdaptiveDriver(AdaQS(ladder=(EIGHT, FOUR, TWO), interval=5, ewma=0.5))
-    driver.attach(sync)
-    signal = {name: values - values.mean() for name, values in gradients(1000).items()}
-    history = []
-    for step in range(60):
-        noise = gradients(step, scale=1.0)
-        size = 3.0 if step < 20 else 1.0 if step < 40 else 0.1
-        mixed = {name: size * signal[name] + noise[name] - noise[name].mean() for name in noise}
-        reduce_step(sync, mixed)
-        history.append(driver.levels[WEIGHTS[0]])
-    assert [history[step] for step in (15, 38, 59)] == [2, 1, 0]
-    assert history == sorted(history, reverse=True)
-    assert any("mean-to-deviation ratio fell" in event.switch.reason for event in driver.events)
-
-
-@pytest.mark.parametrize("scatter", [False, True])
 def test_the_end_to_end_error_is_that_of_the_step_before(scatter: bool) -> None:
     recorder = Recorder(Probe(end_to_end=True))
     sync = engine(TWO, scatter=scatter)
@@ -226,8 +206,6 @@ CONTROLLERS: dict[str, Controller] = {
     "accordion": Accordion(light=EIGHT, heavy=TWO, interval=3, unit="steps"),
     "accordion-mean": Accordion(light=EIGHT, heavy=TWO, interval=3, unit="steps", gradient="mean"),
     "batch": AccordionBatch(small=1, large=4, interval=3, unit="steps"),
-    "gravac": GraVAC(candidates=(EIGHT, FOUR, TWO), window=3),
-    "adaqs": AdaQS(ladder=(EIGHT, FOUR, TWO), interval=2, factor=0.9, ewma=1.0),
     "schedule": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=5)]),
     "guard": Guard(inner=Static(TWO), bounds=Bounds(max_error=0.3, patience=1), fallback=EIGHT, observe_every=2),
 }
@@ -236,24 +214,7 @@ CONTROLLERS: dict[str, Controller] = {
 @pytest.mark.parametrize("name", CONTROLLERS)
 @pytest.mark.parametrize(("stop", "scatter"), [(4, True), (5, False), (7, True)])
 def test_stop_and_resume_is_as_never_stopped(name: str, scatter: bool, stop: int) -> None:
-    def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
-        ticks = iter(range(len(steps) + 1))
-        sync = engine(Dense(), scatter=scatter, seed=5)
-        driver = AdaptiveDriver(CONTROLLERS[name], timer=lambda: float(next(ticks)))
-        driver.attach(sync)
-        if saved is not None:
-            capture.restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
-            driver.end_step(counted=False)  # the timer's first tick, as the step before would have made
-        history = []
-        for step in steps:
-            means = reduce_step(sync, gradients(step, scale=1.0 if step < 6 else 0.2))
-            history.append((step, dict(driver.levels), driver.accumulation, {k: v.tolist() for k, v in means.items()}))
-        return history, capture.capture(sync)
-
-    whole, _ = run(range(12))
-    first, saved = run(range(stop))
-    second, _ = run(range(stop, 12), saved)
-    assert [*first, *second] == whole
+    check_stop_and_resume(CONTROLLERS[name], scatter=scatter, stop=stop)
 
 
 def test_a_checkpoint_of_another_controller_is_not_taken() -> None:

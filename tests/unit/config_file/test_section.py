@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, TopK, WarmUp
+from lowbit_strategy import PRESETS, ChunkTopK, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, WarmUp
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.config_file.section import (
     OTHER_KEYS,
@@ -134,7 +134,7 @@ def test_local_steps_in_a_section() -> None:
     plugin = plugin_from_section({"compressor": "loco", "outer": {"name": "diloco", "every": 50, "lr": "0.9"}})
     assert plugin.outer == DiLoCo(every=50, lr=0.9)
     alone = plugin_from_section({"outer": "sparseloco"})
-    assert isinstance(alone.compressor, TopK)
+    assert isinstance(alone.compressor, ChunkTopK)
     growing = plugin_from_section({"outer": {"name": "localsgd", "every": {"name": "quadratic", "alpha": 0.02}}})
     assert growing.outer == LocalSGD(every=Quadratic(alpha=0.02))
     with pytest.raises(ValueError, match=r"lowbit_config\.outer: unknown outer rule 'dilco'; did you mean 'diloco'"):

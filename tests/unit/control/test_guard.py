@@ -1,14 +1,12 @@
-"""Guard and AdaQS: warnings, fallback and recovery; bits that follow the mean-to-deviation ratio."""
+"""Guard: warnings, fallback and recovery."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-import torch
 
 from lowbit_strategy.control import (
-    AdaQS,
     Bounds,
     Decision,
     EndToEnd,
@@ -18,10 +16,8 @@ from lowbit_strategy.control import (
     Progress,
     Schedule,
     Static,
-    Telemetry,
     group_of,
 )
-from lowbit_strategy.control.adaqs import mean_to_deviation
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run
@@ -110,62 +106,6 @@ def test_bad_guards() -> None:
         Bounds(max_error=0.5, patience=0)
     with pytest.raises(ValueError, match="max_error must be positive"):
         Bounds(max_error=0.0)
-
-
-def falling_ratio(progress: Progress) -> dict[str, object]:
-    """Of gradients with |mean| 1 and a given deviation, over the ten steps before: what the driver would measure."""
-    num_steps = 10
-    ratios = {"a": 2.0 if progress.step <= 100 else 0.8, "b": 2.0}
-    return {
-        "accumulated_steps": num_steps,
-        "accumulated_norm": dict.fromkeys(ratios, float(num_steps)),
-        "accumulated_square": {name: num_steps * (1 + ratio**-2) for name, ratio in ratios.items()},
-    }
-
-
-def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
-    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=1.0, per="parameter")
-    decisions = run(controller, matrices("a", "b"), progresses(200), accumulated=falling_ratio)
-    assert [decisions[step].levels for step in (0, 109, 110, 199)] == [
-        {"a": 2, "b": 2},
-        {"a": 2, "b": 2},
-        {"a": 1, "b": 2},
-        {"a": 1, "b": 2},
-    ]
-
-
-def test_the_ratio_is_that_of_the_gradients() -> None:
-    """From sums alone, both parameters together and without bias: the noise that is left in the mean is taken off."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = {name: 0.7 + torch.randn(12, 50, generator=generator) for name in ("a", "b")}
-    telemetry = Telemetry(
-        progress=Progress(step=12),
-        accumulated_steps=12,
-        accumulated_norm={name: float(g.sum(0).norm()) for name, g in gradients.items()},
-        accumulated_square={name: float(g.square().sum()) for name, g in gradients.items()},
-    )
-    both = torch.cat(list(gradients.values()), 1)
-    noise = both.var(0, correction=1).sum()
-    expected = ((both.mean(0).square().sum() - noise / 12) / noise).sqrt()
-    assert mean_to_deviation(telemetry, ["a", "b"]) == pytest.approx(float(expected), rel=1e-4)
-    assert mean_to_deviation(telemetry, ["c"]) is None
-
-
-def test_adaqs_on_the_whole_model_and_after_a_restart() -> None:
-    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=0.5, factor=0.6)
-    arguments = (controller, matrices("a", "b"), progresses(200))
-    decisions = run(*arguments, accumulated=falling_ratio, restart_at=111)
-    assert decisions[-1].levels == {"a": 1, "b": 1}
-    assert decisions == run(*arguments, accumulated=falling_ratio)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"ladder": (FOUR,)}, {"ladder": (TWO, FOUR)}, {"factor": 1.0}, {"interval": 1}, {"ewma": 0}, {"per": "x"}],
-)
-def test_bad_adaqs(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        AdaQS(**{"ladder": (EIGHT, FOUR), **options})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_strategy import EDEN, EF21, QSGD, ErrorFeedback, LoCo, OneBitSGD, Rotate, TernGrad
+from lowbit_strategy import EDEN, EF21, QSGD, ChunkTopK, ErrorFeedback, LoCo, OneBitSGD, Rotate, TernGrad
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.second_moment.planned import needs_squares
@@ -35,6 +35,7 @@ def test_the_second_moment_is_corrected_by_default_for_these_and_the_page_says_s
         (EF21(compressor=OneBitSGD()), True),
         (EF21(compressor=LoCo()), False),
         (QSGD(bits=2), False),
+        (ChunkTopK(cosines=64), False),  # few elements, with all their bits
         (TernGrad(), False),
     ],
     ids=repr,

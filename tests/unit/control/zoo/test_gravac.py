@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from lowbit_strategy.control import Decision, Energy, GraVAC, Progress
+from lowbit_strategy.control import Decision, Energy, Progress
+from lowbit_strategy.control.zoo.gravac import GraVAC
 from lowbit_strategy.methods.loco import LoCo
-from testing.controllers import matrices, run
+from testing.controllers import check_stop_and_resume, matrices, run
 
 TURN = 15 + 25  # steps: settling, window
 CANDIDATES = tuple(LoCo(bits=bits) for bits in (8, 6, 4, 3, 2))
@@ -185,3 +186,9 @@ def test_geometric_candidates() -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GraVAC(**{"candidates": CANDIDATES, **options})
+
+
+@pytest.mark.parametrize(("stop", "scatter"), [(4, True), (7, False)])
+def test_stop_and_resume_is_as_never_stopped(stop: int, scatter: bool) -> None:
+    candidates = tuple(LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
+    check_stop_and_resume(GraVAC(candidates=candidates, window=3), scatter=scatter, stop=stop)

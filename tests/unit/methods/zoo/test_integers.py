@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
+from lowbit_strategy.methods.zoo.integers import pack_integers, packed_nbytes, unpack_integers
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 10, 15, 31, 63, 127, 128, 381, 635, 5000, 100_000])

@@ -1,0 +1,1 @@
+"""Rarely used controllers, one per file."""
