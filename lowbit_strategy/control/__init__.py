@@ -91,7 +91,8 @@ def _make(value: Any, source: Source) -> Controller:
     """Make one from ``{name: accordion, option: value, ...}``, as configuration files write it."""
     if not isinstance(value, Mapping):
         raise Mismatch
-    make, options = named(value, _ZOO | CONTROLLERS, "controller")
+    known: dict[str, str | Callable[..., Controller]] = {**_ZOO, **CONTROLLERS}
+    make, options = named(value, known, "controller")
     return call(leaves.load(make, value["name"]) if isinstance(make, str) else make, options, source)
 
 
