@@ -1,12 +1,13 @@
-"""The house of `docs/architecture.md`: packages in their layers, and who imports whom. Read from the sources.
+"""The house of `docs/architecture.md`: groups of packages in their layers, and who imports whom, by the sources.
 
-The number after a name is that of its Python files. An arrow that follows from others is left out.
+Every floor stands on those below it. Arrows are drawn inside floors; one that follows from others is left out.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from style import BLUE, GRAY, GREEN, HERE, ORANGE, PALE, arrow, box, canvas, save
@@ -14,69 +15,45 @@ from style import BLUE, GRAY, GREEN, HERE, ORANGE, PALE, arrow, box, canvas, sav
 REPOSITORY = HERE.parents[1]
 ROOT = REPOSITORY / "lowbit_strategy"
 Graph = dict[str, set[str]]
-# Column, row and what lives there; a package that is missing here makes the script fail.
+# A box: column, row, what it is, and what lives there, as rows of the page's table go together. A package that is
+# missing here makes the script fail.
 ROOMS = {
-    "cli": (0, 0, "the command lowbit"),
-    "run": (2, 0, "python -m lowbit_strategy.run"),
-    "advisor": (1, 1, "predicts steps, measures links"),
-    "doctor": (1, 0, "checks installation and runs"),
-    "config_file": (2, 1, "sections of configuration files"),
-    "exports": (0, 1, "the public names"),
-    "custom_loop": (2, 7.5, "for loops of your own"),
-    "transformers": (0, 5.2, "the HF Trainer"),
-    "accelerate": (0, 6.2, "plugin and binding"),
-    "pytorch_lightning": (1, 5.2, "the same, other bases"),
-    "lightning": (1, 6.2, "strategies, callbacks"),
-    "lightning_fabric": (2, 5.2, "the same, other bases"),
-    "fabric": (2, 6.2, "strategies"),
-    "report": (0, 8.45, "the page about a run"),
-    "attach": (1, 7.5, "the session of a model"),
-    "extend": (2, 8.45, "for methods of your own"),
-    "checkpoint": (1, 8.45, "residual files, resume"),
-    "autoload": (0, 10.35, "names without an import"),
-    "telemetry": (0, 9.4, "figures, records"),
-    "adaptation": (1, 9.4, "controllers at work"),
-    "elastic": (0, 2, "replicas come and go"),
-    "local_steps": (1, 2, "outer=: rounds, anchors"),
-    "second_moment": (2, 2, "corrects Adam's"),
-    "auto": (0, 2.95, "times and chooses"),
-    "fitting": (1, 2.95, "memory="),
-    "far_links": (2, 2.95, "a transport"),
-    "node_codes": (0, 3.9, "intra="),
-    "hooks": (2, 9.4, "DDP and FSDP2 hand over"),
-    "engine": (1, 10.35, "buckets, state, steps"),
-    "register": (2, 10.35, "strategy names"),
-    "plan": (1, 11.3, "messages, bytes, memory"),
-    "model": (0, 11.3, "parameters, handshake"),
-    "ranks": (2, 11.3, "nodes, groups, levels"),
-    "control": (0, 12.55, "controllers"),
-    "metrics": (0, 13.5, "torchmetrics"),
-    "methods": (1, 13.5, "LoCo, DGC, PowerSGD ..."),
-    "functional": (2, 13.5, "collectives of any tensor"),
-    "collectives": (1, 14.45, "exchanges of bytes"),
-    "codecs": (1, 15.35, "floats to bytes"),
-    "kernels": (1, 16.25, "PyTorch, C, Triton"),
-    "leaves": (2, 15.35, "parts by name"),
-    "inform": (0, 15.35, "what everyone sees"),
-    "options": (0, 16.25, "types, suggestions"),
-    "version": (2, 16.25, "a number"),
+    "command": (0, 0, "the command lowbit", "cli doctor exports"),
+    "files": (1, 0, "configuration files", "run config_file"),
+    "advisor": (2, 0, "does it pay?", "advisor"),
+    "leaves": (1, 1, "options", "elastic local_steps second_moment auto fitting far_links node_codes"),
+    "hf": (0, 2.4, "Hugging Face", "accelerate transformers"),
+    "lightning": (1, 2.4, "Lightning, Fabric", "lightning fabric pytorch_lightning lightning_fabric"),
+    "loops": (2, 2.4, "plain PyTorch", "custom_loop"),
+    "report": (0, 3.8, "the page about a run", "report"),
+    "attach": (1, 3.8, "the session of a model", "attach"),
+    "hooks": (1, 4.8, "where DDP and FSDP2 hand over", "hooks"),
+    "observing": (0, 4.8, "controllers at work, figures", "adaptation telemetry"),
+    "engine": (0, 5.8, "buckets, state, files", "checkpoint engine"),
+    "model": (1, 5.8, "parameters, bytes, ranks", "model plan ranks"),
+    "doors": (2, 5.8, "names, your own methods", "extend register"),
+    "control": (0, 7.2, "controllers, metrics", "control metrics"),
+    "methods": (1, 7.2, "LoCo, DGC, PowerSGD ...", "methods"),
+    "functional": (2, 7.2, "collectives of any tensor", "functional"),
+    "collectives": (1, 8.2, "bytes over the wire", "collectives codecs"),
+    "kernels": (2, 8.2, "PyTorch, C, Triton", "kernels"),
+    "ground": (1, 9.2, "for all others", "options inform autoload leaves version"),
 }
 FLOORS = (  # title, first and last row, color
-    ("what people start", -0.1, 1.4, GRAY),
-    ("options", 1.9, 4.3, GRAY),
-    ("one framework each", 5.1, 6.6, BLUE),
-    ("one run: torch modules, threads, files", 7.4, 11.7, ORANGE),
-    ("arithmetic: tensors and numbers", 12.5, 16.65, GREEN),
+    ("started,\nchosen", 0, 1, GRAY),
+    ("frameworks", 2.4, 2.4, BLUE),
+    ("one run: modules, threads, files", 3.8, 5.8, ORANGE),
+    ("tensors and numbers", 7.2, 9.2, GREEN),
 )
-WIDTH, HEIGHT, TOP = 28, 0.66, 17.1
+GROUND = "ground"  # all others stand on it: without arrows
+COLUMN, WIDTH, HEIGHT, TOP = 31.5, 27, 0.72, 10.1
+WIDE = {"leaves", "ground"}
 
 
-def packages() -> dict[str, int]:
-    """Packages and modules directly under the root, with the number of Python files in each."""
-    found = {
-        path.name: sum(1 for _ in path.rglob("*.py")) for path in ROOT.iterdir() if (path / "__init__.py").exists()
-    }
-    return found | {path.stem: 1 for path in ROOT.glob("*.py") if path.stem != "__init__"}
+def packages() -> set[str]:
+    """Packages and modules directly under the root."""
+    found = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    return found | {path.stem for path in ROOT.glob("*.py") if path.stem != "__init__"}
 
 
 def imports(name: str) -> Iterator[str]:
@@ -93,8 +70,14 @@ def imports(name: str) -> Iterator[str]:
 
 
 def graph() -> Graph:
-    names = packages()
-    return {name: {other for other in imports(name) if other in names} - {name} for name in names}
+    """Who imports whom, by boxes."""
+    home = {package: room for room, (*_, inside) in ROOMS.items() for package in inside.split()}
+    assert home.keys() == packages(), f"not in both: {home.keys() ^ packages()}"
+    edges: Graph = {room: set() for room in ROOMS if room != GROUND}
+    for package, room in home.items():
+        if room != GROUND:
+            edges[room] |= {home[other] for other in imports(package) if other in home} - {room, GROUND}
+    return edges
 
 
 def reduced(edges: Graph) -> Graph:
@@ -114,41 +97,37 @@ def reduced(edges: Graph) -> Graph:
 
 
 def center(name: str) -> tuple[float, float]:
-    column, row, _ = ROOMS[name]
-    return 19 + column * 32.5, TOP - row - HEIGHT / 2
+    column, row, *_ = ROOMS[name]
+    return 20 + column * COLUMN, TOP - row - HEIGHT / 2
 
 
 def color(name: str) -> str:
     return next(color for _, first, last, color in FLOORS if first <= ROOMS[name][1] <= last)
 
 
-def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> None:
+def draw(axes: Any, edges: Graph) -> None:
     for title, first, last, floor in FLOORS:
-        axes.axhspan(TOP - last - 0.42, TOP - first + 0.08, color=PALE[floor], zorder=0)
-        axes.text(
-            1.5, TOP - (first + last) / 2 - 0.17, title, ha="center", va="center", rotation=90, fontsize=8, color=floor
-        )
+        axes.axhspan(TOP - last - HEIGHT - 0.15, TOP - first + 0.15, color=PALE[floor], zorder=0)
+        middle = TOP - (first + last + HEIGHT) / 2
+        axes.text(1.8, middle, title, ha="center", va="center", rotation=90, fontsize=8, color=floor)
     for name, tos in edges.items():
-        for to in sorted(tos - {"inform", "options", "leaves", "version"}):
+        for to in sorted(other for other in tos if color(other) == color(name)):
             (x0, y0), (x1, y1) = center(name), center(to)
             if y0 == y1:  # neighbors
                 side = WIDTH / 2 if x1 > x0 else -WIDTH / 2
                 arrow(axes, (x0 + side, y0), (x1 - side, y1), zorder=1)
-                continue
-            far = y0 - y1 > 1.6 and x0 == x1
-            arrow(axes, (x0 + (WIDTH / 2 - 2) * far, y0 - HEIGHT / 2), (x1 + (WIDTH / 2 - 2) * far, y1 + HEIGHT / 2),
-                  zorder=1, connectionstyle=f"arc3,rad={-0.35 * far}")  # fmt: skip
-    for name, (_, _, text) in ROOMS.items():
+            else:
+                arrow(axes, (x0, y0 - HEIGHT / 2), (x1, y1 + HEIGHT / 2), zorder=1)
+    for name, (_, _, title, inside) in ROOMS.items():
         x, y = center(name)
-        label = f"{name} ({sizes[name]})\n{text}"
-        box(
-            axes, x - WIDTH / 2, y - HEIGHT / 2, WIDTH, HEIGHT, label, color(name), face="white", fontsize=8.5, zorder=3
-        )
+        label = textwrap.fill(inside.replace(" ", ", "), 100 if name in WIDE else 38)
+        width = WIDTH + (2 * COLUMN if name in WIDE else 0)
+        box(axes, x - width / 2, y - HEIGHT / 2, width, HEIGHT, "", color(name), face="white", zorder=3)
+        axes.text(x, y + 0.17, title, ha="center", va="center", fontsize=9.5, zorder=4)
+        axes.text(x, y - 0.12, label, ha="center", va="center", fontsize=7.5, color=GRAY, zorder=4)
 
 
 if __name__ == "__main__":
-    sizes = packages()
-    assert sizes.keys() == ROOMS.keys(), f"not in both: {sizes.keys() ^ ROOMS.keys()}"
-    figure, axes = canvas(9, 12, units=(100, TOP + 0.3))
-    draw(axes, reduced(graph()), sizes)
+    figure, axes = canvas(9, 8.5, units=(100, TOP + 0.3))
+    draw(axes, reduced(graph()))
     save(figure, "house")

@@ -99,7 +99,7 @@ class LowBitStrategy:
 
 
 class DDPConstructor(LowBitStrategy):
-    """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class.
+    """Stands before a framework's ``DDPStrategy`` in the bases of a class.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
@@ -134,7 +134,7 @@ class DDPConstructor(LowBitStrategy):
 
 
 class FSDPConstructor(LowBitStrategy):
-    """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class.
+    """Stands before a framework's ``ModelParallelStrategy`` in the bases of a class.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.

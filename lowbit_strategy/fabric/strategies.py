@@ -1,4 +1,4 @@
-"""DDP and FSDP2 under Fabric, gradients compressed; independent of the Fabric namespace."""
+"""DDP and FSDP2 with compressed gradients, under Fabric."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +24,11 @@ from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.model.fsdp_sharding import reshard
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
-else:
-    DDPStrategy = ModelParallelStrategy = ParallelStrategy = object
+from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 
 
-class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
-    """Put before a constructor and a Fabric strategy in the bases of a class.
-
-    There is one attachment per model that is set up.
-    """
+class SessionsStrategy(LowBitStrategy, ParallelStrategy):
+    """A strategy with one `Session` per model that is set up."""
 
     sessions: list[Session]
 
@@ -128,7 +122,7 @@ class LowBitFabricMixin(LowBitStrategy, ParallelStrategy):
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 
 
-class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
+class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization. With one rank nothing is compressed.
 
     Args:
@@ -151,7 +145,7 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
         return wrapped
 
 
-class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
+class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
 
     Args:

@@ -1,13 +1,12 @@
-"""What both Lightning strategies share: steps, loss scale, checkpoints. Independent of the Lightning namespace."""
+"""What both strategies share: steps, loss scale, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-from abc import ABC
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -21,16 +20,10 @@ from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.model.parameters import handshake
 
-# While a program runs, the classes of either Lightning namespace.
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
-else:
-    DDPStrategy = ModelParallelStrategy = ParallelStrategy = object
-    Callback = ABC
+from .signals import DeferredSignals
+from .stock import ParallelStrategy
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -45,11 +38,8 @@ _SAME_ON_ALL_RANKS = (
 )
 
 
-class LowBitMixin(LowBitStrategy, ParallelStrategy):
-    """Put before a constructor and a Lightning strategy in the bases of a class.
-
-    The subclass attaches compression in its own set-up and calls `on_attached`.
-    """
+class SessionStrategy(LowBitStrategy, ParallelStrategy):
+    """A strategy with a `Session`: each attaches compression in its own set-up and calls `on_attached`."""
 
     session: Session | None = None
     on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine

@@ -1,9 +1,9 @@
-"""Both callbacks: a Trainer's moments for one `ModelControl`. Independent of the Lightning namespace."""
+"""Both callbacks: a Trainer's moments for one `ModelControl`."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOption
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.base_strategy import Callback
 from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.observe import Observation
+
+from .stock import Callback
 
 Where = bool | str | Path
 
@@ -60,7 +61,7 @@ class TrainerClock:
         )
 
 
-class ControlCallbackMixin(Callback):
+class ControlCallback(Callback, ABC):
     """A callback that adds its part, a controller or a monitor, to the control of the Trainer's model.
 
     Args:
@@ -128,7 +129,7 @@ def _folder(trainer: Any, control: ModelControl) -> Path | None:
     Raises:
         ValueError: They name different folders.
     """
-    parts = [each for each in trainer.callbacks if isinstance(each, ControlCallbackMixin) and each.control is control]
+    parts = [each for each in trainer.callbacks if isinstance(each, ControlCallback) and each.control is control]
     asked = [part.record for part in parts if part.record is not False]
     own = trainer.log_dir if True in asked and trainer.loggers else None
     folders = dict.fromkeys(own if record is True else str(record) for record in asked)
@@ -141,7 +142,7 @@ def _folder(trainer: Any, control: ModelControl) -> Path | None:
     return Path(named[0]) if named else None
 
 
-class CompressionMonitorMixin(ControlCallbackMixin):
+class CompressionMonitor(ControlCallback):
     """What compression does to the gradients, in the trainer's loggers and progress bar.
 
     On every n-th step, over all ranks: relative error and cosine similarity of what was sent against gradient plus
@@ -205,7 +206,7 @@ class CompressionMonitorMixin(ControlCallbackMixin):
         )
 
 
-class AdaptiveCompressionMixin(ControlCallbackMixin):
+class AdaptiveCompression(ControlCallback):
     """Lets a controller choose compressors while the model trains; its choice replaces the strategy's compressor.
 
     Args:

@@ -1,4 +1,4 @@
-"""Signals that end or requeue a run, at a moment at which all ranks can answer. Independent of the Lightning namespace.
+"""Signals that end or requeue a run, at a moment at which all ranks can answer.
 
 Lightning's handlers call collectives: SIGTERM's a broadcast, the one of SLURM's requeueing saves a checkpoint. A signal
 comes between any two instructions of Python, on one rank during backward, on another in its forward pass, on some ranks

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 under Lightning, gradients compressed; independent of the Lightning namespace."""
+"""DDP and FSDP2 with compressed gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
 from lowbit_strategy.inform import inform
-from lowbit_strategy.lightning.base_strategy import DDPStrategy, LowBitMixin, ModelParallelStrategy
 from lowbit_strategy.model.fsdp_sharding import cost_of_accumulation, end_iteration
+
+from .base_strategy import SessionStrategy
+from .stock import DDPStrategy, ModelParallelStrategy
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
-class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
+class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronization.
 
     Args:
@@ -84,7 +86,7 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         exception.args = ("\n".join([advice, *map(str, exception.args)]),)
 
 
-class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
+class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
     Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest

@@ -1,18 +1,24 @@
-"""The same as `lowbit_strategy.fabric` for the ``lightning_fabric`` package, whose base classes are its own."""
+"""The same as `lowbit_strategy.fabric` for the ``lightning_fabric`` package, whose base classes are its own.
 
-from __future__ import annotations
+Its modules are the files of that folder, imported once more: they find this folder's `stock` and not their own.
+"""
 
-from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
-
-from lowbit_strategy.fabric.adapt import adapt, monitor
-from lowbit_strategy.fabric.strategies import LowBitFabricDDPMixin, LowBitFabricFSDPMixin
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 __all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy", "adapt", "monitor"]
 
+__path__.append(str(Path(__file__).parents[1] / "fabric"))
 
-class LowBitDDPStrategy(LowBitFabricDDPMixin, DDPStrategy):
-    __doc__ = LowBitFabricDDPMixin.__doc__
+if TYPE_CHECKING:  # type checkers do not follow __path__: to them the classes are of both packages
+    from lowbit_strategy.fabric import LowBitDDPStrategy as DDP
+    from lowbit_strategy.fabric import LowBitFSDPStrategy as FSDP
+    from lowbit_strategy.fabric import adapt, monitor
+    from lowbit_strategy.lightning_fabric.stock import DDPStrategy, ModelParallelStrategy
 
+    class LowBitDDPStrategy(DDP, DDPStrategy): ...
 
-class LowBitFSDPStrategy(LowBitFabricFSDPMixin, ModelParallelStrategy):
-    __doc__ = LowBitFabricFSDPMixin.__doc__
+    class LowBitFSDPStrategy(FSDP, ModelParallelStrategy): ...
+else:
+    from .adapt import adapt, monitor
+    from .strategies import LowBitDDPStrategy, LowBitFSDPStrategy

@@ -1,27 +1,29 @@
-"""The same as `lowbit_strategy.lightning` for the ``pytorch_lightning`` package, whose base classes are its own."""
+"""The same as `lowbit_strategy.lightning` for the ``pytorch_lightning`` package, whose base classes are its own.
 
-from __future__ import annotations
+Its modules are the files of that folder, imported once more: they find this folder's `stock` and not their own.
+"""
 
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
-
-from lowbit_strategy.lightning.callbacks import AdaptiveCompressionMixin, CompressionMonitorMixin
-from lowbit_strategy.lightning.strategies import LowBitDDPMixin, LowBitFSDPMixin
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 __all__ = ["AdaptiveCompression", "CompressionMonitor", "LowBitDDPStrategy", "LowBitFSDPStrategy"]
 
+__path__.append(str(Path(__file__).parents[1] / "lightning"))
 
-class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
-    __doc__ = LowBitDDPMixin.__doc__
+if TYPE_CHECKING:  # type checkers do not follow __path__: to them the classes are of both packages
+    from lowbit_strategy.lightning import AdaptiveCompression as Adaptive
+    from lowbit_strategy.lightning import CompressionMonitor as Monitor
+    from lowbit_strategy.lightning import LowBitDDPStrategy as DDP
+    from lowbit_strategy.lightning import LowBitFSDPStrategy as FSDP
+    from lowbit_strategy.pytorch_lightning.stock import Callback, DDPStrategy, ModelParallelStrategy
 
+    class LowBitDDPStrategy(DDP, DDPStrategy): ...
 
-class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
-    __doc__ = LowBitFSDPMixin.__doc__
+    class LowBitFSDPStrategy(FSDP, ModelParallelStrategy): ...
 
+    class CompressionMonitor(Monitor, Callback): ...
 
-class CompressionMonitor(CompressionMonitorMixin, Callback):
-    __doc__ = CompressionMonitorMixin.__doc__
-
-
-class AdaptiveCompression(AdaptiveCompressionMixin, Callback):
-    __doc__ = AdaptiveCompressionMixin.__doc__
+    class AdaptiveCompression(Adaptive, Callback): ...
+else:
+    from .callbacks import AdaptiveCompression, CompressionMonitor
+    from .strategies import LowBitDDPStrategy, LowBitFSDPStrategy

@@ -45,7 +45,7 @@ def test_namespaces_with_the_name_alone_and_in_either_import_order(order: str) -
     assert len([line for line in lines if line.startswith("registered") and line.endswith(" 0")]) == 4  # missing
     for framework, (module, steps) in MODULES.items():
         for kind in ("ddp", "fsdp"):
-            assert f"{framework} {kind} {module}.LowBit{kind.upper()}Strategy {steps}" in lines
+            assert f"{framework} {kind} {module}.strategies.LowBit{kind.upper()}Strategy {steps}" in lines
 
 
 @pytest.mark.slow

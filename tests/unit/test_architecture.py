@@ -33,12 +33,14 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:
+            folder = [*path.relative_to(ROOT.parent).parent.parts] if node.level == 1 else []
+            module = ".".join([*folder, node.module])
             for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
+                inner = f"{module}.{alias.name}"
                 if inner in known:
                     yield inner
-                elif node.module in known:
-                    yield node.module
+                elif module in known:
+                    yield module
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ def test_every_option_of_synchronization_is_an_argument_with_the_same_default(cl
     for field in dataclasses.fields(SyncOptions):
         assert arguments[field.name].default == field.default
         assert arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("cls", [*DDP, *FSDP])
+def test_every_method_of_the_framework_is_overridden_above_it(cls: Any) -> None:
+    """What reads like a base of a framework is one, of the same package, when the program runs."""
+    frameworks = {base.__module__.partition(".strategies")[0] for base in cls.__mro__ if base.__name__ == "Strategy"}
+    assert len(frameworks) == 1
+    (framework,) = frameworks
+    ours = [base for base in cls.__mro__ if base.__name__ in ("SessionStrategy", "SessionsStrategy")]
+    assert [base.__module__.startswith(framework) for base in ours[0].__bases__] == [False, True]
+    assert type(pickle.loads(pickle.dumps(cls("loco2")))) is cls  # for processes that are spawned
 
 
 @pytest.mark.parametrize("cls", [*DDP, *FSDP])
