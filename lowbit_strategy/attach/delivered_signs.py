@@ -46,12 +46,7 @@ class DeliveredSigns:
         for now, before in pairs:
             before = torch.zeros_like(now) if before is None or before.shape != now.shape else before
             counts += torch.stack([(now != before).sum(), ((now != 0) | (before != 0)).sum()])
-        if self._sync.scatter:
-            peers = self._sync.ranks.peers
-            sent_before = peers.sent_nbytes
-            self._sync.ranks.world.all_reduce(counts).wait()
-            self._sync.transactions.byte_check.add_untracked(peers.sent_nbytes - sent_before)
-        different, all_of_them = counts.tolist()
+        different, all_of_them = self._sync.summed_in_parts(counts).tolist()
         return bool(different > _MOST_DIFFERENT * all_of_them)
 
 

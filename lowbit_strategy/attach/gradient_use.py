@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -148,17 +149,21 @@ class GradientUse:
             self._delivered.note_after_backward({name: self._params[name] for name in undecided})
 
     def _zeroed(self, names: Iterable[str]) -> list[str]:
-        """What ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero.
+        """What ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero, on all ranks.
 
-        One parameter's zeros prove nothing: under FSDP2 this rank may have rows of an embedding that no batch used.
+        One parameter's zeros prove nothing, nor one rank's: it may have rows of an embedding that no batch used.
         """
         left = set(names)
-        found: list[str] = []
-        groups = [self.owned_by(optimizer).keys() for optimizer in self._optimizers]
-        for group in [*groups, self._params.keys()]:
-            members = left & group
-            left -= members
-            grads = [local_part(grad) for name in members if (grad := self._params[name].grad) is not None]
-            if any(grad.numel() for grad in grads) and not any(bool(grad.any()) for grad in grads):
-                found += members
-        return found
+        groups: list[set[str]] = []
+        for owned in [*(self.owned_by(optimizer).keys() for optimizer in self._optimizers), self._params.keys()]:
+            groups += [left & owned] if left & owned else []
+            left -= owned
+        if not groups:
+            return []
+        counts = torch.zeros(len(groups), device=self._sync.device)
+        for count, members in zip(counts, groups, strict=True):
+            for name in members:
+                if (grad := self._params[name].grad) is not None:
+                    count += local_part(grad).any()
+        are_zero = (self._sync.summed_in_parts(counts) == 0).tolist()
+        return [name for members, is_zero in zip(groups, are_zero, strict=True) if is_zero for name in members]

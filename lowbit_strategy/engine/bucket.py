@@ -89,7 +89,7 @@ class BucketLayout:
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
         alone: Whole-model methods take it for a whole model, as they do every bucket of FSDP2.
-        key: Distinguishes buckets of which this rank has no part.
+        names: All parameters, where this rank has no part of some; empty: those of `entries`.
         num_marked: FSDP2: of how many parameters ranks tell each other whether they had a gradient.
     """
 
@@ -97,7 +97,7 @@ class BucketLayout:
     row_numel: int | None = None
     last: bool = True
     alone: bool = False
-    key: object = None
+    names: tuple[str, ...] = ()
     num_marked: int = 0
 
 
@@ -171,7 +171,7 @@ class Bucket:
         self.layout = layout
         self.last_step = 0  # in which it came, of those so far
         names = [name for name, _ in layout.entries]
-        self.ordered_names, self.names = tuple(names), frozenset(names)
+        self.ordered_names, self.names = tuple(names), frozenset(layout.names or names)
         self.params = [self._param(*entry) for entry in layout.entries]
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:

@@ -156,6 +156,14 @@ class GradientSync:
         """Whether some ranks hold other parts of a parameter, by dims of a mesh over which its gradient is no mean."""
         return any(self.ranks.world.world_size > ranks.world_size for ranks in self.all_ranks)
 
+    def summed_in_parts(self, counts: Tensor) -> Tensor:
+        """The sum of what ranks have counted of their parts of gradients; where all have whole ones, `counts`."""
+        if self.scatter or self.weights is not None or self.in_parts:
+            before = self.ranks.peers.sent_nbytes
+            self.ranks.world.all_reduce(counts).wait()
+            self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
+        return counts
+
     @property
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent to peers, of all parameters."""

@@ -53,7 +53,7 @@ class _Partition:
             if row_length(spec.numel, row_numel, intra_node.rank):
                 entries.append((name, self.numel))
             self.numel += min(row_numel, spec.numel)
-        self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
+        self.layout = BucketLayout(tuple(entries), last=layout.last, names=tuple(name for name, _ in layout.entries))
 
     def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Each rank's part of each parameter, in the bucket and among the parts."""

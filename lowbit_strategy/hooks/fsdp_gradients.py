@@ -147,7 +147,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             at += dim0_row_numel(shape, num_ranks)
         if scatter:
             return BucketLayout(tuple(entries), row_numel=at, num_marked=len(names)), at
-        return BucketLayout(tuple(entries), alone=True, key=names, num_marked=len(names)), at
+        return BucketLayout(tuple(entries), alone=True, names=names, num_marked=len(names)), at
 
 
 _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
@@ -303,8 +303,7 @@ class HybridReduction(_ReduceScatter):
             wait_for_all(sum_rows(x_WGN, mean_GN, inside, alpha=1.0 / inside.world_size))
         else:
             layout = self.layout_for(output_tensor.numel())
-            assert isinstance(layout.key, tuple)  # the names of all parameters
-            wait_for_all(codes.mean_of_rows(layout, layout.key, input_tensor, mean_GN))
+            wait_for_all(codes.mean_of_rows(layout, layout.names, input_tensor, mean_GN))
         self.on_reduced()
 
     def all_reduce(self, reduced: Tensor) -> None:

@@ -21,13 +21,13 @@ COMPRESSORS = {
 
 
 def wrap(kind: str, net: nn.Module, **options: Any) -> Any:
-    """`options`: of DDP."""
+    """`options`: of DDP, or of ``fully_shard``."""
     if kind == "ddp":
         return DistributedDataParallel(net, bucket_cap_mb=0.01, **options)
     for child in net.children():
         if any(True for _ in child.parameters()):
-            fully_shard(child)
-    return fully_shard(net)
+            fully_shard(child, **options)
+    return fully_shard(net, **options)
 
 
 def batch(step: int) -> Tensor:

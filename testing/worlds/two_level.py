@@ -156,7 +156,7 @@ class NodesWorld:
         out = torch.empty(x_WN.shape[1])
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
-        layout = BucketLayout(own, alone=True, key=entries)
+        layout = BucketLayout(own, alone=True, names=tuple(name for name, _ in entries))
         sync.begin_step()
         if not sync.node_codes:
             x_WGN = x_WN.view(self.per_node, 1, -1)

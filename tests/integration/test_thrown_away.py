@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from lowbit_strategy import PRESETS
+from lowbit_strategy import PRESETS, TopK
 from lowbit_strategy.checkpoint.capture import capture
 from lowbit_strategy.custom_loop import compress
 from testing.log import listen
@@ -184,6 +185,56 @@ def spike(folder: Path, kind: str, method: str, rollback: bool) -> Facts:
 def test_a_skipped_spike_is_skipped_once(facts: list[Facts]) -> None:
     assert facts[0]["skipped"] == [6]
     assert facts[0]["unsent"] < 10
+
+
+class _Rows(nn.Module):
+    """A table of whose rows batches use the first half, which one rank has, and a head with one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = self.head(self.table(ids).tanh())
+        return made
+
+
+def rows_elsewhere(folder: Path, kind: str) -> Facts:
+    """Each parameter has an optimizer. In odd steps a pass is cleared, to zeros; in even ones two are added up."""
+    undecided, weights = [], []
+    for to_none in (False, True):
+        torch.manual_seed(0)
+        net = _Rows()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hsdp" else None
+        model = wrap(kind, net, mesh=mesh)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.table, net.head)]
+        session = compress(model, optimizers, TopK(density=0.1))
+        for at in range(8):
+            model((torch.arange(4) + at + dist.get_rank()).remainder(4)).square().mean().backward()
+            if at % 4 == 0:
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=to_none)
+            elif at % 2:
+                undecided.append(sorted(session.sync.transactions.undecided))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=to_none)
+        weights.append(local_values(net.parameters()))
+    return {"undecided": undecided, "same": all(map(torch.equal, *weights))}
+
+
+@scenarios(rows_elsewhere, kind=("fsdp",))
+def test_ranks_judge_zeros_together(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["undecided"] == [["head.weight", "table.weight"], []] * 4
+        assert rank["same"]
+
+
+@scenarios(rows_elsewhere, world_size=4, kind=("hsdp",))
+def test_shards_judge_zeros_together(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["undecided"] == [["head.weight", "table.weight"], []] * 4
+        assert rank["same"]
 
 
 def clipped(folder: Path, kind: str, method: str) -> Facts:
