@@ -119,7 +119,8 @@ class Weights:
         self.world = SimulatedWorld(ranks)
         layout = ModuleLayout(specs=tuple(self.specs), dtype=torch.float32, num_gathers=2)
         device = torch.device("cpu")
-        self.syncs = [WeightSync(coding, {"model": layout}, Gathering(comm), device) for comm in self.world.comms]
+        comms = [{"model": Gathering(comm)} for comm in self.world.comms]
+        self.syncs = [WeightSync(coding, {"model": layout}, comm, device) for comm in comms]
 
     def gather_(self) -> None:
         """Send the exact weights once; the model holds what arrives."""

@@ -27,7 +27,7 @@ from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOption
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
-from lowbit_strategy.attach.prepare import prepare
+from lowbit_strategy.attach.prepare import checked, compare, prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
@@ -212,9 +212,10 @@ def compress(
         group = shard_group(own)
         if sync_options.shard_size is None and is_hybrid(own):
             sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
-    prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
+    prepared = checked(bare, compressor, sync_options, scatter=not is_ddp)
+    compare(bare, prepared, group)
     attach: Any = attach_ddp if is_ddp else attach_fsdp
-    session: Session = attach(model, prepared, whole_mesh=mesh, has_scaler=scaler is not None)
+    session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
     session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)

@@ -50,6 +50,7 @@ from lowbit_strategy.model.mesh import (
     by_rows,
     check_parts,
     describe_dims,
+    give_replicas,
     group_of,
     has_other_parts,
     is_hybrid,
@@ -86,7 +87,7 @@ def attach_ddp(
     prepared: PreparedModel,
     *,
     device: torch.device | None = None,
-    whole_mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
@@ -97,7 +98,7 @@ def attach_ddp(
         model: What was prepared, in ``DistributedDataParallel``.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
-        whole_mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -115,7 +116,7 @@ def attach_ddp(
         session.close_with(model)
         return session
     meet = None if rule is None else rule.registered(prepared, model.module, group)
-    everyone = _compare_with_all(model.module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
+    everyone = _compare_with_all(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
     rule = rule if dist.get_world_size(group) > 1 else None
     if rule is None:
@@ -206,7 +207,6 @@ def attach_fsdp(
     *,
     device: torch.device | None = None,
     mesh: DeviceMesh | None = None,
-    whole_mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Give every FSDP2 module under `module` its compressed reduce-scatter. Gradients are a mean over the ranks that
@@ -216,8 +216,7 @@ def attach_fsdp(
         module: What was prepared, after ``fully_shard``.
         prepared: What `prepare` returned, with ``scatter=True``.
         device: Device of the gradients; None: that of the parameters.
-        mesh: HSDP whose modules are sharded over one dim: both dims, replicas first.
-        whole_mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        mesh: All ranks that hold a part of the model, where its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -232,42 +231,44 @@ def attach_fsdp(
     reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module, groups)
     device = _device_of(module, device)
-    by_mesh = by_rows(groups, mesh)
-    check_parts(by_mesh, groups, mesh)
+    by_mesh = by_rows(groups)
+    check_parts(by_mesh, groups)
     (rows, own), *elsewhere = by_mesh.items()
     if elsewhere:
         for part in (*prepared.parts, prepared.compressor):
             if isinstance(part, Part):
                 part.check_meshes()
         prepared = prepared.without_extra()
-    if prepared.options.shard_size is not None and len(rows) == 1 and not is_hybrid(own[0]):
-        mesh = mesh_like(rows[0], device.type)  # replicas are asked for, and the mesh of one dim does not show them
-        rows = rows_of(mesh)
+    of_own, replicas = own[0].param_group.mesh_info.mesh, None
+    if prepared.options.shard_size is not None and not is_hybrid(own[0]):
+        of_own = replicas = mesh_like(rows[0], device.type)  # they are asked for, and a mesh of one dim has none
+        rows = rows_of(replicas)
     group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
-    everyone = _compare_with_all(module, prepared, group, device, whole_mesh, has_scaler=has_scaler)
-    topology = find_topology(group)
-    prepared = on_ranks(prepared, topology, _shard_size(prepared.options, own[0], rows, topology))
-    is_hsdp = prepared.shard_size is not None
-    ranks = _ranks(prepared, group, device, everyone, mesh or own[0].param_group.mesh_info.mesh)
+    everyone = _compare_with_all(module, prepared, group, device, mesh, has_scaler=has_scaler)
+    topology, is_hsdp = find_topology(group), of_own.ndim > 1
+    _check_shard_size(prepared.options, len(rows[0]), topology)
+    prepared = on_ranks(prepared, topology, len(rows[0]) if is_hsdp else None)
+    ranks = _ranks(prepared, group, device, everyone, of_own)
     others: dict[str, Ranks] = {}
     for rows_too, found in elsewhere:
-        made = _ranks_beside(prepared, rows_too, found, device, everyone)
-        others |= {each.name: made for each in found}
-    groups = [each for each in groups if each in own or each.name in others]
-    of_params = _by_parameter(module, groups, others)
+        others |= dict.fromkeys(_names(module, found), _ranks_beside(prepared, rows_too, found, device, everyone))
+    shared = {each.name for found in by_mesh.values() for each in found}
+    groups = [each for each in groups if each.name in shared]
     prepared = replace(prepared, specs=_exchanged(module, groups, rows))
     rule = prepared.options.rounds
     meet = None if rule is None else rule.registered(prepared, module, group)
     if is_hsdp:
         if rule is not None and rule.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
-        _share_weights(module, ranks, of_params, device)
+        _share_weights(module, ranks, others, device)
+    if replicas is not None:
+        give_replicas(groups, replicas)
     layouts = module_layouts(module, groups)
-    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=of_params)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     check_whole_model(module, sync)
     is_far = any(each.peers.is_far for each in sync.all_ranks)
     overlapped = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or is_far else None
-    wiring = FSDPWiring(module, groups, sync, overlapped, mesh, others)
+    wiring = FSDPWiring(module, groups, sync, overlapped)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
@@ -301,7 +302,7 @@ def _ranks_beside(
     Raises:
         ValueError: One of the two has replicas and the other has not.
     """
-    size = len(rows[0]) if len(rows) > 1 or is_hybrid(found[0]) else None
+    size = len(rows[0]) if is_hybrid(found[0]) else None
     if (size is None) != (prepared.shard_size is None):
         one, other = ("sharded", "replicated, too") if size is None else ("replicated, too", "sharded")
         raise ValueError(
@@ -313,15 +314,10 @@ def _ranks_beside(
     return _ranks(prepared, group, device, everyone, found[0].param_group.mesh_info.mesh)
 
 
-def _by_parameter(module: nn.Module, groups: Sequence[ShardedGroup], others: Mapping[str, Ranks]) -> dict[str, Ranks]:
-    """`others`, by the name of a group, by that of a parameter."""
+def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
+    """The parameters of these groups."""
     names = {id(param): name for name, param in sharded_parameters(module).items()}
-    return {
-        names[id(param.sharded_param)]: others[each.name]
-        for each in groups
-        if each.name in others
-        for param in each.param_group.fsdp_params
-    }
+    return [names[id(param.sharded_param)] for each in groups for param in each.param_group.fsdp_params]
 
 
 def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], rows: Rows) -> tuple[TensorSpec, ...]:
@@ -346,20 +342,16 @@ def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
     return [ParameterDigest(functools.partial(of, ranks), ranks.peers, sync.device) for ranks in sync.all_ranks]
 
 
-def _shard_size(options: SyncOptions, first: ShardedGroup, rows: Rows, topology: Topology) -> int | None:
-    """HSDP: how many ranks have one model together, as its mesh says. None: there are no replicas.
-
-    Raises:
-        ValueError: `shard_size` says otherwise.
+def _check_shard_size(options: SyncOptions, found: int, topology: Topology) -> None:
+    """Raises:
+    ValueError: The option says otherwise than the mesh of the model.
     """
-    found = len(rows[0])
     asked = topology.ranks_per_node if options.shard_size == "node" else options.shard_size
     if asked not in (None, found):
         raise ValueError(
             f"shard_size={options.shard_size!r} was asked for, and the model is sharded over {found} ranks: leave"
             " shard_size out, and the mesh that fully_shard was given says it"
         )
-    return found if options.shard_size is not None or len(rows) > 1 or is_hybrid(first) else None
 
 
 def _compare_with_all(

@@ -33,7 +33,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     shard_any,
     sharded_groups,
 )
-from lowbit_strategy.model.mesh import by_rows, data_ranks
+from lowbit_strategy.model.mesh import by_rows, data_ranks, give_replicas
 from lowbit_strategy.options.configuration import take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
@@ -211,6 +211,8 @@ class FSDPConstructor(LowBitStrategy):
             mp_policy=self.mp_policy or policy_of(getattr(precision, "precision", "")),
         )
         shard_any(module, device_mesh["data_parallel"], stock.root_device, policy)
+        if self.options.shard_size is not None:
+            give_replicas(sharded_groups(module), device_mesh["replicate", "data_parallel"])
         self._follow_mesh(module)
         return module
 
@@ -253,7 +255,7 @@ class FSDPConstructor(LowBitStrategy):
             ValueError: There are data loaders for other ranks already.
         """
         stock: Any = self
-        rows, (each, *_) = next(iter(by_rows(sharded_groups(module), self.data_parallel_mesh).items()))
+        rows, (each, *_) = next(iter(by_rows(sharded_groups(module)).items()))
         ranks = data_ranks(rows, each)
         sampler = {"num_replicas": len(ranks), "rank": ranks.index(stock.global_rank)}
         if self._sizes_are_given and len(ranks) > stock._data_parallel_size:
@@ -265,12 +267,6 @@ class FSDPConstructor(LowBitStrategy):
                 f" data_parallel_size={len(ranks)}"
             )
         self._sampler = sampler
-
-    @property
-    def data_parallel_mesh(self) -> DeviceMesh | None:
-        """HSDP, whose modules are sharded over one dim: both dims."""
-        stock: Any = self
-        return None if self.options.shard_size is None else stock.device_mesh["replicate", "data_parallel"]
 
 
 def _refuse_unknown(

@@ -90,21 +90,28 @@ def prepare(
     options: SyncOptions | None = None,
     *,
     scatter: bool = False,
-    group: dist.ProcessGroup | None = None,
 ) -> PreparedModel:
-    """Check the configuration against the model, on all ranks together.
+    """Check the configuration against the model, on all ranks together, which train it.
 
     Args:
         module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
         compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
         options: All other options; None: the defaults.
         scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
-        group: Ranks that have the same parameters; None: all ranks.
 
     Raises:
         ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
+    prepared = checked(module, compressor, options, scatter=scatter)
+    compare(module, prepared)
+    return prepared
+
+
+def checked(
+    module: nn.Module, compressor: Compressor | str, options: SyncOptions | None = None, *, scatter: bool
+) -> PreparedModel:
+    """The same on this rank alone; raises ValueError as `prepare` does."""
     if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
         others = {DistributedDataParallel: "then wrap it", DataParallel: "and wrap it in DistributedDataParallel"}
         then = others.get(type(module), "and shard it with fully_shard: FSDP1 cannot be compressed")
@@ -113,14 +120,23 @@ def prepare(
     options = SyncOptions() if options is None else options
     bring_back(module)
     specs = checked_specs(module, compressor, options, scatter=scatter)
-    handshake(fingerprint(compressor, module, scatter=scatter, settings=settings_of(options)), group)
+    return PreparedModel(compressor, options, specs, scatter, tuple(options.parts))
+
+
+def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup | None = None) -> None:
+    """Ranks that have the same parameters compare them, and their settings. The model is to be attached next.
+
+    Raises:
+        RuntimeError: The ranks differ.
+    """
+    facts = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings_of(prepared.options))
+    handshake(facts, group)
     if dist.get_rank(group) == 0:
-        for sentence in unmatched_patterns(compressor, module):
+        for sentence in unmatched_patterns(prepared.compressor, module):
             _log.warning("%s", sentence)
-        warn_of_missing_parts(options)
+        warn_of_missing_parts(prepared.options)
     _take_over(set(map(id, module.parameters())))
     unattached[module] = None
-    return PreparedModel(compressor, options, specs, scatter, tuple(options.parts))
 
 
 def checked_specs(

@@ -98,12 +98,11 @@ class WeightSync:
     Args:
         coding: How they travel.
         layouts: The sharded modules, by a name for each that is the same in every run.
-        comm: How messages travel to the ranks that share the weights.
+        comms: How messages travel to the ranks that share a module's weights, by its name.
         device: Device of weights.
-        others: The same of those modules whose weights other ranks share, such as experts.
 
     Attributes:
-        comms: All of them, `comm` first.
+        comms: Each once.
         planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, without framing.
         step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
         flags: Where weights that were changed behind the engine's back are noted.
@@ -113,18 +112,16 @@ class WeightSync:
         self,
         coding: WeightCoding,
         layouts: Mapping[str, ModuleLayout],
-        comm: Gathering,
+        comms: Mapping[str, Gathering],
         device: torch.device,
-        others: Mapping[str, Gathering] | None = None,
     ) -> None:
         self.coding = coding
         self.layouts = dict(layouts)
-        self.comm = comm
-        self.comms = list(dict.fromkeys((comm, *(others or {}).values())))
+        self.comms = list(dict.fromkeys(comms.values()))
         self.buffers = WireBuffers(device, several=any(each.is_far for each in self.comms))
         self.flags = StepFlags(device)
         self.modules = {
-            name: ModuleWeights(layout, coding, (others or {}).get(name, comm), device, self.buffers, self.flags)
+            name: ModuleWeights(layout, coding, comms[name], device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
         self.planned_nbytes = sum(module.costs.step_nbytes for module in self.modules.values())
@@ -172,7 +169,8 @@ class WeightSync:
                 message of another layout.
         """
         self.invalidate()
-        self.flags.raise_if_broken(self.comm.rank)
+        rank = self.comms[0].rank
+        self.flags.raise_if_broken(rank)
         promised = [module.promised_nbytes for module in self.modules.values()]
         counted = sum(comm.sent_nbytes for comm in self.comms)
         now = (counted, sum(each for each, _ in promised), sum(framing for _, framing in promised))
@@ -181,7 +179,7 @@ class WeightSync:
         self._before, self._uncoded_nbytes = now, 0
         if not 0 <= sent - expected <= framing:
             raise RuntimeError(
-                f"rank {self.comm.rank} sent {sent} bytes for weights in this step where {expected} and at most"
+                f"rank {rank} sent {sent} bytes for weights in this step where {expected} and at most"
                 f" {framing} of framing were expected: this is a fault of lowbit_strategy, please report it"
             )
 

@@ -190,7 +190,6 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
                 wrapped,
                 prepared,
                 device=self.root_device,
-                mesh=self.data_parallel_mesh,
                 has_scaler=self.loss_scaler is not None,
             )
         )

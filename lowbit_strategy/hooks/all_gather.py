@@ -43,7 +43,6 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
-from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
@@ -102,7 +101,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if self._coded:
             self._weights.count_exact(input_tensor.nbytes * (group.size() - 1))
         what = f"the all-gather of the exact weights of {self._name or 'the model'}"
-        with naming_lost_ranks(group, what, self._weights.comm.describe_step()):
+        with naming_lost_ranks(group, what, self._weights.comms[0].describe_step()):
             return self._stock(output_tensor, input_tensor, group, async_op)
 
     def _begin_forward(self) -> None:
@@ -166,7 +165,6 @@ def install_weights(
     groups: Sequence[ShardedGroup],
     coding: WeightCoding,
     sync: GradientSync,
-    others: Mapping[str, Ranks],
 ) -> None:
     """Give FSDP2 modules their all-gather.
 
@@ -175,18 +173,18 @@ def install_weights(
         groups: What of it ranks share.
         coding: How weights travel.
         sync: The engine: its steps end those of the weights, and their state is saved with its own.
-        others: The ranks that share a module's weights, by its name, where they are not the engine's `ranks`.
     """
     inside = not sync.scatter
     made = {ranks.peers: ranks.gathering(sharded_inside=inside) for ranks in sync.all_ranks}
-    comm, of_others = made[sync.ranks.peers], {name: made[ranks.peers] for name, ranks in others.items()}
-    weights = WeightSync(coding, module_layouts(module, groups), comm, sync.device, of_others)
+    layouts = module_layouts(module, groups)
+    comms = {name: made[sync.state.ranks_of(layout.specs[0].name).peers] for name, layout in layouts.items()}
+    weights = WeightSync(coding, layouts, comms, sync.device)
     order = _StreamOrder(sync.device)
     gathers = {each.name: CodedAllGather(weights, each, module, order, clock_of(sync)) for each in groups}
     for each in groups:
-        gather, own = gathers[each.name], of_others.get(each.name, comm)
+        gather, own = gathers[each.name], comms[each.name]
         if own.is_far:
-            gather.together = [other for name, other in gathers.items() if of_others.get(name, comm) is own]
+            gather.together = [other for name, other in gathers.items() if comms[name] is own]
         each.param_group._all_gather_comm = gather
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)

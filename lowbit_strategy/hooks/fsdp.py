@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
@@ -20,7 +18,6 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup
-from lowbit_strategy.ranks.ranks import Ranks
 
 _SET = (  # by attaching, on the parameter groups of FSDP2
     "_all_gather_comm",
@@ -42,8 +39,6 @@ class FSDPWiring:
         groups: What FSDP2 shards of it.
         sync: Its engine.
         overlapped: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
-        mesh: What FSDP2's own communication reduces over, where the model is sharded over one of its dims.
-        others: Who reduces the gradients of a group, by its name, where it is not the engine's `ranks`.
     """
 
     def __init__(
@@ -52,11 +47,8 @@ class FSDPWiring:
         groups: Sequence[ShardedGroup],
         sync: GradientSync,
         overlapped: OverlappedReducer | None = None,
-        mesh: DeviceMesh | None = None,
-        others: Mapping[str, Ranks] | None = None,
     ) -> None:
-        self._module, self._sync, self._overlapped, self._mesh = module, sync, overlapped, mesh
-        self._groups, self._others = groups, others or {}
+        self._module, self._groups, self._sync, self._overlapped = module, groups, sync, overlapped
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
         for each in groups:
@@ -74,24 +66,15 @@ class FSDPWiring:
             return
         if self._taken is not None:
             self.give_back()
-        install(self._module, self._groups, self._sync, weights, self._overlapped, self._others)
+        install(self._module, self._groups, self._sync, weights, self._overlapped)
         self._taken = weights
 
     def give_back(self) -> None:
-        """Back to FSDP2's communication, which is to reduce over replicas where the model is sharded over one dim."""
+        """Back to FSDP2's communication."""
         if self._taken is not None and self._sync.weights is not None:
             self._sync.weights.end()
         self._taken = None
-        alone = self._sync.scatter or self._sync.ranks.comes_and_goes  # FSDP2 itself reduces over no replica
-        mesh = None if alone else self._mesh
         self._restore()
-        for group, (values, _) in self._stock.items():
-            info = values["mesh_info"]
-            if mesh is None or isinstance(info, HSDPMeshInfo):
-                continue
-            group.mesh_info = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-            if values["post_forward_mesh_info"] == info:
-                _set_post_forward_mesh(group, group.mesh_info)
 
     def _restore(self) -> None:
         for group, (values, wrapped) in self._stock.items():
@@ -130,7 +113,6 @@ def install(
     sync: GradientSync,
     coding: WeightCoding,
     overlapped: OverlappedReducer | None,
-    others: Mapping[str, Ranks],
 ) -> None:
     """Give FSDP2 modules a compressed reduce-scatter, and their all-gather.
 
@@ -142,7 +124,6 @@ def install(
         sync: The engine.
         coding: How weights travel.
         overlapped: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
-        others: See `FSDPWiring`.
 
     Raises:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
@@ -159,7 +140,7 @@ def install(
     }
     for each in groups:
         own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
-        ranks = others.get(each.name, sync.ranks)
+        ranks = sync.state.ranks_of(next(iter(own.values())))
         if sync.scatter:
             reduction: CompressedReduceScatter | HybridReduction = CompressedReduceScatter(
                 each.param_group, own, sync, ranks, overlapped, unused[ranks.peers], between
@@ -168,7 +149,7 @@ def install(
             reduction = HybridReduction(each.param_group, own, sync, ranks, overlapped, unused[ranks.peers])
         reduction.install()
     sync.expect(_reduced(groups, names))
-    install_weights(module, groups, coding, sync, others)
+    install_weights(module, groups, coding, sync)
 
 
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:

@@ -125,7 +125,6 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
                 self.model,
                 prepared,
                 device=self.root_device,
-                mesh=self.data_parallel_mesh,
                 has_scaler=self.loss_scaler is not None,
             )
             self.on_attached(session)

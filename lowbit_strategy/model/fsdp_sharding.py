@@ -251,19 +251,23 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
 
 
 def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
-    """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP): the caller does it.
+    """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP): the caller does it."""
+    for param_group in [each.param_group for each in groups]:
+        info: Any = param_group.mesh_info
+        if isinstance(info, HSDPMeshInfo):
+            set_mesh(param_group, FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim))
+
+
+def set_mesh(param_group: Any, info: Any) -> None:
+    """Over which ranks FSDP2 gathers and reduces.
 
     The mesh after a forward pass must be the same object as the other one: FSDP2 takes two objects for two meshes, and
     would clone a shard of the gathered weights and gather that in backward.
     """
-    for param_group in [each.param_group for each in groups]:
-        info: Any = param_group.mesh_info
-        if not isinstance(info, HSDPMeshInfo):
-            continue
-        param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
-        for place in (param_group, *param_group.fsdp_params):
-            if place.post_forward_mesh_info is info:
-                place.post_forward_mesh_info = param_group.mesh_info
+    before, param_group.mesh_info = param_group.mesh_info, info
+    for place in (param_group, *param_group.fsdp_params):
+        if place.post_forward_mesh_info is before:
+            place.post_forward_mesh_info = info
 
 
 def _called_children(module: nn.Module) -> list[nn.Module]:

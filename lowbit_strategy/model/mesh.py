@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, set_mesh
 from lowbit_strategy.ranks.groups import connected, new_group
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
@@ -50,22 +50,18 @@ def is_hybrid(each: ShardedGroup) -> bool:
     return mesh.ndim > 1
 
 
-def by_rows(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> dict[Rows, list[ShardedGroup]]:
+def by_rows(groups: Sequence[ShardedGroup]) -> dict[Rows, list[ShardedGroup]]:
     """What FSDP2 shards, by the ranks over which its gradients are a mean, those of most ranks first; the same order on
     all ranks. A row has one model together: HSDP has several.
 
     What one rank has alone, such as experts of which each is on one rank, is left out: nothing of it is exchanged.
-
-    Args:
-        groups: What FSDP2 shards.
-        mesh: The mesh of both dims, where modules are sharded over one.
 
     Raises:
         ValueError: Modules are replicated only, or a mesh is not in the order of ranks.
     """
     found: dict[Rows, list[ShardedGroup]] = {}
     for each in groups:
-        found.setdefault(_rows(each, mesh), []).append(each)
+        found.setdefault(_rows(each), []).append(each)
     most = max(found, key=_num_ranks)
     return {rows: found[rows] for rows in (most, *found) if rows == most or _num_ranks(rows) > 1}
 
@@ -102,22 +98,19 @@ def has_other_parts(param: nn.Parameter, rows: Rows, all_rows: Rows) -> bool:
     return {rank for row in all_rows for rank in row} <= set(mesh[reached].tolist())
 
 
-def check_parts(
-    found: Mapping[Rows, Sequence[ShardedGroup]], groups: Iterable[ShardedGroup], mesh: DeviceMesh | None
-) -> None:
+def check_parts(found: Mapping[Rows, Sequence[ShardedGroup]], groups: Iterable[ShardedGroup]) -> None:
     """What is not on the mesh of most ranks must be of a part of the model.
 
     Args:
         found: By `by_rows`.
         groups: All that FSDP2 shards.
-        mesh: See `by_rows`.
 
     Raises:
         ValueError: It is not, and nothing would synchronize it over the other ranks.
     """
     all_rows, of_most = next(iter(found.items()))
     for each in groups:
-        rows = _rows(each, mesh)
+        rows = _rows(each)
         params = [param.sharded_param for param in each.param_group.fsdp_params]
         if not all(has_other_parts(param, rows, all_rows) for param in params if rows != all_rows):
             raise ValueError(
@@ -127,18 +120,28 @@ def check_parts(
             )
 
 
-def _rows(each: ShardedGroup, mesh: DeviceMesh | None) -> Rows:
-    members = dist.get_process_group_ranks(shard_group(each))
-    own: DeviceMesh = each.param_group.mesh_info.mesh
-    if mesh is None or own.ndim > 1:
-        return rows_of(own, name_of(each))
-    rows = rows_of(mesh, name_of(each))
-    if tuple(members) not in rows:
-        raise ValueError(
-            f"{name_of(each)} is sharded over the ranks {members}, which no row of the mesh {list(map(list, rows))}"
-            " has: give compression the mesh of (replicas, ranks that shard one model)"
-        )
-    return rows
+def _rows(each: ShardedGroup) -> Rows:
+    shard_group(each)
+    return rows_of(each.param_group.mesh_info.mesh, name_of(each))
+
+
+def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
+    """Modules that are sharded over one dim of `mesh`, (replicas, ranks that shard one model), are on both: FSDP2's
+    reduction is over replicas as well.
+
+    Raises:
+        ValueError: One is sharded over other ranks.
+    """
+    rows = rows_of(mesh)
+    sharded = [each for each in groups if not is_hybrid(each)]
+    for each in sharded:
+        if (members := tuple(dist.get_process_group_ranks(shard_group(each)))) not in rows:
+            raise ValueError(
+                f"{name_of(each)} is sharded over the ranks {list(members)}, which no row of the mesh"
+                f" {list(map(list, rows))} has: give fully_shard the mesh of (replicas, ranks that shard one model)"
+            )
+    for each in sharded:
+        set_mesh(each.param_group, HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
 
 
 def name_of(each: ShardedGroup) -> str:

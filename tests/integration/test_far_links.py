@@ -62,7 +62,7 @@ def _near_and_far(kind: Kind, compressor: Any, options: dict[str, Any]) -> Facts
             "print": fingerprint(model),
             "residuals": [checksum([r]) for name in sync.specs if (r := sync.state.residual(name)) is not None],
             "sent": peers.sent_nbytes,
-            "weights": None if weights is None else (weights.comm.sent_nbytes, weights.step_nbytes),
+            "weights": None if weights is None else (weights.comms[0].sent_nbytes, weights.step_nbytes),
         }
     return runs
 
@@ -197,7 +197,7 @@ def memory(folder: Path, kind: Kind) -> Facts:
     facts["announced"] = build_report(sync).buffer_nbytes
     if sync.weights is not None:
         facts["weights"] = sync.weights.buffers.nbytes
-        facts["weights ahead"] = sync.weights.comm.ahead_nbytes
+        facts["weights ahead"] = sync.weights.comms[0].ahead_nbytes
         whole = sum(4 * spec.whole.numel for spec in sync.specs.values())
         # on two levels FSDP2's own gradients are gone; the means of the node's ranks wait, and one module is received
         inside = {2: 0, 4: 4 * (256 + 1) * 256}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, LoCo
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.custom_loop import compress
 from testing.processes.ranks import run_ranks
 
 LOCO = LoCo(block_size=32)
@@ -24,18 +24,13 @@ def _net(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
-def _train(session: Session | None, model: nn.Module, num_steps: int = 3) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(num_steps):
         x = torch.randn(8, 32, generator=generator)
         optimizer.zero_grad()
-        if session is not None:
-            session.begin_step()
         (model(x) - x).square().mean().backward()
         optimizer.step()
-        if session is not None:
-            session.end_step(optimizer)
 
 
 def _whole(model: nn.Module) -> list[float]:
@@ -43,11 +38,14 @@ def _whole(model: nn.Module) -> list[float]:
     return [float((p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().sum()) for p in params]
 
 
-def _ddp(group: dist.ProcessGroup | None, seed: int = 0) -> tuple[Session, nn.Module]:
-    net = _net(seed)
-    prepared = prepare(net, LOCO, group=group)
-    model = DistributedDataParallel(net, process_group=group)
-    return attach_ddp(model, prepared), model
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _ddp(group: dist.ProcessGroup | None, seed: int = 0) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model = DistributedDataParallel(_net(seed), process_group=group)
+    optimizer = _sgd(model)
+    return compress(model, optimizer, LOCO), model, optimizer
 
 
 def _all_can_talk(group: dist.ProcessGroup | None) -> float:
@@ -67,9 +65,9 @@ def _some_compress(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rank in (1, 2):
         for at, group in enumerate((by_all, by_members)):
-            session, model = _ddp(group, seed=at)
-            _train(session, model)
-            found[f"weights {at}"] = _whole(model)
+            session, *trained = _ddp(group, seed=at)
+            _train(*trained)
+            found[f"weights {at}"] = _whole(trained[0])
             if at == 0:  # the second stays open while others make groups
                 session.close()
     found["by all"] = _all_can_talk(dist.new_group(list(range(4))))
@@ -77,12 +75,12 @@ def _some_compress(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     found["mesh"] = _all_can_talk(mesh["a"].get_group()) + _all_can_talk(mesh["b"].get_group())
     if rank > 1:  # another part, which the first one's groups overlap
-        session, model = _ddp(_alone([2, 3]))
-        _train(session, model)
-        found["weights 2"] = _whole(model)
-    session, model = _ddp(None)
-    _train(session, model)
-    return found | {"weights 3": _whole(model)}
+        _, *trained = _ddp(_alone([2, 3]))
+        _train(*trained)
+        found["weights 2"] = _whole(trained[0])
+    _, *trained = _ddp(None)
+    _train(*trained)
+    return found | {"weights 3": _whole(trained[0])}
 
 
 def test_some_ranks_compress_and_all_make_groups_afterwards() -> None:
@@ -98,12 +96,12 @@ def test_some_ranks_compress_and_all_make_groups_afterwards() -> None:
 def _disjoint(rank: int, world_size: int) -> dict[str, Any]:
     """Two groups train two models at the same time, one of which begins twice."""
     group = _alone([0, 1] if rank < 2 else [2, 3])
-    session, model = _ddp(group, seed=rank // 2)
-    _train(session, model, 3 if rank < 2 else 5)
+    session, model, optimizer = _ddp(group, seed=rank // 2)
+    _train(model, optimizer, 3 if rank < 2 else 5)
     if rank < 2:
         session.close()
-        session, model = _ddp(group, seed=7)
-        _train(session, model)
+        session, model, optimizer = _ddp(group, seed=7)
+        _train(model, optimizer)
     return {"weights": _whole(model), "all": _all_can_talk(dist.new_group(list(range(4))))}
 
 
@@ -119,14 +117,13 @@ def _hsdp_on_a_part(rank: int, world_size: int, compressor: Any) -> dict[str, An
     """Ranks 1 to 4 of five have a model of two shards twice; rank 0 has nothing to do with it."""
     part = [1, 2, 3, 4]
     mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("replicate", "shard"))
-    group = _alone(part if rank in part else [0])  # all make one: torch 2.14 counts these in the names of all groups
     found: dict[str, Any] = {}
     if rank in part:
         net = _net(0)
-        prepared = prepare(net, compressor, SyncOptions(shard_size=2), scatter=True, group=group)
         fully_shard(net, mesh=mesh)
-        session = attach_fsdp(net, prepared)
-        _train(session, net)
+        optimizer = _sgd(net)
+        compress(net, optimizer, compressor, shard_size=2)
+        _train(net, optimizer)
         found["weights"] = _whole(net)
     return found | {"all": _all_can_talk(dist.new_group(list(range(5))))}
 

@@ -26,7 +26,8 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any, sharded_groups
+from lowbit_strategy.model.mesh import give_replicas
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
@@ -275,7 +276,7 @@ def sharded_on_meta() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data_parallel"))
     prepared_model = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
     shard_any(net, mesh["data_parallel"], torch.device("cpu"), ShardPolicy())
-    attach_fsdp(net, prepared_model, device=torch.device("cpu"), mesh=mesh["replicate", "data_parallel"])
+    attach_fsdp(net, prepared_model, device=torch.device("cpu"))
     return net
 
 
@@ -350,7 +351,7 @@ def refused(folder: Path) -> Facts:
             "differs": prepare_with(1 + rank % 2, scatter=True),
             "ddp": prepare_with(2, scatter=False),
             "size": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"))),
-            "mesh": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"), mesh=mesh)),
+            "mesh": raised(lambda: give_replicas(sharded_groups(net), mesh)),
             "trainer": raised(lambda: trainer(hsdp(shard_size=3), max_steps=1).fit(Regression(), loader())),
             "plugin": raised(lambda: accelerator(own=False, shard_size=3)),
         }

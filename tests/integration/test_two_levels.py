@@ -60,7 +60,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "dense": runs[f"dense_{kind}"],
         "losses": runs[f"loco_{kind}"]["losses"],
         "print": fingerprint(model),
-        "leaving": 0.0 if sync.weights is None else sync.weights.comm.between_nodes(12) / 12,
+        "leaving": 0.0 if sync.weights is None else sync.weights.comms[0].between_nodes(12) / 12,
         "peers": sync.ranks.peers.world_size,
         "world_size": sync.ranks.world_size,
         "sent": sync.ranks.peers.sent_nbytes,

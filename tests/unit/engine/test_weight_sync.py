@@ -39,7 +39,7 @@ class Shards:
         self.specs, self.world, self.dtype = tuple(specs), SimulatedWorld(world_size), dtype
         layout = ModuleLayout(specs=self.specs, dtype=dtype, num_gathers=2)
         self.syncs = [
-            WeightSync(coding, {"net": layout}, gathering, CPU)
+            WeightSync(coding, {"net": layout}, {"net": gathering}, CPU)
             for gathering in gatherings or map(Gathering, self.world.comms)
         ]
         generator = torch.Generator().manual_seed(len(self.specs))
@@ -93,7 +93,7 @@ class Shards:
         return found
 
     def sent(self) -> int:
-        return self.syncs[0].comm.sent_nbytes
+        return self.syncs[0].comms[0].sent_nbytes
 
 
 def by_definition(values: Tensor, world_size: int, bits: int, block_size: int = 128) -> Tensor:
@@ -220,8 +220,8 @@ def test_without_keeping_every_gather_sends() -> None:
 def test_bytes_that_were_not_promised_are_an_error() -> None:
     shards = Shards(WeightCode(), 2)
     shards.gather()
-    assert shards.syncs[1].comm.sent_nbytes > 0
-    shards.syncs[1].comm.sent_nbytes += 1000
+    assert shards.syncs[1].comms[0].sent_nbytes > 0
+    shards.syncs[1].comms[0].sent_nbytes += 1000
     shards.syncs[0].end_step()
     with pytest.raises(RuntimeError, match=r"rank 1 sent \d+ bytes for weights in this step where \d+ and at most"):
         shards.syncs[1].end_step()
@@ -276,7 +276,7 @@ def test_a_message_of_another_layout_is_noticed() -> None:
     shards = Shards(WeightCode(), 2)
     renamed = tuple(TensorSpec(f"other.{spec.name}", spec.shape, spec.role) for spec in SPECS)
     layout = ModuleLayout(specs=renamed, dtype=torch.float32, num_gathers=2)
-    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, Gathering(shards.world.comms[1]), CPU)
+    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, {"net": Gathering(shards.world.comms[1])}, CPU)
     with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
         shards.gather()
 
