@@ -150,7 +150,8 @@ def measure(presets: Iterable[str], device: torch.device, done: Callable[[], Non
     if not torch.distributed.is_initialized():
         return Bench(version=__version__, cluster=cluster)
     topology = find_topology()
-    ranks = make_ranks(None, topology, topology.ranks_per_node if topology.obstacle is None else None, device)
+    size = topology.ranks_per_node if topology.obstacle is None else None
+    ranks = make_ranks(None, replace(topology, node_size=size), device)
     between, inside = measure_links(ranks, device)
     ranks.destroy()
     cluster = slowest_cluster(gathered(replace(cluster, inter_node=between, intra_node=inside)))

@@ -122,11 +122,8 @@ def attach_ddp(
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
-    size, far, intra = prepared.node_size, options.far_links, options.intra
-    dims = describe_dims(getattr(model, "device_mesh", None))
-    ranks = make_ranks(
-        group, prepared.topology, size, device, everyone=everyone, own_world=own_world, far=far, intra=intra, dims=dims
-    )
+    far, dims = options.far_links, describe_dims(getattr(model, "device_mesh", None))
+    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, far=far, dims=dims)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_whole_model(model.module, sync)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
@@ -285,9 +282,8 @@ def _ranks(
     everyone: dist.ProcessGroup | None,
     mesh: DeviceMesh,
 ) -> Ranks:
-    size, dims = prepared.shard_size or prepared.node_size, describe_dims(mesh)
-    far, intra = prepared.options.far_links, prepared.options.intra
-    return make_ranks(group, prepared.topology, size, device, everyone=everyone, far=far, intra=intra, dims=dims)
+    far, dims = prepared.options.far_links, describe_dims(mesh)
+    return make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
 
 
 def _ranks_beside(
@@ -303,7 +299,7 @@ def _ranks_beside(
         ValueError: One of the two has replicas and the other has not.
     """
     size = len(rows[0]) if is_hybrid(found[0]) else None
-    if (size is None) != (prepared.shard_size is None):
+    if (size is None) != (prepared.layout != "hsdp"):
         one, other = ("sharded", "replicated, too") if size is None else ("replicated, too", "sharded")
         raise ValueError(
             f"{name_of(found[0])} is {one}, and the rest of the model is {other} (HSDP): give fully_shard a mesh of"
@@ -452,7 +448,7 @@ def make_engine(
         prepared.specs,
         ranks,
         device,
-        scatter=prepared.scatter and prepared.shard_size is None,
+        scatter=prepared.layout == "fsdp",
         others=others,
         seed=options.seed,
         skips_overflow=has_scaler,

@@ -37,35 +37,31 @@ _log = logging.getLogger("lowbit_strategy")
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that all ranks agree on."""
+    """A model that all ranks agree on. Its ranks, and whether FSDP2 has replicas (HSDP), are known once it is attached.
+
+    Args:
+        layout: What wraps the model.
+        topology: The ranks over which its gradients are a mean.
+    """
 
     compressor: Compressor
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
-    scatter: bool
+    layout: Layout
     parts: tuple[Part, ...]  # that options bring
-    topology: Topology = Topology(1)  # noqa: RUF009 (frozen); this and the next are known once the model is attached
-    shard_size: int | None = None
+    topology: Topology = Topology(1)  # noqa: RUF009 (frozen)
 
     @property
-    def layout(self) -> Layout:
-        """What wraps the model."""
-        return "ddp" if not self.scatter else "fsdp" if self.shard_size is None else "hsdp"
-
-    @property
-    def node_size(self) -> int | None:
-        """Ranks per node with two levels; None: one level."""
-        one_level = self.options.two_level is False or self.options.rounds is not None  # every rank steps by itself
-        if self.shard_size is not None or one_level or self.topology.obstacle is not None:
-            return None
-        return self.topology.ranks_per_node
+    def scatter(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.layout != "ddp"
 
     @property
     def weights(self) -> WeightCoding | None:
         """How FSDP2's travel. Unless chosen: exactly under HSDP, where they stay inside a node with fast links."""
         if not self.scatter:
             return None
-        unchosen = Exact() if self.shard_size is not None else default_weights(self.compressor)
+        unchosen = Exact() if self.layout == "hsdp" else default_weights(self.compressor)
         return self.options.weights or unchosen
 
     @property
@@ -111,7 +107,12 @@ def prepare(
 def checked(
     module: nn.Module, compressor: Compressor | str, options: SyncOptions | None = None, *, scatter: bool
 ) -> PreparedModel:
-    """The same on this rank alone; raises ValueError as `prepare` does."""
+    """What `prepare` returns, checked on this rank alone.
+
+    Raises:
+        ValueError: See `prepare`.
+        RuntimeError: A compiler setting bypasses hooks.
+    """
     if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
         others = {DistributedDataParallel: "then wrap it", DataParallel: "and wrap it in DistributedDataParallel"}
         then = others.get(type(module), "and shard it with fully_shard: FSDP1 cannot be compressed")
@@ -119,8 +120,16 @@ def checked(
     compressor = as_compressor(compressor)
     options = SyncOptions() if options is None else options
     bring_back(module)
-    specs = checked_specs(module, compressor, options, scatter=scatter)
-    return PreparedModel(compressor, options, specs, scatter, tuple(options.parts))
+    options.check_layout(scatter=scatter)
+    specs = tuple(describe_parameters(module))
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
+    refuse_sparse_gradients(module)
+    for part in options.parts:
+        part.check_model(compressor, specs)
+    if not scatter:
+        refuse_python_reducer()
+    return PreparedModel(compressor, options, specs, "fsdp" if scatter else "ddp", tuple(options.parts))
 
 
 def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup | None = None) -> None:
@@ -139,29 +148,13 @@ def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup
     unattached[module] = None
 
 
-def checked_specs(
-    module: nn.Module, compressor: Compressor, options: SyncOptions, *, scatter: bool
-) -> tuple[TensorSpec, ...]:
-    """The parameters to synchronize, if model, compressor and options go together. Not a collective.
-
-    Raises:
-        ValueError: They do not.
-        RuntimeError: A compiler setting bypasses hooks.
-    """
-    options.check_layout(scatter=scatter)
-    specs = tuple(describe_parameters(module))
-    if not specs:
-        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
-    refuse_sparse_gradients(module)
-    for part in options.parts:
-        part.check_model(compressor, specs)
-    if not scatter:
-        refuse_python_reducer()
-    return specs
-
-
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
     """A checked configuration on the ranks that there are.
+
+    Args:
+        prepared: The configuration.
+        topology: The ranks.
+        shard_size: HSDP: how many of them have one model together.
 
     Raises:
         ValueError: An option does not suit them.
@@ -169,7 +162,10 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     options = prepared.options
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
-    prepared = replace(prepared, topology=topology, shard_size=shard_size)
+    node_size, layout = shard_size, prepared.layout if shard_size is None else "hsdp"
+    if shard_size is None and topology.obstacle is None and options.two_level is not False and options.rounds is None:
+        node_size = topology.ranks_per_node  # with an outer rule every rank steps by itself
+    prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size, intra=options.intra))
     for part in prepared.parts:
         part.check_ranks(prepared)
     if options.intra is not None and (obstacle := _nothing_inside(prepared)) is not None:
@@ -180,16 +176,16 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
 def _nothing_inside(prepared: PreparedModel) -> str | None:
     """Why no sums are formed inside a node before they are compressed; None: they are."""
     options, topology = prepared.options, prepared.topology
-    if prepared.shard_size is None:
-        if prepared.node_size is not None:
+    if prepared.layout != "hsdp":
+        if topology.node_size is not None:
             return None
         if options.rounds is not None:
             return "under DDP each rank takes local steps by itself"
         return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
-    if prepared.shard_size == 1:
+    if topology.num_parts == 1:
         return "one rank has a whole model (shard_size=1)"
     others = options.rounds is not None and options.rounds.comes_and_goes
-    return None if others or prepared.shard_size != topology.world_size else "all ranks share one model"
+    return None if others or topology.num_peers > 1 else "all ranks share one model"
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.accelerate.options import AXES, check_served
-from lowbit_strategy.attach.prepare import PreparedModel, checked_specs, on_ranks
+from lowbit_strategy.attach.prepare import checked, on_ranks
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.autoload import VARIABLE
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -120,14 +120,12 @@ def plan(
     Raises:
         ValueError, RuntimeError: As `prepare` would on these nodes.
     """
-    specs = checked_specs(module, compressor, options, scatter=planned.scatter)
+    prepared = checked(module, compressor, options, scatter=planned.scatter)
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
     topology = Topology(planned.world_size, nodes)
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = PreparedModel(compressor, options, specs, planned.scatter, tuple(options.parts))
     prepared = on_ranks(prepared, topology, shard_size)
-    node_size = prepared.shard_size or prepared.node_size
-    topology = replace(prepared.topology, node_size=node_size, intra=options.intra)
+    topology = prepared.topology
     chosen = Dense() if topology.num_peers == 1 else prepared.compressor
     chosen.check(prepared.specs)
     parts = topology.own_parts(prepared.specs, sharded=prepared.layout == "fsdp")

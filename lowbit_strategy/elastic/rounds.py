@@ -90,10 +90,11 @@ class ElasticRounds(RoundRule):
                 f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
                 ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
             )
-        if prepared.scatter and prepared.shard_size != num_ranks:
+        shard_size = prepared.topology.node_size
+        if prepared.scatter and shard_size != num_ranks:
             raise ValueError(
                 f"elastic serves nodes that share one model, and this one has {num_ranks} ranks with"
-                f' shard_size={prepared.shard_size}: give shard_size="node", and start each node as its own run'
+                f' shard_size={shard_size}: give shard_size="node", and start each node as its own run'
             )
         inside = None
         if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
@@ -104,7 +105,7 @@ class ElasticRounds(RoundRule):
 
     def _facts(self, prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:
         """What is the same on all replicas."""
-        settings = settings_of(prepared.options) | {"shard_size": prepared.shard_size}
+        settings = settings_of(prepared.options) | {"shard_size": prepared.topology.node_size}
         same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
         same |= to_plain("outer", self._rule)
         for own in ("elastic", "memory"):

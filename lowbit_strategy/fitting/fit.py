@@ -35,7 +35,7 @@ class MemoryLimit(Part):
         """Unchanged without a limit."""
         if self._memory is None and device.type != "cuda":
             return prepared
-        shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
+        shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": ranks.topology.num_parts}[prepared.layout]
         own_numel = sum(spec.numel for spec in prepared.specs) // shards
         room, limit = room_for(self._memory, device, ranks, own_numel)
         assert room is not None

@@ -291,28 +291,26 @@ class Ranks:
 def make_ranks(
     group: dist.ProcessGroup | None,
     topology: Topology,
-    size: int | None,
     device: torch.device,
     *,
     everyone: dist.ProcessGroup | None = None,
     own_world: bool = False,
     far: bool | None = None,
-    intra: int | None = None,
     dims: str = "",
 ) -> Ranks:
-    """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks of `group`.
+    """Groups of ranks that together reduce whole parameters, and groups of those that reduce the same part; call on all
+    ranks of `group`.
 
     Args:
         group: The ranks over which gradients are a mean.
-        topology: Their nodes.
-        size: Ranks that together reduce whole parameters; None: each reduces whole parameters with all others.
+        topology: The same as numbers.
         device: Device of gradients.
         everyone: All ranks that hold a part of the model, where they are more.
         own_world: Make a group of the ranks of `group`, too, because another thread uses it.
         far: Whether peers are far apart, on CPU; None: measure it.
-        intra: See `Ranks`.
-        dims: Likewise.
+        dims: See `Ranks`.
     """
+    size = topology.node_size
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)  # some backends have none
@@ -344,7 +342,7 @@ def make_ranks(
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,
         own=(*own, intra_node, peers),
-        intra=intra,
+        intra=topology.intra,
         column=column,
         dims=dims,
     )

@@ -44,7 +44,7 @@ class SecondMomentOption(Part):
             )
 
     def check_ranks(self, prepared: PreparedModel) -> None:
-        if self._chosen and prepared.node_size is not None and not prepared.scatter:
+        if self._chosen and prepared.topology.node_size is not None and not prepared.scatter:
             raise ValueError(
                 "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or"
                 ' FSDP2 with shard_size="node"'
@@ -63,7 +63,7 @@ class SecondMomentOption(Part):
     def extra(self, prepared: PreparedModel) -> Extra:
         chosen = self._chosen
         if chosen is None:  # as few bits need it
-            one_level = prepared.scatter or prepared.node_size is None
+            one_level = prepared.scatter or prepared.topology.node_size is None
             chosen = one_level and needs_squares(prepared.compressor, prepared.specs)
         if prepared.options.rounds is not None or not chosen:
             return NoSquares()

@@ -183,7 +183,8 @@ class Same:
         options = SyncOptions(**(self.layout.options or {}))
         prepared = prepare(model, COMPRESSOR, options, scatter=self.layout.fsdp)
         if self.layout.fsdp:
-            size = prepared.shard_size or world_size
+            asked = options.shard_size
+            size = self.layout.per_node if asked == "node" else asked or world_size
             mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("replicas", "shards"))
             shard_any(model, mesh["shards"], CPU, ShardPolicy(min_numel=self.min_shard_numel))
             wrapped: Any = model

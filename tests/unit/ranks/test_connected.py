@@ -21,7 +21,7 @@ def test_every_group_has_been_used_when_a_step_begins(size: int | None, apart: b
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         with on_cuda(), Operations() as operations:
-            groups = make_ranks(None, Topology(4, (2, 2)), size, CUDA, own_world=apart)
+            groups = make_ranks(None, Topology(4, (2, 2), node_size=size), CUDA, own_world=apart)
         used = [name for name in operations.names if "allreduce" in name or "alltoall" in name or "_to_copy" in name]
         assert (
             used == ["c10d.allreduce_.default", "c10d.alltoall_base_.default", "aten._to_copy.default"] * num_groups
