@@ -27,9 +27,11 @@ from lowbit_strategy.control.base import (
     Telemetry,
     labels,
 )
-from lowbit_strategy.engine.bucket import Bucket, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import ROUNDS_KEY, StepPhase
+from lowbit_strategy.engine.interfaces import ROUNDS_KEY
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
+from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
 from lowbit_strategy.telemetry.run_record import metric_name
@@ -48,7 +50,7 @@ class Event(NamedTuple):
     switch: Switch
 
 
-class AdaptiveDriver:
+class AdaptiveDriver(BucketObserver, StepListener):
     """A controller at work. Once a step begins, on every rank:
 
     1. what the last step has shown, summed over ranks, goes to the controller
@@ -68,7 +70,6 @@ class AdaptiveDriver:
         learning_rate_factor: On top of the scheduler's learning rate; likewise.
     """
 
-    traces = False
     accounts = False
 
     def __init__(
@@ -192,9 +193,6 @@ class AdaptiveDriver:
         yield from stages
         if probe.accumulate == "mean":
             self._add(views, "mean")
-
-    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
-        """Not asked for: levels are tried on gradients regardless of those in force."""
 
     def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
         sync = self.sync

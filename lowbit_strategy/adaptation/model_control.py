@@ -30,7 +30,7 @@ from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_fields, leve
 from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.parameters import handshake
@@ -88,7 +88,7 @@ Log = Callable[[dict[str, float], int], Any]
 _log = logging.getLogger("lowbit_strategy")
 
 
-class ModelControl:
+class ModelControl(StepListener):
     """The control of one engine.
 
     Args:

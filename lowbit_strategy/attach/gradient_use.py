@@ -94,21 +94,19 @@ class GradientUse:
         if not owned:
             return
         self.check_optimizer(optimizer)
-        if (model := self.ddp_of()) is not None and self._sync.rounds is None and not self._sync.ranks.alone:
+        sync, transactions = self._sync, self._sync.transactions
+        is_reduced = sync.rounds is None
+        if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:
             check_synchronizes(model)
         self._optimizers[optimizer] = None
-        sync = self._sync
         stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]
         self.stepped.update(stepped)
-        if sync.rounds is None:
-            open_ones = sync.transactions.prepared | set(sync.transactions.undecided)
-            sync.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
-        if not stepped:
-            return
-        reduced = sync.rounds is not None or not sync.transactions.prepared.isdisjoint(stepped)
-        if reduced:
+        if is_reduced:
+            open_ones = transactions.prepared | set(transactions.undecided)
+            transactions.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
+        if stepped and not (is_reduced and transactions.prepared.isdisjoint(stepped)):
             sync.follower.stepped(optimizer)
-        if sync.rounds is None:
+        if stepped and is_reduced:
             self._settle({name: owned[name] for name in stepped})
             sync.commit(stepped)
 
@@ -139,9 +137,9 @@ class GradientUse:
         cleared = [name for name in prepared if self._params[name].grad is None]
         cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
         if cleared and sync.skips_overflow and sync.has_overflowed():
-            sync.roll_back(cleared)
+            sync.transactions.roll_back(cleared)
         elif cleared:
-            sync.set_aside(cleared)
+            sync.transactions.set_aside(cleared)
 
     def note_delivered(self) -> None:
         """A backward pass is about to reduce: if gradients have been cleared without a step, note what it delivers."""

@@ -15,20 +15,13 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.followed_rates import FollowedRates
-from lowbit_strategy.engine.interfaces import (
-    Follower,
-    Listeners,
-    NodeMeans,
-    PartState,
-    RankState,
-    Rounds,
-    Stateful,
-    StepPhase,
-)
+from lowbit_strategy.engine.interfaces import NodeMeans, PartState, RankState, Rounds, Stateful
+from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.engine.transactions import Transactions
+from lowbit_strategy.engine.schedule import Stages
+from lowbit_strategy.engine.transactions import Follower, Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
@@ -309,12 +302,10 @@ class GradientSync:
         if not self.skips_overflow:
             self.transactions.commit(names)
 
-    def roll_back(self, names: Iterable[str] | None = None) -> None:
-        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun."""
-        closed = self.transactions.roll_back(names)
-        self.follower.roll_back(closed)
-        if names is None:
-            self._clear_step()
+    def roll_back(self) -> None:
+        """All reduced gradients were thrown away, on all ranks, as if no step had begun."""
+        self.transactions.roll_back()
+        self._clear_step()
 
     def has_overflowed(self) -> bool:
         """Whether a pass of the open step has given any rank inf or NaN; on all ranks together."""
@@ -323,28 +314,21 @@ class GradientSync:
         self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
         return overflowed
 
-    def set_aside(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters were cleared, on all ranks: `Transactions.settle` tells what for."""
-        closed = self.transactions.set_aside(names)
-        self.follower.roll_back(closed)
-
     @contextmanager
     def taken_back(self) -> Iterator[None]:
         """A context in which methods have what they had before all open reductions."""
         if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
             yield
             return
-        with self.transactions.taken_back(), self.follower.taken_back(self.transactions.prepared):
+        with self.transactions.taken_back():
             yield
 
     def withdraw(self, names: Iterable[str]) -> None:
         """No rank had a gradient of these parameters: their reductions, of zeros, have not been. In rounds what is open
         is no gradient's.
         """
-        if self.rounds is not None:
-            return
-        closed = self.transactions.withdraw(names)
-        self.follower.roll_back(closed)
+        if self.rounds is None:
+            self.transactions.withdraw(names)
 
     def _clear_step(self) -> None:
         self._entered.clear()
@@ -421,7 +405,6 @@ class GradientSync:
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
         self.transactions.keep(names)
-        self.follower.keep(names)
         yield from stages
 
     def _bounding(self, bucket: Bucket, x: Tensor, out: Tensor, limit: float, stages: Stages) -> Stages:
@@ -508,10 +491,6 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
-    def follow(self, follower: Follower, extra: Extra) -> None:
-        """Call `follower` when an optimizer has stepped on what was reduced; `extra`: what ranks exchange for it."""
-        self.follower, self.extra = follower, extra
-
     def save_with(self, name: str, part: Stateful) -> None:
         """Save and restore `part`, the same on all ranks, with the residuals."""
         self.extra_state[name] = part
@@ -523,6 +502,12 @@ class GradientSync:
     def save_parts(self, name: str, part: PartState) -> None:
         """The same for state of which ranks have parts."""
         self.part_state[name] = part
+
+    def follow(self, follower: Follower, extra: Extra) -> None:
+        """Call `follower` when an optimizer has stepped on what was reduced; `extra`: what ranks exchange for it."""
+        tallies = self.transactions.tallies
+        tallies[:] = [follower, *(each for each in tallies if each is not self.follower)]
+        self.follower, self.extra = follower, extra
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """Continue where a checkpoint was; the compressor's phase follows."""

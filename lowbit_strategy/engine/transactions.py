@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
@@ -14,20 +15,38 @@ from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
 
 
-class Tally(Protocol):
-    """What is added up over reductions. Only those that are used count."""
+class Tally:
+    """What goes with reductions. It does nothing: what derives from this overrides what concerns it."""
+
+    def keep(self, names: Collection[str]) -> None:
+        """These parameters are about to be reduced, and the reduction may be rolled back."""
 
     def commit(self, names: Collection[str]) -> None:
         """The open reductions of these parameters are used."""
 
     def roll_back(self, names: Collection[str]) -> None:
-        """Those, and the ones that were set aside, are thrown away."""
+        """Those are thrown away."""
 
     def set_aside(self, names: Collection[str]) -> None:
-        """What becomes of the open ones will be known later."""
+        """Their gradients were cleared: what becomes of them will be known later."""
+        self.roll_back(names)
 
     def settle(self, names: Collection[str], *, used: bool) -> None:
         """It is known what became of those that were set aside."""
+
+    def taken_back(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """A context, for a checkpoint, in which what is kept of these parameters is as before their reductions."""
+        return nullcontext()
+
+
+class Follower(Tally):
+    """Nobody. Who follows gradients to the optimizers' steps derives from this."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped on what was reduced."""
+
+    def name_parameters(self) -> None:
+        """The model has others now."""
 
 
 class Transactions:
@@ -78,6 +97,8 @@ class Transactions:
         """The state of these parameters is about to change: copy it. In the stream and thread that change it."""
         self._copies.take(names)
         self._begun |= self.prepared.intersection(names)
+        for tally in self.tallies:
+            tally.keep(names)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
@@ -86,19 +107,16 @@ class Transactions:
         for tally in self.tallies:
             tally.commit(closed)
 
-    def roll_back(self, names: Iterable[str] | None = None) -> set[str]:
-        """The gradients of these parameters were thrown away; None: of all. Returns those that were open."""
-        undecided = self._aside.keys() if names is None else self._aside.keys() & set(names)
-        closed = self._take_back(names)
-        for tally in self.tallies:
-            tally.roll_back(closed | undecided)
-        self._aside = {name: kept for name, kept in self._aside.items() if name not in undecided}
-        return closed
+    def roll_back(self, names: Collection[str] | None = None) -> None:
+        """The gradients of these parameters were thrown away; None: of all."""
+        self.settle(list(self._aside if names is None else names), used=False)
+        self._take_back(names)
 
-    def set_aside(self, names: Iterable[str]) -> set[str]:
-        """The gradients of these parameters were cleared. Returns those that were open."""
+    def set_aside(self, names: Collection[str]) -> None:
+        """The gradients of these parameters were cleared."""
         if not self.keeps_copies:
-            return self.roll_back(names)
+            self.roll_back(names)
+            return
         names = [name for name in names if name in self.prepared]
         for name in names:
             live = self._state.tensors(name)
@@ -108,10 +126,9 @@ class Transactions:
             else:
                 mean = {key: tensor.clone() for key, tensor in live.items()}
             self._aside[name] = count + 1, mean
-        closed = self._take_back(names)
+        closed = self._restored(names)
         for tally in self.tallies:
             tally.set_aside(closed)
-        return closed
 
     def settle(self, names: Iterable[str], *, used: bool) -> None:
         """An optimizer steps these parameters. `used`: on what was made of the gradients of reductions set aside."""
@@ -140,13 +157,16 @@ class Transactions:
         """A context in which the state is as before all open reductions, whose gradients no checkpoint has."""
         after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.prepared}
         self._restore(after)
-        with self._state.carryover.taken_back(after):
+        with ExitStack() as others:
+            others.enter_context(self._state.carryover.taken_back(after))
+            for tally in self.tallies:
+                others.enter_context(tally.taken_back(after))
             yield
         for name, tensors in after.items():
             copy_(self._state.tensors(name), tensors)
 
-    def withdraw(self, names: Iterable[str]) -> set[str]:
-        """No rank had a gradient of these parameters: zeros were reduced. Returns those that were open.
+    def withdraw(self, names: Iterable[str]) -> None:
+        """No rank had a gradient of these parameters: zeros were reduced.
 
         The state is what it was before. Without copies it is if zeros leave it so (`Method.rests`), else forgotten.
         """
@@ -155,11 +175,11 @@ class Transactions:
             for name in (() if self.keeps_copies else names)
             if name in self.prepared and self._state.assignments[name].method.rests(self._state.specs[name])
         ]
-        self._state.carryover.roll_back(self._close(resting))
-        closed = self._take_back(names).union(resting)
+        closed = self._close(resting)
+        self._state.carryover.roll_back(closed)
         for tally in self.tallies:
             tally.roll_back(closed)
-        return closed
+        self._take_back(names)
 
     def forget(self) -> None:
         """Methods or their state have been changed: what is open is committed, copies are dropped."""
@@ -168,7 +188,14 @@ class Transactions:
         self.roll_back()
         self._copies = Copies(self._state)
 
-    def _take_back(self, names: Iterable[str] | None) -> set[str]:
+    def _take_back(self, names: Iterable[str] | None) -> None:
+        """Open reductions of these parameters are thrown away; None: of all."""
+        closed = self._restored(names)
+        for tally in self.tallies:
+            tally.roll_back(closed)
+
+    def _restored(self, names: Iterable[str] | None) -> set[str]:
+        """The state is as before the open reductions of these parameters, which are closed. Returns which they were."""
         self._restore(self.prepared if names is None else self.prepared.intersection(names))
         closed = self._close(names)
         self._state.carryover.roll_back(closed)

@@ -21,8 +21,9 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import TURN, BucketLayout, Stages
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.schedule import TURN, Stages
 from lowbit_strategy.ranks.ranks import Ranks
 
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import TURN_AFTER, BucketLayout, BucketSchedule, Stages
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.schedule import TURN_AFTER, BucketSchedule, Stages
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import bring_back, named_parameters

@@ -28,8 +28,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import sum_rows
-from lowbit_strategy.engine.bucket import BucketLayout, Stages
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, UnusedParameters

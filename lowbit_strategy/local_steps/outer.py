@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
 from lowbit_strategy.local_steps.fragment import (
     AnchorOptimizer,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from lowbit_strategy.engine.interfaces import Follower
+from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.model.parameters import local_part
 
 _DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient

@@ -15,7 +15,7 @@ from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Follower
+from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +29,12 @@ from torch.optim import Optimizer
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Follower, StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.method_state import CarryOver
+from lowbit_strategy.engine.schedule import Stages
+from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.parameters import flat_part, local_part, shaped
@@ -132,7 +134,7 @@ class _ParamStats:
             old.copy_(torch.where(is_usable, kept * old.float() + (1 - kept) * new, old))
 
 
-class SecondMoment(Follower):
+class SecondMoment(Follower, BucketObserver, StepListener):
     """Looks at gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
 
     Args:
@@ -141,8 +143,6 @@ class SecondMoment(Follower):
     """
 
     name = "second_moment"
-    traces = False
-    accounts = True
 
     def __init__(self, sync: GradientSync, module: nn.Module) -> None:
         self._sync = sync
@@ -176,9 +176,6 @@ class SecondMoment(Follower):
     def begin_step(self) -> SecondMoment:
         return self
 
-    def end_step(self, *, counted: bool) -> None:
-        """All is done."""
-
     def _bind_context(self, context: BucketContext) -> None:
         """Methods have changed, or ranks."""
         self._context, self._comm = context, context.comm
@@ -201,9 +198,6 @@ class SecondMoment(Follower):
         self._known = {name: known for name, known in self._known.items() if name in self._specs}
 
     # -- gradients ------------------------------------------------------------------------------------------------
-
-    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
-        """Not requested."""
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`, which reduce `x` into `out`, and in some steps exchange squares after them."""
@@ -318,22 +312,20 @@ class SecondMoment(Follower):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def keep(self, names: Sequence[str]) -> None:
-        """These parameters are about to be reduced, and the reduction may be rolled back."""
+    def keep(self, names: Collection[str]) -> None:
         self._kept = {
             name: replace(known, sums=_copy(known.sums), decoded_sums=_copy(known.decoded_sums))
             for name in names
             if (known := self._known.get(name)) is not None
         } | {name: kept for name, kept in self._kept.items() if name not in names}
 
-    def roll_back(self, names: Iterable[str]) -> None:
-        """It was."""
+    def roll_back(self, names: Collection[str]) -> None:
         for name in names:
             self._known.pop(name, None)
         self._known |= {name: self._kept.pop(name) for name in names if name in self._kept}
 
     @contextmanager
-    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
+    def taken_back(self, names: Collection[str]) -> Iterator[None]:
         known = self._known
         before = {name: self._kept[name] for name in names if name in self._kept}
         self._known = {name: each for name, each in known.items() if name not in names} | before

@@ -14,8 +14,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.kernels.reference.rng import hash32, sample_positions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair

@@ -15,9 +15,10 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.control.base import GroupBy, grouped
 from lowbit_strategy.control.guard import Reading
-from lowbit_strategy.engine.bucket import Bucket, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
+from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
@@ -124,7 +125,7 @@ def _seconds(stretches: Sequence[tuple[Moment, Moment]]) -> float:
     return sum(seconds_between(began, ended) for began, ended in stretches)
 
 
-class Observer:
+class Observer(BucketObserver, StepListener):
     """Observes the steps that `wants` names and keeps the last `Observation`.
 
     Args:

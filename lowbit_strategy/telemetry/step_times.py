@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.options.sizes import binary_size
@@ -124,7 +124,7 @@ def clock_of(sync: GradientSync) -> StepClock:
     return _clocks[sync]
 
 
-class StepTimes:
+class StepTimes(StepListener):
     """Times some steps on this rank and reports them once. Nothing is sent or allocated for that.
 
     1. `WARM_STEPS` steps pass
@@ -138,9 +138,6 @@ class StepTimes:
         self._sync, self._clock = sync, clock_of(sync)
         self._num_steps = self._sent_before = 0
         sync.listeners.add(self, StepPhase.RECORD)
-
-    def begin_step(self) -> None:
-        """Nothing is looked at."""
 
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""

@@ -92,9 +92,7 @@ class WindowSums(Tally):
         _move(names, self._open, self._sums)
 
     def roll_back(self, names: Collection[str]) -> None:
-        for name in names:
-            self._open.pop(name, None)
-            self._aside.pop(name, None)
+        _move(names, self._open, {})
 
     def set_aside(self, names: Collection[str]) -> None:
         _move(names, self._open, self._aside)

@@ -15,7 +15,7 @@ from lowbit_strategy import LoCo, PowerSGD, TopK
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control import Phase, Schedule
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.lightning import AdaptiveCompression
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.regression import KINDS, Regression, loader, mlp, strategy, trainer

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepPhase
 from testing.log import listen
 from testing.processes.scenarios import Facts, none, raised, scenarios
 from testing.training.comparing import fingerprint

@@ -27,7 +27,7 @@ from lowbit_strategy.control import (
     Static,
     Telemetry,
 )
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import check_stop_and_resume
@@ -82,14 +82,14 @@ def test_accumulated_norms(source: str, scatter: bool) -> None:
 def test_gradients_that_are_thrown_away_are_not_accumulated(source: str, keeps_copies: bool) -> None:
     """A spike is taken back, or cleared before a step of another gradient."""
     found = []
-    for spike in (None, GradientSync.roll_back, GradientSync.set_aside):
+    for spike in (None, Transactions.roll_back, Transactions.set_aside):
         recorder = Recorder(Probe(accumulate=source, square=True), read_every=3)
         sync = engine(LoCo(bits=4), keeps_copies=keeps_copies)
         AdaptiveDriver(recorder).attach(sync)
         for step in range(4):
             if step == 1 and spike is not None:
                 reduce_step(sync, gradients(9, scale=1e3), end=False)
-                spike(sync, list(sync.specs))
+                spike(sync.transactions, list(sync.specs))
                 sync.transactions.settle(list(sync.specs), used=False)
                 sync._clear_step()
             reduce_step(sync, gradients(step))
@@ -105,7 +105,7 @@ def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
     sync = engine(LoCo(bits=4))
     AdaptiveDriver(recorder).attach(sync)
     reduce_step(sync, gradients(0), end=False)
-    sync.set_aside(list(sync.specs))
+    sync.transactions.set_aside(list(sync.specs))
     reduce_step(sync, gradients(1), end=False)
     sync.transactions.settle(list(sync.specs), used=True)
     sync.end_step()

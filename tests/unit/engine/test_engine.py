@@ -9,7 +9,7 @@ from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import StepPhase
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna
@@ -167,7 +167,7 @@ def test_copies_follow_the_loss_scale(name: str, discard: str) -> None:
             reduce_step(sync, gradients(step, scale=scale), end=False)
             sync.end_step(None if step == 0 else [W0])
         sync.begin_step(scales[2])
-        getattr(sync, discard)(sync.transactions.prepared.copy())
+        getattr(sync.transactions, discard)(sync.transactions.prepared.copy())
         residuals = {spec.name: sync.state.residual(spec.name) for spec in SPECS}
         found.append({each: x / scales[2] for each, x in residuals.items() if x is not None})
     plain, scaled = found

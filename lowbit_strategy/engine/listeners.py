@@ -1,0 +1,80 @@
+"""Who is called when a step begins and ends.
+
+| phase | who | may |
+|---|---|---|
+| `DECIDE` | controllers | give parameters other methods |
+| `OBSERVE` | monitors | look at what the methods make of the gradients |
+| `RECORD` | everyone else | read |
+
+A step begins in this order. It ends with what observers have measured, then decisions, then records. Within a phase the
+order is that of subscription. A rank may end its step alone; what ranks exchange about it comes `together`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from enum import IntEnum
+
+from lowbit_strategy.engine.bucket import BucketObserver
+
+
+class StepPhase(IntEnum):
+    """When a listener is called."""
+
+    DECIDE = 0
+    OBSERVE = 1
+    RECORD = 2
+
+
+class StepListener:
+    """Someone who measures, decides or records. It does nothing: what derives from this overrides what concerns it."""
+
+    def begin_step(self) -> BucketObserver | None:
+        """Begin a step, before anything of it is reduced. Returns who looks at the step's buckets."""
+        return None
+
+    def end_step(self, *, counted: bool) -> None:
+        """The step is over, on this rank. `counted`: it did not overflow."""
+
+
+_END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
+
+
+class Listeners:
+    """The listeners of one engine, by phase."""
+
+    def __init__(self) -> None:
+        self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
+        self._together: list[Callable[[], None]] = []
+
+    def __getitem__(self, phase: StepPhase) -> list[StepListener]:
+        return self._by_phase[phase]
+
+    def add(self, listener: StepListener, phase: StepPhase) -> None:
+        self[phase].append(listener)
+
+    def remove(self, listener: StepListener) -> None:
+        for listeners in self._by_phase.values():
+            if listener in listeners:
+                listeners.remove(listener)
+
+    def begin_step(self, phase: StepPhase) -> list[BucketObserver]:
+        """Returns the observers of the step's buckets."""
+        observers = [listener.begin_step() for listener in self[phase]]
+        return [observer for observer in observers if observer is not None]
+
+    def end_step(self, *, counted: bool) -> None:
+        for phase in _END_ORDER:
+            for listener in list(self[phase]):
+                listener.end_step(counted=counted)
+
+    def together(self, call: Callable[[], None]) -> None:
+        """`call` when all ranks have ended the step: it may exchange something. Of listeners in `end_step`."""
+        self._together.append(call)
+
+    def meet(self) -> None:
+        """All ranks have ended the step."""
+        calls, self._together = self._together, []
+        for call in calls:
+            call()

@@ -1,0 +1,141 @@
+"""In which order buckets advance: DDP's, and those of a round, the same on all ranks.
+
+A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
+the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue
+collectives in the same order. A bucket whose message is on its way to ranks far apart is not waited for until all
+buckets have left; the last ones may have to sum inside a node before, and come first.
+
+Ranks of one node reduce different parts of a bucket, in more exchanges or fewer: a part may be empty. So what comes
+inside the node afterwards waits for its turn (`TURN`), which depends on the number of buckets alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Pending
+
+
+class _Turn:
+    """Nothing travels: the next exchange is inside the node, whose ranks begin it together."""
+
+    def wait(self) -> None:
+        return None
+
+
+TURN = _Turn()
+Stages = Iterator[Pending | None]
+TURN_AFTER = 3  # buckets: one sums inside the node, one is on its way to its owners and one on its way back
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """What is reduced as one: a bucket, or a part of the first one.
+
+    Args:
+        stages: Reduce it.
+        unfinished: The stages of all pieces that the future waits for.
+        result: What the future gets.
+        future: The bucket's.
+    """
+
+    stages: Stages
+    unfinished: list[Stages]
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    _pending: Pending | None = None
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it waits for a message that does not take long."""
+        return self._pending is not None and not self.is_far
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what travels takes long."""
+        return getattr(self._pending, "is_far", False)
+
+    @property
+    def awaits_turn(self) -> bool:
+        return self._pending is TURN
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether it goes on with the last bucket of the pass."""
+        return self._pending is None
+
+    def advance(self) -> bool:
+        """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
+        if self._pending is not None:
+            self._pending.wait()
+        try:
+            self._pending = next(self.stages)
+        except StopIteration:
+            self.unfinished.remove(self.stages)
+            if not self.unfinished:
+                self.future.set_result(self.result)
+            return True
+        return False
+
+
+class BucketSchedule:
+    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream).
+
+    Args:
+        turn_after: A bucket's turn comes when this many more have been started; None: after the last one.
+    """
+
+    def __init__(self, turn_after: int | None = None) -> None:
+        self._active: list[_Piece] = []
+        self._turn_after = turn_after
+        self._untaken: deque[_Piece] = deque()  # whose turn has not come, the last `turn_after` pieces
+
+    def start(
+        self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
+    ) -> None:
+        """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
+        unfinished = list(pieces)
+        for stages in pieces:
+            older = [piece for piece in self._active if not (piece.is_far or piece.awaits_turn)] if self._active else []
+            piece = _Piece(stages, unfinished, result, future)
+            self._active.append(piece)
+            for each in (piece, *older):
+                self._advance(each)
+            if self._turn_after is not None:
+                self._untaken.append(piece)
+                if len(self._untaken) > self._turn_after:
+                    self._take_turn(self._untaken.popleft())
+        if last:
+            self.finish()
+
+    def _advance(self, piece: _Piece) -> None:
+        if piece.advance():
+            self._active.remove(piece)
+
+    def _take_turn(self, piece: _Piece) -> None:
+        """Advance a piece to its turn, which it takes; one that continues with the last bucket has none."""
+        while piece in self._active and not (piece.awaits_turn or piece.awaits_others):
+            self._advance(piece)
+        if piece.awaits_turn:
+            self._advance(piece)
+
+    def finish(self) -> None:
+        """Advance all buckets until they are done, those that wait for near ranks first; then it is their turn."""
+        self._untaken.clear()
+        while self._active:
+            running = [piece for piece in self._active if not piece.awaits_turn]
+            near = [piece for piece in running if piece.is_near] if len(running) > 1 else []
+            for piece in near or running or list(self._active):
+                self._advance(piece)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that is in flight will end: whoever waits for it gets `error`."""
+        failed, self._active = {piece.future for piece in self._active}, []
+        self._untaken.clear()
+        for future in failed:
+            future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
