@@ -33,7 +33,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
-from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods.dense import Dense
@@ -72,7 +71,7 @@ from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
-from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
+from lowbit_strategy.telemetry.step_times import StepTimes
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -263,9 +262,7 @@ def attach_fsdp(
     layouts = module_layouts(module, groups)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     check_whole_model(module, sync)
-    is_far = any(each.peers.is_far for each in sync.all_ranks)
-    overlapped = OverlappedReducer(sync.device, clock_of(sync)) if is_hsdp or is_far else None
-    wiring = FSDPWiring(module, groups, sync, overlapped)
+    wiring = FSDPWiring(module, groups, sync)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:

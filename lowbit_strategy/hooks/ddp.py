@@ -1,19 +1,9 @@
-"""DDP: a communication hook that reduces buckets through a `GradientSync`, and what runs buckets during training.
-
-That is one FIFO thread on CPU and a stream on CUDA. gloo's collectives must be issued in the same order on all ranks
-and never from a future's callback. One thread, one queue and a process group that nothing else uses give that order,
-and `BucketSchedule` keeps it while buckets overlap.
-"""
+"""DDP: a communication hook that reduces buckets through a `GradientSync`."""
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
 import dataclasses
-import functools
-import logging
-import queue
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import TURN_AFTER, BucketSchedule, Stages
+from lowbit_strategy.engine.schedule import TURN_AFTER
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
+from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import bring_back, named_parameters
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of
 
-_log = logging.getLogger("lowbit_strategy")
 _MIB = 1024 * 1024
 
 
@@ -76,65 +66,6 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
         )
 
 
-class BucketWorker:
-    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end.
-
-    Args:
-        turn_after: The same as for `BucketSchedule`.
-    """
-
-    def __init__(self, turn_after: int | None = None) -> None:
-        self._schedule = BucketSchedule(turn_after)
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
-        self._thread.start()
-
-    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
-        return future
-
-    def finish(self) -> None:
-        """The backward pass has no more buckets: all that were submitted will be reduced to the end."""
-        self._queue.put(self._schedule.finish)
-
-    def close(self) -> bool:
-        """Whether the thread has ended; False while it waits for a rank that never answers."""
-        self._queue.put(None)
-        self._thread.join(timeout=10)
-        return not self._thread.is_alive()
-
-    def _loop(self) -> None:
-        while (start := self._queue.get()) is not None:
-            try:
-                start()
-            except Exception as error:
-                # torch hands on the text of an error in a future, without its traceback
-                _log.error("reducing gradients failed", exc_info=error)
-                self._schedule.fail(error)
-            del start  # nothing of a bucket is kept while the next one is waited for
-
-
-class SideStream:
-    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
-
-    def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device(device.type, index)  # futures take no device without an index
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._schedule = BucketSchedule(turn_after)
-
-    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """Start a bucket; see `BucketWorker.submit`."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            result.record_stream(self._stream)
-            self._schedule.start(pieces, result, future, last=last)
-        return future
-
-
 class DDPHook:
     """Reduces DDP's buckets in place.
 
@@ -164,8 +95,7 @@ class DDPHook:
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
         self._names = {id(p): name for name, p in named_parameters(model.module)}
         turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
-        self._runner: BucketWorker | SideStream
-        self._runner = BucketWorker(turn_after) if sync.device.type == "cpu" else SideStream(sync.device, turn_after)
+        self._runner = bucket_runner(sync.device, turn_after)
         model.register_comm_hook(self, DDPHook.reduce)
         model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
         hooked[model] = self
@@ -211,7 +141,7 @@ class DDPHook:
     def close(self) -> bool:
         """True once the worker has stopped."""
         self.closed = True
-        return not isinstance(self._runner, BucketWorker) or self._runner.close()
+        return self._runner.close()
 
 
 class DDPWiring:

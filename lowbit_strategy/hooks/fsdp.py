@@ -11,13 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
-from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction
+from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction, Reducing
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import UnusedParameters
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup
+from lowbit_strategy.telemetry.step_times import clock_of
 
 _SET = (  # by attaching, on the parameter groups of FSDP2
     "_all_gather_comm",
@@ -38,17 +39,12 @@ class FSDPWiring:
         module: The model.
         groups: What FSDP2 shards of it.
         sync: Its engine.
-        overlapped: Reduces shards while backward goes on; None: FSDP2 waits for each module's.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ShardedGroup],
-        sync: GradientSync,
-        overlapped: OverlappedReducer | None = None,
-    ) -> None:
-        self._module, self._groups, self._sync, self._overlapped = module, groups, sync, overlapped
+    def __init__(self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync) -> None:
+        self._module, self._groups, self._sync = module, groups, sync
+        is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
+        self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync.device, clock_of(sync))
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
         for each in groups:
@@ -60,14 +56,39 @@ class FSDPWiring:
             _holders[group] = self
 
     def take(self, weights: WeightCoding | None) -> None:
-        """Let the engine reduce gradients; see `DDPWiring.take`."""
+        """Let the engine reduce gradients: each module gets its reduce-scatter, and its all-gather. HSDP: an exact
+        reduce-scatter among the ranks that shard, and the engine over the replicas. See `DDPWiring.take`.
+
+        Raises:
+            ValueError: A parameter is sharded along another dim than the first, or not at all.
+        """
         weights = weights or Exact()
         if self._taken == weights:
             return
         if self._taken is not None:
             self.give_back()
-        install(self._module, self._groups, self._sync, weights, self._overlapped)
+        if not self._sync.scatter:
+            take_over_replication(self._groups)
+        names = {id(param): name for name, param in named_parameters(self._module)}
+        _check_sharded(self._module, self._groups, self._sync, names)
+        self._install(names)
+        self._sync.expect(_reduced(self._groups, names))
+        install_weights(self._module, self._groups, weights, self._sync)
         self._taken = weights
+
+    def _install(self, names: Mapping[int, str]) -> None:
+        sync, overlapped = self._sync, self._overlapped
+        has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
+        between = BetweenNodes(sync.device) if has_levels and sync.device.type == "cuda" else None
+        made = {
+            ranks.peers: Reducing(sync, ranks, overlapped, UnusedParameters(sync, ranks, overlapped), between)
+            for ranks in sync.all_ranks
+        }
+        kind = CompressedReduceScatter if sync.scatter else HybridReduction
+        for each in self._groups:
+            own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
+            ranks = sync.state.ranks_of(next(iter(own.values())))
+            kind(each.param_group, own, made[ranks.peers]).install()
 
     def give_back(self) -> None:
         """Back to FSDP2's communication."""
@@ -105,51 +126,6 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
     for param in group.fsdp_params:
         if param.post_forward_mesh_info is not None:
             param.post_forward_mesh_info = info
-
-
-def install(
-    module: nn.Module,
-    groups: Sequence[ShardedGroup],
-    sync: GradientSync,
-    coding: WeightCoding,
-    overlapped: OverlappedReducer | None,
-) -> None:
-    """Give FSDP2 modules a compressed reduce-scatter, and their all-gather.
-
-    HSDP: an exact reduce-scatter among the ranks that shard, and the engine over the replicas.
-
-    Args:
-        module: The model.
-        groups: What of it several ranks share.
-        sync: The engine.
-        coding: How weights travel.
-        overlapped: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
-
-    Raises:
-        ValueError: A parameter is sharded along another dim than the first, or not at all.
-    """
-    if not sync.scatter:
-        take_over_replication(groups)
-    names = {id(param): name for name, param in named_parameters(module)}
-    _check_sharded(module, groups, sync, names)
-    two_levels = sync.scatter and overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
-    between = BetweenNodes(sync.device) if two_levels and sync.device.type == "cuda" else None
-    unused = {
-        ranks.peers: UnusedParameters(sync, ranks, lambda: None if overlapped is None else overlapped.finish())
-        for ranks in sync.all_ranks
-    }
-    for each in groups:
-        own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
-        ranks = sync.state.ranks_of(next(iter(own.values())))
-        if sync.scatter:
-            reduction: CompressedReduceScatter | HybridReduction = CompressedReduceScatter(
-                each.param_group, own, sync, ranks, overlapped, unused[ranks.peers], between
-            )
-        else:
-            reduction = HybridReduction(each.param_group, own, sync, ranks, overlapped, unused[ranks.peers])
-        reduction.install()
-    sync.expect(_reduced(groups, names))
-    install_weights(module, groups, coding, sync)
 
 
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:

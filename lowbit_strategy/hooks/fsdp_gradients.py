@@ -6,7 +6,7 @@ counts whenever it was made.
 Under HSDP, sharded inside a node and replicated between nodes, FSDP2 shards over a mesh of one dim, the ranks that
 have one model together. After each module's reduce-scatter, which is exact and stays inside the node, it calls an
 all-reduce hook with the rank's own shard of the gradients: the engine replaces it by its mean over the replicas. On CPU
-a worker thread does that while backward goes on, and the end of the backward pass waits for it; on CUDA it runs in a
+a worker thread does that while backward goes on, and the end of the backward pass waits for it; on CUDA it runs in
 its own stream, which FSDP2 waits for.
 """
 
@@ -17,6 +17,7 @@ import itertools
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,26 @@ from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import clock_of
 
 
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """How modules are reduced whose parameters the same ranks reduce.
+
+    Args:
+        sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
+            and parameters that this rank has no part of are left out.
+        ranks: Who reduces them.
+        overlapped: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+        unused: Is told of what is reduced.
+        between: The stream for exchanges between nodes, on CUDA with two levels.
+    """
+
+    sync: GradientSync
+    ranks: Ranks
+    overlapped: OverlappedReducer | None
+    unused: UnusedParameters
+    between: BetweenNodes | None
+
+
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
     """The custom communication of one FSDP2 parameter group.
 
@@ -50,32 +71,20 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     Args:
         param_group: The module's.
         names: Its parameters' names, by the identity of FSDP2's own record, which stays when another tensor is loaded.
-        sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
-            and parameters that this rank has no part of are left out.
-        ranks: Who reduces them.
-        overlapped: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
-        unused: Is told of what is reduced.
+        reducing: How they are reduced.
 
     Attributes:
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    def __init__(
-        self,
-        param_group: Any,
-        names: Mapping[int, str],
-        sync: GradientSync,
-        ranks: Ranks,
-        overlapped: OverlappedReducer | None,
-        unused: UnusedParameters,
-    ) -> None:
-        self._param_group, self._names, self._sync, self._overlapped = param_group, names, sync, overlapped
-        self._ranks = ranks
-        self._unused = unused
+    def __init__(self, param_group: Any, names: Mapping[int, str], reducing: Reducing) -> None:
+        self._param_group, self._names = param_group, names
+        self._sync, self._ranks = reducing.sync, reducing.ranks
+        self._overlapped, self._unused, self._between = reducing.overlapped, reducing.unused, reducing.between
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
         self._marks: Tensor | None = None  # of what is being reduced
         self._is_read_at_once = False
-        self._clock = clock_of(sync)
+        self._clock = clock_of(self._sync)
         self.on_reduced: Callable[[], None] = lambda: None
 
     def install(self) -> None:
@@ -161,27 +170,11 @@ class CompressedReduceScatter(_ReduceScatter):
 
     Where ranks are far apart messages between them travel while backward goes on: FSDP2 is given what will be the
     gradients, and the end of the backward pass waits for them, unless they are read before.
-
-    Args:
-        param_group, names, sync, ranks, overlapped, unused: See `_ReduceScatter`.
-        between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
-    def __init__(
-        self,
-        param_group: Any,
-        names: Mapping[int, str],
-        sync: GradientSync,
-        ranks: Ranks,
-        overlapped: OverlappedReducer | None,
-        unused: UnusedParameters,
-        between: BetweenNodes | None = None,
-    ) -> None:
-        super().__init__(param_group, names, sync, ranks, overlapped, unused)
-        self._between = between
-        self._between_stages: Stages = iter(())
-        self._continues_between_nodes = False  # in `between_nodes`
-        self._divisor = 1.0
+    _between_stages: Stages
+    _continues_between_nodes = False  # in `between_nodes`
+    _divisor = 1.0
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group

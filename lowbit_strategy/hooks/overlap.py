@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.engine import in_backward
 from lowbit_strategy.engine.schedule import Stages
-from lowbit_strategy.hooks.ddp import BucketWorker
+from lowbit_strategy.hooks.runners import BucketWorker
 from lowbit_strategy.telemetry.step_times import StepClock
 
 

@@ -11,7 +11,7 @@ parameter. A rank that had all gradients needs to know nothing more, and waits f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
 from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.ranks.ranks import Ranks
 
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -97,11 +98,11 @@ class UnusedParameters:
     Args:
         sync: The engine.
         ranks: Who reduces the parameters.
-        finish: Waits until nothing is being reduced.
+        overlapped: Where they are reduced meanwhile; None: FSDP2 waits for each module's.
     """
 
-    def __init__(self, sync: GradientSync, ranks: Ranks, finish: Callable[[], None]) -> None:
-        self._sync, self._inside, self._finish = sync, ranks.intra_node, finish
+    def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedReducer | None) -> None:
+        self._sync, self._inside, self._overlapped = sync, ranks.intra_node, overlapped
         self._pass, self._reductions = -1, list[Reduction]()
         self._outside = list[Reduction]()
 
@@ -126,7 +127,8 @@ class UnusedParameters:
             self._sync.reduced_outside()
 
     def _end_of_backward(self, reductions: list[Reduction]) -> None:
-        self._finish()
+        if self._overlapped is not None:
+            self._overlapped.finish()
         found, reductions[:] = reductions.copy(), []  # what is added from now on comes with its own call
         for each in found:
             if each.done is not None:

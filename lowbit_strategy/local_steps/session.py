@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import ROUNDS_KEY
-from lowbit_strategy.hooks.ddp import BucketWorker, SideStream
+from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
 from lowbit_strategy.local_steps.checks import check_keeps_weights
-from lowbit_strategy.local_steps.outer import AsyncReducer, OuterSync
+from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
@@ -64,9 +64,9 @@ class LocalSteps(EveryStep):
         self._module = module
         if ddp is None:
             _before_forward(module, self)
-        self._reducer: AsyncReducer | None = None  # training continues while fragments are under way
+        self._reducer: BucketWorker | SideStream | None = None  # training continues while fragments are under way
         if rule.delay_of(rule.shortest_turn):
-            self._reducer = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
+            self._reducer = bucket_runner(sync.device)
         self.wrapped_by(ddp)
         self._check_digest = check_digest
         self._seen: list[Optimizer] = []  # have stepped in this process
@@ -250,7 +250,7 @@ class LocalSteps(EveryStep):
         self.is_in_use = False
         if self.outer is not None:
             self.outer.leave()
-        return not isinstance(self._reducer, BucketWorker) or self._reducer.close()
+        return self._reducer is None or self._reducer.close()
 
     def finish(self) -> None:
         """Training ends: see `OuterSync.finish`."""

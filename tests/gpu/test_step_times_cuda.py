@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lowbit_strategy.engine.schedule import Stages
-from lowbit_strategy.hooks.ddp import SideStream
+from lowbit_strategy.hooks.runners import SideStream
 from lowbit_strategy.telemetry.step_times import StepClock
 
 

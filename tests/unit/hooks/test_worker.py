@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import TURN, TURN_AFTER, BucketSchedule
-from lowbit_strategy.hooks.ddp import BucketWorker, DDPHook, SideStream
+from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.runners import BucketWorker, SideStream
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks

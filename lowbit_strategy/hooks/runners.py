@@ -1,0 +1,88 @@
+"""What runs buckets during training: one FIFO thread on CPU, a stream on CUDA.
+
+gloo's collectives must be issued in the same order on all ranks and never from a future's callback. One thread, one
+queue and a process group that nothing else uses give that order, and `BucketSchedule` keeps it while buckets overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.schedule import BucketSchedule, Stages
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+class BucketWorker:
+    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end.
+
+    Args:
+        turn_after: The same as for `BucketSchedule`.
+    """
+
+    def __init__(self, turn_after: int | None = None) -> None:
+        self._schedule = BucketSchedule(turn_after)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
+        self._thread.start()
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
+        return future
+
+    def finish(self) -> None:
+        """The backward pass has no more buckets: all that were submitted will be reduced to the end."""
+        self._queue.put(self._schedule.finish)
+
+    def close(self) -> bool:
+        """Whether the thread has ended; False while it waits for a rank that never answers."""
+        self._queue.put(None)
+        self._thread.join(timeout=10)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        while (start := self._queue.get()) is not None:
+            try:
+                start()
+            except Exception as error:
+                # torch hands on the text of an error in a future, without its traceback
+                _log.error("reducing gradients failed", exc_info=error)
+                self._schedule.fail(error)
+            del start  # nothing of a bucket is kept while the next one is waited for
+
+
+class SideStream:
+    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
+
+    def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)  # futures take no device without an index
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._schedule = BucketSchedule(turn_after)
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """Start a bucket; see `BucketWorker.submit`."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result.record_stream(self._stream)
+            self._schedule.start(pieces, result, future, last=last)
+        return future
+
+    def close(self) -> bool:
+        """There is no thread."""
+        return True
+
+
+def bucket_runner(device: torch.device, turn_after: int | None = None) -> BucketWorker | SideStream:
+    """What runs buckets on `device`."""
+    return BucketWorker(turn_after) if device.type == "cpu" else SideStream(device, turn_after)
