@@ -186,7 +186,6 @@ class AdaptiveDriver(BucketObserver, StepListener):
         if probe.accumulate == "local":
             self._add(views, "local")
         if probe.levels:
-            self._measure.add_residuals(bucket)
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
             stages = self._measure.compare(views, bucket.context.comm, stages)
@@ -196,7 +195,11 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
         sync = self.sync
-        values = {param.name: bucket.compensated(param, x, out) for param in bucket.params}
+        values = {}
+        for param in bucket.params:
+            residual = bucket.residual(param)
+            self._measure.add_residual(param.name, residual)
+            values[param.name] = bucket.compensated(param, x, out, residual)
         for level in self._probe.levels:
             configuration = self.controller.levels[level].phase(sync.step_index)
             self._measure.rows[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)

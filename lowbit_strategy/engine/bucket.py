@@ -124,7 +124,8 @@ class BucketObserver:
     """Looks at every bucket of one step. It does nothing: what derives from this overrides what concerns it.
 
     Attributes:
-        traces: Whether `trace` is requested; it costs a decode of each message and a float32 copy of the bucket.
+        traces: Whether `trace_residual` and `trace` are requested; they cost a decode of each message and a float32
+            copy of the bucket.
         accounts: Whether the byte check learns of all that it sends.
     """
 
@@ -134,6 +135,9 @@ class BucketObserver:
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`, looking at `x` before they start and at `out` after they have ended."""
         return stages
+
+    def trace_residual(self, name: str, residual: Tensor | None) -> None:
+        """One parameter's residual before it is reduced, float32 ``[numel]``, not to be kept; None: there is none."""
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
         """One parameter, float32 ``[numel]``: gradient plus residual, and what the others decode of it.
@@ -228,7 +232,9 @@ class Bucket:
             else:
                 yield from self.exchange.run(x, out, step, marks=marks)
         for method, state, params in self._reducers:
-            views = [self._view_to_trace(param, x, out) if tracers else param.within(x, out) for param in params]
+            views = [param.within(x, out) for param in params]
+            if tracers:
+                views = [self._view_to_trace(view, tracers) for view in views]
             if method.whole_model and not self._own_model:
                 yield from self._collect(method, state, views, step, tracers)
             elif views:
@@ -244,7 +250,10 @@ class Bucket:
         marks: Tensor | None,
     ) -> Stages:
         params = [param for group in exchange.groups for param in group.params]
-        compensated = {param.name: self.compensated(param, x, out) for param in params}
+        compensated = {}
+        for param in params:
+            residual = self._trace_residual(param, tracers)
+            compensated[param.name] = self.compensated(param, x, out, residual)
         sent = torch.empty_like(x, dtype=torch.float32)
         yield from exchange.run(x, out, step, sent, marks)
         for param in params:
@@ -286,26 +295,41 @@ class Bucket:
             yield from self._reduce(method.reduce(all_views, state, self.context.comm, step), all_views, tracers)
         collector.finish(method)
 
-    def _view_to_trace(self, param: ParamView, x: Tensor, out: Tensor) -> ParamView:
-        view = param.within(x, out)
-        compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=x.device)
+    def _view_to_trace(self, view: ParamView, tracers: Sequence[BucketObserver]) -> ParamView:
+        self._trace_residual(view, tracers)
+        compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=view.x.device)
         return view._replace(compensated=compensated, sent=sent)
 
-    def compensated(self, param: ParamView, x: Tensor, out: Tensor) -> Tensor:
+    def _trace_residual(self, param: ParamView, tracers: Sequence[BucketObserver]) -> Tensor | None:
+        residual = self.residual(param)
+        for tracer in tracers:
+            tracer.trace_residual(param.name, residual)
+        return residual
+
+    def residual(self, param: ParamView) -> Tensor | None:
+        """float32 ``[numel]``, a copy: what is added to a parameter's next gradient; None where nothing is kept."""
+        return self.context.stores[self.context.methods[param.name]].residual(param.name)
+
+    def compensated(self, param: ParamView, x: Tensor, out: Tensor, residual: Tensor | None) -> Tensor:
         """float32 ``[numel]``: gradient plus residual, a copy; zero where the method is idle.
 
         That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
+
+        Args:
+            param: The parameter.
+            x: The bucket.
+            out: Its result.
+            residual: What `residual` gives; it is overwritten.
         """
         view, method = param.within(x, out), self.context.methods[param.name]
         gradient = view.flat()
-        h = self.context.stores[method].residual(param.name)
-        if h is None or not h.numel():
+        if residual is None or not residual.numel():
             h, leftover = gradient.to(torch.float32, copy=True), self.context.carryover.get(param.name)
             return h if leftover is None else h.add_(leftover)
         blocks_WKB = self._idle_together(view, gradient, method.idle_numel)
-        h.add_(gradient)
-        if not h.is_cuda and bool((torch.linalg.vector_norm(blocks_WKB, dim=-1) > 0).all()):
-            return h  # as most often; on CUDA the host would wait for the answer
+        h = residual.add_(gradient)
+        if not h.is_cuda and bool(blocks_WKB[..., 0].all()):
+            return h  # as most often, and seen at once; on CUDA the host would wait for the answer
         active_WK = blocks_WKB.abs().amax(-1) != 0  # several times faster than `any`; small squares vanish in a norm
         active_WN = active_WK.repeat_interleave(blocks_WKB.shape[-1], dim=1)
         if method.idle_numel is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.engine.bucket import Bucket, BucketLayout
+from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
-from lowbit_strategy.kernels.reference.rng import hash32, sample_positions
+from lowbit_strategy.kernels.reference.rng import hash32, positions_in, strata
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.ranks.ranks import Ranks
@@ -73,7 +74,10 @@ def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
 
 def energies(compensated: Tensor, sent: Tensor) -> Tensor:
     """float64 [3]: squares of the compensated gradient, of what was sent, and of the difference."""
-    return torch.stack([squared_norm(compensated), squared_norm(sent), squared_norm(compensated, sent)])
+    part_numel = PART_NUMEL[compensated.is_cuda]
+    parts = zip(compensated.split(part_numel), sent.split(part_numel), strict=True)
+    errors = [squared_norm(h - q) for h, q in parts]  # of parts that stay in a cache
+    return torch.stack([squared_norm(compensated), squared_norm(sent), torch.stack(errors).sum()])
 
 
 def try_level(
@@ -135,12 +139,10 @@ class StepMeasure:
         self.rows: defaultdict[Hashable, dict[str, Tensor]] = defaultdict(dict)
         self.sampling_nbytes: Counter[Comm] = Counter()
 
-    def add_residuals(self, bucket: Bucket) -> None:
-        """Figure ``residual``, one number; before the bucket is reduced."""
-        for param in bucket.params:
-            residual = self._sync.state.store(param.name).residual(param.name)
-            if residual is not None:
-                self.rows["residual"][param.name] = squared_norm(residual).view(1)
+    def add_residual(self, name: str, residual: Tensor | None) -> None:
+        """Figure ``residual``, one number."""
+        if residual is not None:
+            self.rows["residual"][name] = squared_norm(residual).view(1)
 
     def compare(self, views: Sequence[ParamView], comm: Comm, stages: Stages) -> Stages:
         """Figure ``end_to_end``, two numbers: the squared norms of the error of both hops, and of the true mean.
@@ -193,37 +195,30 @@ def sampled(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor
     """Positions of at most `_SAMPLE` elements, and how many elements each stands for: each has the reciprocal of that
     as its probability, regardless of the tensor's shape.
     """
-    num = min(numel, _SAMPLE)
-    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
-    return sample_positions(numel, num, seed, device), edges.diff().double()
+    starts, lengths = _strata(numel, device)
+    return positions_in(starts, lengths, seed), lengths.double()
 
 
-def squared_norm(x: Tensor, less: Tensor | None = None) -> Tensor:
-    """float64: the sum of squares of float32 ``[N]``, or of its difference from `less`.
+@functools.lru_cache(maxsize=64)  # 32 KiB each
+def _strata(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return strata(numel, min(numel, _SAMPLE), device)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """float64: the sum of squares of float32 ``[N]``.
 
     On a CPU rows are added in float32, several times as fast, where no square overflows and those that vanish there, of
     elements below 1e-19, are no part of the sum.
     """
     if not x.is_cuda:
-        total = torch.cat([norm for part in _parts(x, less) for norm in _row_norms(part)]).double().square().sum()
+        num_rows = x.numel() // _ROW
+        whole = num_rows * _ROW
+        total = torch.linalg.vector_norm(x[:whole].view(num_rows, _ROW), dim=1).double().square().sum()
+        if whole < x.numel():
+            total += torch.linalg.vector_norm(x[whole:]).double().square()
         if _SMALLEST_SQUARE * x.numel() < float(total) < math.inf:
             return total
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in _parts(x, less)]
-    return torch.stack(norms).square().sum()
-
-
-def _parts(x: Tensor, less: Tensor | None) -> Iterator[Tensor]:
-    """`x`, or its difference from `less`, in parts that stay in a cache."""
-    part_numel = PART_NUMEL[x.is_cuda]
-    parts = x.split(part_numel)
-    return iter(parts) if less is None else (a - b for a, b in zip(parts, less.split(part_numel), strict=True))
-
-
-def _row_norms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of rows of `_ROW` elements, and of the rest."""
-    num_rows = x.numel() // _ROW
-    rows, rest = x[: num_rows * _ROW].view(num_rows, _ROW), x[num_rows * _ROW :]
-    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rest, dim=0, keepdim=True)
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def _compared(view: ParamView, mean_N: Tensor, positions_N: Tensor, weights_N: Tensor, comm: Comm) -> Tensor:

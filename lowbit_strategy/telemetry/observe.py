@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,7 +185,6 @@ class Observer(BucketObserver, StepListener):
         return self._measure.sampling_nbytes.total()
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        self._measure.add_residuals(bucket)
         stages = self._timed(stages)
         if not self.sync.ranks.comes_and_goes:  # what one replica looks at needs no other
             views = [param.within(x, out) for param in bucket.params]
@@ -203,6 +202,9 @@ class Observer(BucketObserver, StepListener):
             finally:
                 self._codes.append((began, now(device)))
             yield None if pending is None else _Timed(pending, device, self._waits)
+
+    def trace_residual(self, name: str, residual: Tensor | None) -> None:
+        self._measure.add_residual(name, residual)
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
         self._measure.rows["energies"][name] = energies(compensated, sent)
@@ -235,7 +237,7 @@ class Observer(BucketObserver, StepListener):
         codec, waiting, sent, step, between, inside, *nbytes = means
         scaled = torch.cat([*squares.values()], dim=1) / (sync.loss_scale or 1.0) ** 2
         rows = torch.cat([scaled, torch.tensor(nbytes, dtype=torch.float64)[:, None]], dim=1)
-        sums = dict(zip(names, rows, strict=True))
+        sums = dict(zip(names, rows.tolist(), strict=True))
         groups = grouped(names, self.group_by)
         return Observation(
             step=self._step,
@@ -249,7 +251,7 @@ class Observer(BucketObserver, StepListener):
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
-            nonfinite=tuple(name for name in names if not bool(sums[name].isfinite().all())),
+            nonfinite=tuple(name for name in names if not all(map(math.isfinite, sums[name]))),
             drift=None if sync.rounds is None else sync.rounds.drift,
             stride=sync.steps_per_reduction,
         )
@@ -266,14 +268,14 @@ class Observer(BucketObserver, StepListener):
         """How often an element leaves a rank then."""
         return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
-    def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
+    def _figures(self, names: Sequence[str], sums: Mapping[str, Sequence[float]]) -> Figures:
         sync = self.sync
         compressed = [name for name in names if sync.state.assignments[name].kind != "exempt"]
-        chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
-        h, sent, error, residual, end_to_end, mean, _ = chosen
+        columns = zip(*(sums[name] for name in compressed or names), strict=True)
+        h, sent, error, residual, end_to_end, mean, _ = map(sum, columns)
         product = (h + sent - error) / 2
         numel = sum(sync.specs[name].whole.numel for name in names)
-        nbytes = sum(float(sums[name][-1]) for name in names)
+        nbytes = sum(sums[name][-1] for name in names)
         traffic = self._traffic(names)
         methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(

@@ -46,6 +46,16 @@ def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> T
 
     A plain stride would look at the same columns of a matrix again and again; a generator would need state.
     """
+    return positions_in(*strata(numel, num, device), seed)
+
+
+def strata(numel: int, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [num]: where each of `num` equal strata begins, and how many elements it has."""
     edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
-    x = hash32(torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed))
-    return edges[:-1] + ((x * edges.diff()) >> 32)  # a stratum has fewer than 2**31 elements
+    return edges[:-1], edges.diff()
+
+
+def positions_in(starts: Tensor, lengths: Tensor, seed: int) -> Tensor:
+    """`sample_positions` in these strata."""
+    x = hash32(torch.arange(len(starts), dtype=torch.int64, device=starts.device) * GOLDEN + hash32(seed))
+    return starts + ((x * lengths) >> 32)  # a stratum has fewer than 2**31 elements

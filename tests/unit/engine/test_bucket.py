@@ -38,6 +38,7 @@ class Recorder:
         self.name = name
         self.before: list[Tensor] = []
         self.after: list[Tensor] = []
+        self.residuals: dict[str, Tensor] = {}
         self.traced: dict[str, tuple[Tensor, Tensor]] = {}
 
     def begin_step(self) -> BucketObserver:
@@ -52,6 +53,10 @@ class Recorder:
         yield from stages
         self.after.append(out.clone())
         self.log.append(f"after {self.name}")
+
+    def trace_residual(self, name: str, residual: Tensor | None) -> None:
+        if residual is not None:
+            self.residuals[name] = residual.clone()
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
         self.traced[name] = (compensated.clone(), sent.clone())
@@ -80,6 +85,8 @@ def test_observers_are_shown_what_each_parameter_was_to_send_and_what_the_others
         assert recorder.traced.keys() == facts.keys()
         for name, (grad, residual, mean) in facts.items():
             compensated, sent = recorder.traced[name]
+            kept = recorder.residuals.get(name, torch.zeros_like(grad))
+            assert torch.equal(kept.view_as(grad), residual.view_as(grad))
             torch.testing.assert_close(compensated, grad + residual)
             if scatter:  # of one rank: the sum is what it has sent
                 torch.testing.assert_close(sent, mean, rtol=1e-6, atol=0)
@@ -89,7 +96,7 @@ class Compensated(Recorder):
     """Keeps what the bucket says that each method has to send."""
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        self.found = {param.name: bucket.compensated(param, x, out) for param in bucket.params}
+        self.found = {each.name: bucket.compensated(each, x, out, bucket.residual(each)) for each in bucket.params}
         yield from stages
 
 
