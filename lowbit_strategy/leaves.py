@@ -38,7 +38,7 @@ class NeededBy(NamedTuple):
 
 OPTIONS = {
     "far_links": NeededBy("lowbit_strategy.far_links", "another transport where ranks are far apart, on CPUs"),
-    "intra": NeededBy("lowbit_strategy.node_codes"),
+    "intra": NeededBy("lowbit_strategy.node_codes.option:NodeCodesOption"),
     "memory": NeededBy("lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory"),
     "second_moment": NeededBy(
         "lowbit_strategy.second_moment.option:SecondMomentOption", "correcting Adam's second moment for few bits"

@@ -4,7 +4,7 @@
 |---|---|
 | options are given | `check_options`, `check_layout` |
 | a model is prepared | `check_model` |
-| it is attached | `check_meshes`, `check_ranks`, `fitted`, `extra`, `attach` |
+| it is attached | `check_meshes`, `on_ranks`, `fitted`, `extra`, `attach` |
 | optimizers are known | `check_optimizer` |
 """
 
@@ -48,8 +48,13 @@ class Part:
     def check_meshes(self) -> None:
         """With a model whose parameters are on several meshes, such as experts."""
 
-    def check_ranks(self, prepared: Any) -> None:
-        """With the ranks that there are."""
+    def on_ranks(self, prepared: Any) -> Any:
+        """`prepared` on the ranks that there are.
+
+        Raises:
+            ValueError: It is not possible there.
+        """
+        return prepared
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """With an optimizer, before it has stepped."""

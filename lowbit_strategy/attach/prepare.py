@@ -165,27 +165,10 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     node_size, layout = shard_size, prepared.layout if shard_size is None else "hsdp"
     if shard_size is None and topology.obstacle is None and options.two_level is not False and options.rounds is None:
         node_size = topology.ranks_per_node  # with an outer rule every rank steps by itself
-    prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size, intra=options.intra))
+    prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size))
     for part in prepared.parts:
-        part.check_ranks(prepared)
-    if options.intra is not None and (obstacle := _nothing_inside(prepared)) is not None:
-        raise ValueError(f"intra={options.intra} is not possible, because {obstacle}: leave it out")
+        prepared = part.on_ranks(prepared)
     return prepared
-
-
-def _nothing_inside(prepared: PreparedModel) -> str | None:
-    """Why no sums are formed inside a node before they are compressed; None: they are."""
-    options, topology = prepared.options, prepared.topology
-    if prepared.layout != "hsdp":
-        if topology.node_size is not None:
-            return None
-        if options.rounds is not None:
-            return "under DDP each rank takes local steps by itself"
-        return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
-    if topology.num_parts == 1:
-        return "one rank has a whole model (shard_size=1)"
-    others = options.rounds is not None and options.rounds.comes_and_goes
-    return None if others or topology.num_peers > 1 else "all ranks share one model"
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:

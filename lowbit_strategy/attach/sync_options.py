@@ -101,8 +101,6 @@ class SyncOptions:
     def __post_init__(self) -> None:
         for part in self.parts:
             part.check_options(self)
-        if self.intra not in (None, 8):
-            raise ValueError(f"intra must be 8, for codes of 8 bits inside a node, or None, got {self.intra!r}")
         if self.max_residual is not None and not self.max_residual > 0:
             raise ValueError(f"max_residual must be a positive number or None, got {self.max_residual!r}")
         if self.memory is not None and not self.memory > 0:

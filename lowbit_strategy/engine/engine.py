@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy import leaves
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.followed_rates import FollowedRates
-from lowbit_strategy.engine.interfaces import NodeMeans, PartState, RankState, Rounds, Stateful
+from lowbit_strategy.engine.interfaces import PartState, RankState, Rounds, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.node_means import NodeMeans
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.transactions import Follower, Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
@@ -70,7 +70,7 @@ class GradientSync:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        node_codes: Means inside a node as codes, by its ranks, where sums there are not exact.
+        node_means: Who forms the means inside a node, by its ranks.
         extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
@@ -108,12 +108,12 @@ class GradientSync:
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
         self._bind_ranks()
-        self.node_codes: dict[Comm, NodeMeans] = {
-            each.intra_node: leaves.load("lowbit_strategy.node_codes.means:NodeCodes", "intra")(
-                self.state, each, device
-            )
+        self.node_means: dict[Comm, NodeMeans] = {
+            each.intra_node: NodeMeans(each.intra_node, device)
+            if each.coding is None
+            else each.coding.means(self.state, each.intra_node, device)
             for each in self.all_ranks
-            if each.intra_node is not None and each.intra is not None
+            if each.intra_node is not None
         }
         self.listeners = Listeners()
         far = any(each.peers.is_far for each in self.all_ranks)
@@ -240,7 +240,7 @@ class GradientSync:
     @property
     def outside_buckets(self) -> list[WeightSync | NodeMeans]:
         """What else sends messages in a step."""
-        return [*([] if self.weights is None else [self.weights]), *self.node_codes.values()]
+        return [*([] if self.weights is None else [self.weights]), *self.node_means.values()]
 
     @property
     def in_step(self) -> bool:

@@ -1,16 +1,10 @@
-"""What an engine knows of others: state that is saved with its own, codes inside a node, who reduces in rounds."""
+"""What an engine knows of others: state that is saved with its own, who reduces in rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
-from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.plan.rounds import RoundPlan
 
 
@@ -43,30 +37,6 @@ class PartState(Protocol):
 
     def forget(self) -> None:
         """The state is lost: begin again."""
-
-
-class NodeMeans(Protocol):
-    """Means over the ranks of a node, in the place of exact ones."""
-
-    flags: StepFlags
-
-    def mean(
-        self,
-        layout: BucketLayout,
-        params: Callable[[], Iterable[ParamView]],
-        x: Tensor,
-        out: Tensor,
-        buffers: WireBuffers,
-    ) -> Iterator[Pending]:
-        """The mean of one part of a bucket, in whose place `out` is written; yields while bytes travel."""
-
-    def mean_of_rows(self, layout: BucketLayout, names: Iterable[str], x: Tensor, out_GN: Tensor) -> Iterator[Pending]:
-        """The same where FSDP2 has put a row for each rank together: of G nodes, or of the own node alone."""
-
-    def end_step(self) -> None:
-        """Raises:
-        RuntimeError: On CUDA: in an earlier step a rank of the node sent a message of another layout.
-        """
 
 
 ROUNDS_KEY = "outer"  # where the state of who reduces in rounds is saved, in rounds or not yet

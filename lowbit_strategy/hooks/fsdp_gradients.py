@@ -28,7 +28,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_row_numel
-from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
@@ -290,14 +289,8 @@ class HybridReduction(_ReduceScatter):
     ) -> None:
         inside = self._ranks.intra_node
         assert inside is not None
-        codes = self._sync.node_codes.get(inside)
-        mean_GN = output_tensor.view(1, -1)
-        if codes is None:
-            x_WGN = input_tensor.view(inside.world_size, 1, -1)
-            wait_for_all(sum_rows(x_WGN, mean_GN, inside, alpha=1.0 / inside.world_size))
-        else:
-            layout = self.layout_for(output_tensor.numel())
-            wait_for_all(codes.mean_of_rows(layout, layout.names, input_tensor, mean_GN))
+        layout = functools.partial(self.layout_for, output_tensor.numel())
+        wait_for_all(self._sync.node_means[inside].mean_of_rows(layout, input_tensor, output_tensor.view(1, -1)))
         self.on_reduced()
 
     def all_reduce(self, reduced: Tensor) -> None:

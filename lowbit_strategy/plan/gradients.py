@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from lowbit_strategy import leaves
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
@@ -46,13 +45,12 @@ def node_transfer(
     sums = Message("intra-node", "reduce-scatter", whole - mean, in_series=in_series, internode_fraction=0.0)
     gather = (replace(sums, what="all-gather"),) if layout == "ddp" else ()
     encoded = 0
-    if topology.intra is None:
+    if topology.coding is None:
         piece = min(whole, MESSAGE_NBYTES)
         messages = piece if piece == whole else 2 * piece  # what is sent as one the framework has too, or gloo for it
     else:
-        codec = leaves.load("lowbit_strategy.node_codes.codec:node_codec", "intra")
         row_nbytes = message_nbytes(
-            codec(topology.intra, exact=name in exact).wire_nbytes(row_numel)
+            topology.coding.codec(exact=name in exact).wire_nbytes(row_numel)
             for name, (num_rows, row_numel) in rows.items()
             for _ in range(num_rows)
         )

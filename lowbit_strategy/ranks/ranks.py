@@ -11,13 +11,14 @@ import socket
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lowbit_strategy import leaves
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.ordered import Gathering
@@ -26,6 +27,26 @@ from lowbit_strategy.ranks.groups import connected, new_group
 ShardSize = int | Literal["node"]
 
 FAR_LINKS = "lowbit_strategy.far_links"  # ranks that are far apart have its transport
+
+
+class NodeCoding(Protocol):
+    """How the ranks of a node code the gradients that they send each other, in the place of exact ones."""
+
+    @property
+    def label(self) -> str:
+        """A few words for reports."""
+
+    def codec(self, *, exact: bool) -> Codec:
+        """The codec of a parameter, `exact` where gradients travel between nodes as they are."""
+
+    def means(self, state: Any, comm: Comm, device: torch.device) -> Any:
+        """Who forms the means of the ranks of `comm` (`engine.node_means.NodeMeans`).
+
+        Args:
+            state: The methods of parameters (`MethodState`).
+            comm: The ranks of the node.
+            device: Device of gradients.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +61,7 @@ class Topology:
         node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
             them with all others.
         far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
-        intra: Bits of the codes that these ranks of a node send each other. None: their sums are exact.
+        coding: How these ranks of a node code what they send each other. None: their sums are exact.
     """
 
     world_size: int
@@ -48,7 +69,7 @@ class Topology:
     rank: int = 0
     node_size: int | None = None
     far: bool = False
-    intra: int | None = None
+    coding: NodeCoding | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -214,7 +235,7 @@ class Ranks:
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
             level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
         intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
-        intra: Bits of the codes that they send each other. None: their sums are exact.
+        coding: How they code what they send each other. None: their sums are exact.
         node_sizes: See `Topology`.
         own: Groups that were made for this value, which `destroy` ends.
         column: Which part of the model this rank and those have over which its gradients are a mean, by the other dims
@@ -236,7 +257,7 @@ class Ranks:
     node_sizes: tuple[int, ...] | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
-    intra: int | None = None
+    coding: NodeCoding | None = None
     column: int = 0
     dims: str = ""
     rank: int = field(init=False, compare=False)
@@ -251,7 +272,7 @@ class Ranks:
         rank, world_size = peers.rank, peers.world_size
         if inside is not None:
             rank, world_size = rank * inside.world_size + inside.rank, world_size * inside.world_size
-        topology = Topology(world_size, self.node_sizes, rank, node_size, peers.is_far, self.intra)
+        topology = Topology(world_size, self.node_sizes, rank, node_size, peers.is_far, self.coding)
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "world_size", world_size)
         object.__setattr__(self, "topology", topology)
@@ -342,7 +363,7 @@ def make_ranks(
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,
         own=(*own, intra_node, peers),
-        intra=topology.intra,
+        coding=topology.coding,
         column=column,
         dims=dims,
     )

@@ -43,12 +43,13 @@ class SecondMomentOption(Part):
                 "Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)"
             )
 
-    def check_ranks(self, prepared: PreparedModel) -> None:
+    def on_ranks(self, prepared: PreparedModel) -> PreparedModel:
         if self._chosen and prepared.topology.node_size is not None and not prepared.scatter:
             raise ValueError(
                 "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or"
                 ' FSDP2 with shard_size="node"'
             )
+        return prepared
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self._chosen:

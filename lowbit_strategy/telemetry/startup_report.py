@@ -136,7 +136,7 @@ class Report:
         if not topology.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
-        kind = "exact gradients" if topology.intra is None else f"gradients, summed from {topology.intra}-bit codes"
+        kind = "exact gradients" if topology.coding is None else f"gradients, summed from {topology.coding.label}"
         inside = f" and {binary_size(exact)}/step of {kind}" if exact else ""
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
         between = binary_size(plan.between_nbytes)
@@ -192,5 +192,5 @@ def describe_ranks(topology: Topology) -> str:
     """Which ranks reduce what together."""
     if topology.node_size is None:
         return f"{topology.num_peers} ranks"
-    inside = "exact" if topology.intra is None else f"codes of {topology.intra} bits"
+    inside = "exact" if topology.coding is None else topology.coding.label
     return f"{topology.num_peers} groups of {topology.num_parts} ranks, {inside} inside a group"

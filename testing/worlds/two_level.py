@@ -17,12 +17,11 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_length
-from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.ranks.ranks import NodeCoding, Ranks
 from testing.worlds.threaded import ThreadedWorld
 
 Kind = Literal["ddp", "fsdp", "hsdp"]
@@ -36,7 +35,7 @@ class NodesWorld:
         kind: What the model is wrapped in; for ``hsdp`` a node has one replica.
         compressor: Between nodes.
         specs: Parameters.
-        intra: As in `Ranks`.
+        coding: As in `Ranks`.
         options: Of every engine.
     """
 
@@ -48,7 +47,7 @@ class NodesWorld:
         num_nodes: int,
         per_node: int,
         *,
-        intra: int | None = None,
+        coding: NodeCoding | None = None,
         **options: Any,
     ) -> None:
         self.kind, self.specs, self.num_nodes, self.per_node = kind, list(specs), num_nodes, per_node
@@ -66,7 +65,7 @@ class NodesWorld:
                     world=world.comms[r],
                     peers=peers[r % per_node].comms[r // per_node],
                     intra_node=self.intra_node[r],
-                    intra=intra,
+                    coding=coding,
                 ),
                 torch.device("cpu"),
                 scatter=kind == "fsdp",
@@ -158,12 +157,8 @@ class NodesWorld:
         own = tuple(entry for entry in entries if sync.specs[entry[0]].numel)
         layout = BucketLayout(own, alone=True, names=tuple(name for name, _ in entries))
         sync.begin_step()
-        if not sync.node_codes:
-            x_WGN = x_WN.view(self.per_node, 1, -1)
-            _run(sum_rows(x_WGN, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
-        else:
-            (codes,) = sync.node_codes.values()
-            _run(codes.mean_of_rows(layout, [name for name, _ in entries], x_WN.view(-1), out.view(1, -1)))
+        (means,) = sync.node_means.values()
+        _run(means.mean_of_rows(lambda: layout, x_WN.view(-1), out.view(1, -1)))
         _run(sync.reduce(layout, out, out))
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], index)] for name, at in entries}
 

@@ -11,6 +11,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.collectives.exchange import marks_nbytes
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.node_codes.coding import BlockCoding
 from testing.invariants.harness import CONFIGURATIONS, everything, fingerprint, gradient
 from testing.worlds.two_level import Grads, Kind, NodesWorld
 
@@ -43,7 +44,7 @@ def largest_error(grads: list[Grads], name: str) -> float:
 def test_means_lack_the_error_of_the_codes_and_what_is_in_residuals(name: str, kind: Kind) -> None:
     """On two nodes of three ranks: all ranks agree, bytes are those planned, all runs have the same bits."""
     compressor = everything(CONFIGURATIONS[name]).conserving()
-    with NodesWorld(kind, compressor, SPECS, 2, 3, intra=8) as world:
+    with NodesWorld(kind, compressor, SPECS, 2, 3, coding=BlockCoding(8)) as world:
         out = {spec.name: torch.zeros(spec.numel) for spec in SPECS}
         came, bound = dict(out), dict.fromkeys(out, 0.0)
         for step in range(STEPS):
@@ -66,7 +67,7 @@ def test_means_lack_the_error_of_the_codes_and_what_is_in_residuals(name: str, k
             for sync in world.syncs:
                 assert sync.ranks.intra_node is not None
                 assert sync.ranks.intra_node.sent_nbytes == STEPS * (sync.plan().intra_node_nbytes - marks)
-    with NodesWorld(kind, compressor, SPECS, 2, 3, intra=8) as again:
+    with NodesWorld(kind, compressor, SPECS, 2, 3, coding=BlockCoding(8)) as again:
         ended = [again.step(grads_of(again, step)) for step in range(STEPS)][-1]
         assert [fingerprint(each) for each in ended] == [fingerprint(each) for each in means]
 
@@ -77,7 +78,9 @@ def test_exempt_parameters_and_what_is_sent_uncompressed_stay_exact(kind: Kind) 
     first: dict[int | None, list[Grads]] = {}
     second: dict[int | None, list[Grads]] = {}
     for intra in (None, 8):
-        with NodesWorld(kind, CONFIGURATIONS["warm-up of three"], SPECS, 2, 2, intra=intra) as world:
+        with NodesWorld(
+            kind, CONFIGURATIONS["warm-up of three"], SPECS, 2, 2, coding=None if intra is None else BlockCoding(intra)
+        ) as world:
             *_, first[intra], second[intra] = [world.step(grads_of(world, step)) for step in range(4)]
     for name in EXACT:
         for exact, coded in zip(second[None], second[8], strict=True):
@@ -88,7 +91,7 @@ def test_exempt_parameters_and_what_is_sent_uncompressed_stay_exact(kind: Kind) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_engine_goes_on_as_if_never_stopped_and_overflows_are_rolled_back(kind: Kind) -> None:
-    options: dict[str, Any] = {"intra": 8, "skips_overflow": True}
+    options: dict[str, Any] = {"coding": BlockCoding(8), "skips_overflow": True}
     with (
         NodesWorld(kind, LoCo(block_size=32), SPECS, 2, 2, **options) as world,
         NodesWorld(kind, LoCo(block_size=32), SPECS, 2, 2, **options) as again,

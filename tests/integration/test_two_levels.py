@@ -261,7 +261,7 @@ def test_codes_inside_nodes(facts: list[Facts], request: pytest.FixtureRequest) 
         assert (exact.sent, coded.sent) == (exact.planned, coded.planned)
         gathered = exact.sent // 2 if "ddp" in request.node.name else 0  # which stays as it is
         assert 0.25 < (coded.sent - gathered) / (exact.sent - gathered) < 0.3
-    assert "2 groups of 2 ranks, codes of 8 bits inside a group" in facts[0]["log"]
+    assert "2 groups of 2 ranks, 8-bit codes inside a group" in facts[0]["log"]
     assert "of gradients, summed from 8-bit codes" in facts[0]["log"]
 
 
