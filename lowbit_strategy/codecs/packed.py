@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -147,16 +147,9 @@ class Packed:
         return [wire[s : s + size] for s, size in zip(starts, sizes, strict=True)]
 
 
-def kept_with(segments: Segments, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-    """What follows from a table: made once and kept with it."""
-    if key not in segments.cache:
-        segments.cache[key] = make()
-    return cast(T, segments.cache[key])
-
-
 def pack_segments(segments: Segments, block_size: int) -> Packed:
     """The packing of a table."""
-    return kept_with(segments, ("packed", block_size), lambda: Packed(segments, block_size))
+    return segments.kept(("packed", block_size), lambda: Packed(segments, block_size))
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
@@ -177,7 +170,7 @@ def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
             room -= row.numel
         return (segments,) if len(runs) == 1 else tuple(map(Segments, runs))
 
-    return kept_with(segments, ("parts", limit), parts)
+    return segments.kept(("parts", limit), parts)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat
+
+T = TypeVar("T")
 
 CACHE_ELEMENTS = 65536  # of a run in plain PyTorch: small enough for a cache, large enough to hide call overhead
 
@@ -35,19 +37,24 @@ class Segment(NamedTuple):
 class Segments:
     """An immutable table of `Segment` rows.
 
-    ``table`` is int64 ``[S, 5]`` on the CPU, columns in the order of `Segment`'s fields. ``cache`` is for what a
-    backend derives from the table (tiles of a launch grid): it lives as long as the table.
+    ``table`` is int64 ``[S, 5]`` on the CPU, columns in the order of `Segment`'s fields.
     """
 
-    __slots__ = ("cache", "rows", "table")
+    __slots__ = ("_kept", "rows", "table")
 
     def __init__(self, rows: Iterable[Segment]) -> None:
         self.rows = tuple(rows)
         self.table = torch.tensor(self.rows, dtype=torch.int64).reshape(-1, len(Segment._fields))
-        self.cache: dict[object, object] = {}
+        self._kept: dict[Hashable, object] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What follows from the table, such as the tiles of a launch grid: made once, and kept as long as the table."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(T, self._kept[key])
 
 
 def segment_views(
@@ -58,25 +65,22 @@ def segment_views(
     Raises:
         ValueError: Two segments overlap.
     """
-    sizes, order = _segments_and_gaps(segments, field, unit)
+    sizes, order = segments.kept(("views", field, unit), lambda: _segments_and_gaps(segments, field, unit))
     parts = x[: sum(sizes)].split_with_sizes(sizes)
     return [parts[i] for i in order]
 
 
 def _segments_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[int], list[int]]:
-    """Sizes of gaps and segments in turn, and each segment's number among them; made once per table."""
-    key = ("views", field, unit)
-    if key not in segments.cache:
-        starts = [getattr(row, field) // unit for row in segments.rows]
-        sizes, order, end = [], [0] * len(starts), 0
-        for index in sorted(range(len(starts)), key=lambda i: (starts[i], segments.rows[i].numel)):
-            if starts[index] < end:
-                raise ValueError(f"segments overlap in {field}: {segments.rows[index]} starts before {end * unit}")
-            sizes += [starts[index] - end, segments.rows[index].numel]
-            order[index] = len(sizes) - 1
-            end = starts[index] + sizes[-1]
-        segments.cache[key] = sizes, order
-    return segments.cache[key]  # type: ignore[return-value]
+    """Sizes of gaps and segments in turn, and each segment's number among them."""
+    starts = [getattr(row, field) // unit for row in segments.rows]
+    sizes, order, end = [], [0] * len(starts), 0
+    for index in sorted(range(len(starts)), key=lambda i: (starts[i], segments.rows[i].numel)):
+        if starts[index] < end:
+            raise ValueError(f"segments overlap in {field}: {segments.rows[index]} starts before {end * unit}")
+        sizes += [starts[index] - end, segments.rows[index].numel]
+        order[index] = len(sizes) - 1
+        end = starts[index] + sizes[-1]
+    return sizes, order
 
 
 class Run(NamedTuple):

@@ -94,11 +94,11 @@ def on_cuda() -> Iterator[list[str]]:
         launched.append(kernel.fn.__name__)
 
     def tiles_of(segments: Segments, fmt: Any, tile: int, device: torch.device) -> Tiles:
-        key = ("tiles", tile, fmt)
-        if key not in segments.cache:
+        def tiles() -> Tiles:
             count = sum(-(-row.numel // tile) for row in segments.rows)
-            segments.cache[key] = Tiles(count, torch.empty(count, device=device), torch.empty(7, device=device))
-        return segments.cache[key]  # type: ignore[return-value]
+            return Tiles(count, torch.empty(count, device=device), torch.empty(7, device=device))
+
+        return segments.kept(("tiles", tile, fmt), tiles)
 
     zeros = torch.zeros
 

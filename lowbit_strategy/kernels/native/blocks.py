@@ -105,7 +105,7 @@ class Extent(NamedTuple):
 
 
 def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
-    """Computed once per table and format: the C code trusts the table, so nothing may lie outside the buffers."""
+    """The C code trusts the table, so nothing may lie outside the buffers."""
     num_blocks = x = state = wire = 0
     for row in segments.rows:
         if min(row.x_offset, row.numel, row.state_offset, row.wire_offset) < 0:
@@ -122,10 +122,7 @@ def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
         segments=segments.table.data_ptr(),
         num_segments=len(segments.rows),
     )
-    segments.cache["native", fmt] = found = Extent(
-        call, num_blocks, fmt.block_size, num_blocks * fmt.block_size, x, state, wire, aligned
-    )
-    return found
+    return Extent(call, num_blocks, fmt.block_size, num_blocks * fmt.block_size, x, state, wire, aligned)
 
 
 def call_struct(
@@ -137,7 +134,7 @@ def call_struct(
         ValueError: A buffer or the residual ends before a segment does, or is not contiguous.
         TypeError: The residual and its scales are not int8 and bfloat16, or float32 alone.
     """
-    reach = segments.cache.get(("native", fmt)) or extent(segments, fmt)
+    reach = segments.kept(("native", fmt), lambda: extent(segments, fmt))
     assert isinstance(reach, Extent)
     if not x.is_contiguous() or (wire_WB.shape[0] > 0 and wire_WB.shape[1] > 1 and wire_WB.stride(1) != 1):
         raise ValueError("the buffers must be contiguous")

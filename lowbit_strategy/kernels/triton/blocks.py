@@ -21,7 +21,6 @@ from lowbit_strategy.kernels.triton.layout import (
     decode_launch,
     device_format,
     encode_launch,
-    program_of,
     signed,
     tiles_of,
 )
@@ -195,7 +194,7 @@ def encode_(
         return Program(encode_kernel, tiles, x.device, constants, **chosen.options())
 
     table = codebook_table(fmt, x.device)
-    program_of(segments, ("encode", fmt, x.dtype, x.device, kept, how, launch), program).launch(
+    segments.kept(("encode", fmt, x.dtype, x.device, kept, how, launch), program).launch(
         table,
         x,
         residual,
@@ -225,6 +224,6 @@ def decode_sum_(
         return Program(decode_sum_kernel, tiles, out.device, constants, **chosen.options())
 
     table = codebook_table(fmt, out.device)
-    program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride, launch), program).launch(
+    segments.kept(("decode", fmt, out.dtype, out.device, sources, stride, launch), program).launch(
         table, wire_WB, stride, out, float(alpha), loops.groups, loops.singles
     )

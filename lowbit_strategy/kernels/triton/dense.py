@@ -10,7 +10,7 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, loops_of
 from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
-from lowbit_strategy.kernels.triton.layout import Launch, Program, program_of, tiles_of
+from lowbit_strategy.kernels.triton.layout import Launch, Program, tiles_of
 from lowbit_strategy.kernels.triton.quantize import INFINITY, NAN_BITS
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
@@ -149,9 +149,7 @@ def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, fl
         tiles = tiles_of(segments, fmt, tile, x.device)
         return Program(encode_kernel, tiles, x.device, constants, **LAUNCH.options())
 
-    program_of(segments, ("encode", fmt, x.dtype, x.device), program).launch(
-        x, wire, flag, aligned=wire.data_ptr() % 16 == 0
-    )
+    segments.kept(("encode", fmt, x.dtype, x.device), program).launch(x, wire, flag, aligned=wire.data_ptr() % 16 == 0)
 
 
 def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float) -> None:
@@ -167,6 +165,6 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
             decode_sum_kernel, tiles_of(segments, fmt, tile, out.device), out.device, constants, **LAUNCH.options()
         )
 
-    program_of(segments, ("decode", fmt, out.dtype, out.device, sources, stride), program).launch(
+    segments.kept(("decode", fmt, out.dtype, out.device, sources, stride), program).launch(
         wire_WB, stride, out, float(alpha), loops.groups, loops.singles, aligned=wire_WB.data_ptr() % 16 == 0
     )

@@ -218,10 +218,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, device: torch.device) -> Tiles:
-    """The tiles of a segment table, made once and kept with it: 4 bytes per tile and 56 per segment on the device."""
+    """The tiles of a segment table, kept with it: 4 bytes per tile and 56 per segment on the device."""
     block = fmt.block_size
-    key = ("triton", block, fmt.code_nbytes, tile, device)
-    if key not in segments.cache:
+
+    def tiles() -> Tiles:
         x_S, numel_S, state_S, wire_S, salt_S = segments.table.unbind(1)
         num_blocks_S = -(-numel_S // block)
         num_tiles_S = -(-numel_S // tile)
@@ -229,10 +229,9 @@ def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, devi
         scales_S = wire_S + num_blocks_S * fmt.code_nbytes
         rows = torch.stack((x_S, state_S // block, wire_S, scales_S, numel_S, first_S, salt_S), 1)
         segment_of_tile = torch.arange(len(segments), dtype=torch.int32).repeat_interleave(num_tiles_S)
-        segments.cache[key] = Tiles(
-            count=segment_of_tile.numel(), segment_of_tile=segment_of_tile.to(device), rows=rows.to(device)
-        )
-    return segments.cache[key]  # type: ignore[return-value]
+        return Tiles(count=segment_of_tile.numel(), segment_of_tile=segment_of_tile.to(device), rows=rows.to(device))
+
+    return segments.kept(("triton", block, fmt.code_nbytes, tile, device), tiles)
 
 
 class Program:
@@ -269,13 +268,6 @@ class Program:
         # the interpreter compiles nothing; on AMD's GPUs code also depends on the sizes of tensors
         if aligned and compiled is not None and torch.version.hip is None:
             self._run = compiled[self._grid]
-
-
-def program_of(segments: Segments, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
-    """Program for a table and all else that the code depends on; made once and kept with the table."""
-    if key not in segments.cache:
-        segments.cache[key] = make()
-    return segments.cache[key]  # type: ignore[return-value]
 
 
 def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dithered: bool = False) -> Launch:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec, StateTensors, StepContext
-from lowbit_strategy.codecs.packed import kept_with, pack_segments
+from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
 
@@ -65,7 +65,7 @@ class ChunkCodec(BucketCodec):
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
+        table = segments.kept(("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places = table.on(x.device)
@@ -78,7 +78,7 @@ class ChunkCodec(BucketCodec):
         torch._foreach_copy_(table.position_bytes(wire), list(parts))
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
+        table = segments.kept(("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places, packing = table.on(out.device), pack_segments(segments, CHUNK_NUMEL)
