@@ -242,6 +242,7 @@ def needs(path: Path, leaf: Leaf) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LEAVES)
 def test_the_core_s_tests_pass_without_it(name: str, tmp_path: Path) -> None:
     folder = without([LEAVES[name]], tmp_path)
