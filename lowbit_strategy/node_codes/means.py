@@ -55,7 +55,7 @@ class CodedMeans(NodeMeans):
         self, layout: Callable[[], BucketLayout], x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
     ) -> Iterator[Pending]:
         found = layout()
-        names = found.key if isinstance(found.key, tuple) else [name for name, _ in found.entries]
+        names = found.names or tuple(name for name, _ in found.entries)
 
         def params() -> Iterator[ParamView]:
             num_inside, (num_nodes, row_numel) = self._comm.world_size, out_GN.shape
