@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model, one_replica
 from lowbit_strategy.attach.choice import Choice
-from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks, settings_of
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
@@ -230,11 +229,8 @@ def attach_fsdp(
     by_mesh = by_rows(groups)
     check_parts(by_mesh, groups)
     (rows, own), *elsewhere = by_mesh.items()
-    if elsewhere:
-        for part in (*prepared.parts, prepared.compressor):
-            if isinstance(part, Part):
-                part.check_meshes()
-        prepared = prepared.without_extra()
+    for part in prepared.parts if elsewhere else ():
+        part.check_meshes()
     of_own, replicas = own[0].param_group.mesh_info.mesh, None
     if prepared.options.shard_size is not None and not is_hybrid(own[0]):
         of_own = replicas = mesh_like(rows[0], device.type)  # they are asked for, and a mesh of one dim has none

@@ -85,16 +85,6 @@ class Part:
         """Begin; there are several ranks."""
 
 
-def refuse_several_meshes(what: str) -> None:
-    """Raises:
-    ValueError: `what` does not go with a model whose parameters are on several meshes.
-    """
-    raise ValueError(
-        f"{what} serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
-        " another: leave it out"
-    )
-
-
 def made_parts(options: Any) -> list[Part]:
     """The parts that options bring, asked for or not.
 

@@ -195,7 +195,8 @@ class AutoChoice(Choice):
             return True
         compressor = candidate.compressor.phase(self.sync.step_index)
         assignments = assign_all(compressor, list(self.sync.specs.values()))
-        return self.sync.plan(assignments, candidate.weights).memory.total <= self._room
+        plans = (self.sync.plan(assignments, candidate.weights, ranks=ranks) for ranks in self.sync.all_ranks)
+        return sum(plan.memory.total for plan in plans) <= self._room
 
     def _try_another(self) -> None:
         """The next candidate, up to its first timed step; or the decision."""

@@ -6,13 +6,12 @@ from typing import Any, ClassVar, Literal
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.choice import Choice
-from lowbit_strategy.attach.part import Part, refuse_several_meshes
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.options.configuration import configuration
 
 
 @configuration
-class Auto(Chooser, Part):
+class Auto(Chooser):
     """Chooses during training, and removes itself if it cannot help.
 
     1. the first steps are the framework's own, and are timed
@@ -37,9 +36,6 @@ class Auto(Chooser, Part):
     name: ClassVar[str] = "auto"
 
     quality: Literal["same", "close"] = "same"
-
-    def check_meshes(self) -> None:
-        refuse_several_meshes("Auto()")
 
     def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Choice:
         choice: Choice = leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring, group)

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.part import refuse_several_meshes
 from lowbit_strategy.attach.rounds import EveryStep, RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
@@ -172,7 +171,10 @@ class OuterRule(RoundRule):
             )
 
     def check_meshes(self) -> None:
-        refuse_several_meshes("outer=")
+        raise ValueError(
+            "outer= serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
+            " another: leave it out"
+        )
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser):

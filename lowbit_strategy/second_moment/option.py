@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.part import Part, refuse_several_meshes
+from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -56,10 +56,6 @@ class SecondMomentOption(Part):
             check_second_moment(optimizer)
             if self._options.rounds is not None:
                 check_decay(optimizer)
-
-    def check_meshes(self) -> None:
-        if self._chosen:
-            refuse_several_meshes("second_moment=True")
 
     def extra(self, prepared: PreparedModel) -> Extra:
         chosen = self._chosen

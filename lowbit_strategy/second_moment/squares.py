@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.collectives.comm import ring_nbytes
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
+from lowbit_strategy.collectives.comm import Comm, ring_nbytes
+from lowbit_strategy.collectives.layout import ParamView, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
@@ -134,6 +134,23 @@ class _ParamStats:
             old.copy_(torch.where(is_usable, kept * old.float() + (1 - kept) * new, old))
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The parameters that some ranks reduce together, as they were when methods changed.
+
+    Args:
+        context: How their gradients travel.
+        inner: How their squares do.
+        places: Their order, by which they take turns.
+        buckets: Those of squares.
+    """
+
+    context: BucketContext
+    inner: BucketContext
+    places: dict[str, int]
+    buckets: dict[BucketLayout, Bucket]
+
+
 class SecondMoment(Follower, BucketObserver, StepListener):
     """Looks at gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
 
@@ -147,8 +164,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def __init__(self, sync: GradientSync, module: nn.Module) -> None:
         self._sync = sync
         self._module = module
-        self._context: BucketContext | None = None
-        self._specs: dict[str, TensorSpec] = {}
+        self._served: dict[Comm, _Served] = {}
         self._names: dict[int, str] = {}
         self.name_parameters()
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
@@ -176,42 +192,44 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def begin_step(self) -> SecondMoment:
         return self
 
-    def _bind_context(self, context: BucketContext) -> None:
+    def _bind_context(self, context: BucketContext) -> _Served:
         """Methods have changed, or ranks."""
-        self._context, self._comm = context, context.comm
-        self._specs = {name: context.specs[name] for name in served(self._sync.state.assignments)}
-        methods = methods_of_squares(list(self._specs.values()))
+        names, state = served(self._sync.state.assignments), self._sync.state
+        specs = {name: context.specs[name] for name in names if state.ranks_of(name).peers is context.comm}
+        methods = methods_of_squares(list(specs.values()))
         stores = {
             method: method.make_store(
-                {name: spec for name, spec in self._specs.items() if methods[name] == method},
+                {name: spec for name, spec in specs.items() if methods[name] == method},
                 context.comm,
                 context.device,
             )
             for method in dict.fromkeys(methods.values())
         }
         no_leftover = CarryOver(context.device)  # the engine's is for gradients
-        self._inner = replace(
-            context, specs=self._specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False
+        inner = replace(
+            context, specs=specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False
         )
-        self._buckets: dict[BucketLayout, Bucket] = {}
-        self._places = {name: at for at, name in enumerate(self._specs)}
-        self._known = {name: known for name, known in self._known.items() if name in self._specs}
+        found = _Served(context, inner, {name: at for at, name in enumerate(specs)}, {})
+        self._served[context.comm] = found
+        self._known = {name: known for name, known in self._known.items() if name in names}
+        return found
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`, which reduce `x` into `out`, and in some steps exchange squares after them."""
-        if bucket.context is not self._context:
-            self._bind_context(bucket.context)
+        comm, own = bucket.context.comm, self._served.get(bucket.context.comm)
+        if own is None or own.context is not bucket.context:
+            own = self._bind_context(bucket.context)
         step = self._sync.step_context()
-        params = [param for param in bucket.params if param.name in self._specs]
-        if not params or self._comm.world_size == 1:
+        params = [param for param in bucket.params if param.name in own.places]
+        if not params or comm.world_size == 1:
             yield from stages
             return
         views = [param.within(x, out) for param in params]
         all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
         begun = [known.begin_pass(step.index) for known in all_known]
-        age, offset = all_known[0].age, self._places[params[0].name]
+        age, offset = all_known[0].age, own.places[params[0].name]
         listens = any(is_due(age + later, offset) for later in range(WINDOW))
         if listens:
             for view, known in zip(views, all_known, strict=True):
@@ -222,21 +240,22 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         yield from stages
         if not listens:
             return
-        divisor = self._comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
+        divisor = comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
         for view, known, first in zip(views, all_known, begun, strict=True):
-            decoded = _mean_squares(self._own(view, view.out)).div_(divisor**2)
+            decoded = _mean_squares(_own(view, view.out, comm.rank)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
             known.num_sums += first or known.num_sums == 0
         if sketches is not None:
-            yield from self._exchange(bucket, x, sketches, step)
+            yield from self._exchange(own, bucket, x, sketches, step)
 
-    def _exchange(self, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
+    def _exchange(self, own: _Served, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
         """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
-        entries = tuple(each for each in bucket.layout.entries if each[0] in self._specs)
+        comm = own.context.comm
+        entries = tuple(each for each in bucket.layout.entries if each[0] in own.places)
         layout = replace(bucket.layout, entries=entries, num_marked=0)
-        if layout not in self._buckets:
-            self._buckets[layout] = Bucket(self._inner, layout)
-        inner = self._buckets[layout]
+        if layout not in own.buckets:
+            own.buckets[layout] = Bucket(own.inner, layout)
+        inner = own.buckets[layout]
         roots = torch.zeros_like(x, dtype=torch.float32)
         mean = torch.zeros(layout.row_numel, device=x.device) if layout.row_numel is not None else roots
         totals = []
@@ -247,27 +266,23 @@ class SecondMoment(Follower, BucketObserver, StepListener):
             totals.append(squares.sum())
             param.within(roots, mean).x.copy_(squares.sqrt_())
         yield from inner.run(roots, mean, step, ())
-        found = [self._own(view := param.within(roots, mean), view.out).square() for param in inner.params]
+        found = [_own(view := param.within(roots, mean), view.out, comm.rank).square() for param in inner.params]
         numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
         self._sync.transactions.byte_check.expected.append(inner)
-        self._sync.transactions.byte_check.add_untracked(ring_nbytes(numbers, self._comm.world_size))
-        yield self._comm.all_reduce(numbers)
-        for param, squares, sums in zip(inner.params, found, numbers / self._comm.world_size, strict=True):
-            exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
+        self._sync.transactions.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
+        yield comm.all_reduce(numbers)
+        for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
+            exact, (mean_energy, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
             if self._sync.scatter:  # of each element one rank knows it
-                found_total = found_total * self._comm.world_size
+                found_total = found_total * comm.world_size
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
             known = self._known[param.name]
             assert known.decoded_sums is not None
-            energies = torch.stack([exact, own])
+            energies = torch.stack([exact, mean_energy])
             if known.pending is not None and known.exchanged == step.index:
                 energies += known.pending[2]
             known.pending = squares * scale, known.decoded_sums / known.num_sums, energies, known.gap
             known.exchanged = step.index
-
-    def _own(self, view: ParamView, values: Tensor) -> Tensor:
-        """Elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
-        return values[: view.row_length(self._comm.rank)] if view.spec.sharded else values
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -293,7 +308,8 @@ class SecondMoment(Follower, BucketObserver, StepListener):
                 self._correct_(known, param, state[_KEY], beta2)
 
     def _correct_(self, known: _ParamStats, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
-        spec = self._specs[self._names[id(param)]]
+        name = self._names[id(param)]
+        spec, num_ranks = self._sync.specs[name], self._sync.state.ranks_of(name).peers.world_size
         v_N = flat_part(second_moment, spec)
         if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
             known.average = _blocks(v_N.float()).mean(1)
@@ -303,7 +319,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         if known.squares is None or known.decoded is None or known.energies is None:
             return
         exact, own = known.energies
-        share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._comm.world_size, 1.0)
+        share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / num_ranks, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
         without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: the same for all elements
         blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])
@@ -359,6 +375,11 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         for name, kept in state["known"].items():
             known: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kept.items()}
             self._known[name] = _ParamStats(**known)
+
+
+def _own(view: ParamView, values: Tensor, rank: int) -> Tensor:
+    """Elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
+    return values[: view.row_length(rank)] if view.spec.sharded else values
 
 
 def _sketch(view: ParamView, step: StepContext) -> Tensor:

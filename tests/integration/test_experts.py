@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
+from lowbit_strategy import Auto, Dense, DiLoCo, LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.telemetry.startup_report import render_reports
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
@@ -368,13 +368,7 @@ def test_with_everything_else(facts: list[Facts]) -> None:
 
 def refused(folder: Path) -> Facts:
     """What serves one mesh, and meshes that do not go together."""
-    facts = {}
-    for name, layout, options in (
-        ("outer", "hsdp", {"outer": DiLoCo(every=2)}),
-        ("second moment", "module", {"second_moment": True}),
-        ("auto", "module", {"compressor": "auto"}),
-    ):
-        facts[name] = raised(functools.partial(Run(layout).compress, **options))
+    facts = {"outer": raised(lambda: Run("hsdp").compress(outer=DiLoCo(every=2)))}
     model = net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model[1], mesh=mesh["shard"])
@@ -391,10 +385,57 @@ def refused(folder: Path) -> Facts:
 @scenarios(refused, world_size=4)
 def test_refused(facts: list[Facts]) -> None:
     for rank in facts:
-        for name, what in (("outer", "outer="), ("second moment", "second_moment=True"), ("auto", "Auto()")):
-            assert f"{what} serves models whose parameters are all on one mesh" in rank[name]
+        assert "outer= serves models whose parameters are all on one mesh" in rank["outer"]
         assert "and its parameters are whole" in rank["whole"]
         assert "nothing synchronizes 1.experts.up" in rank["left out"]
+
+
+def second_moments(folder: Path, layout: str) -> Facts:
+    """Adam's, after steps that move nothing: how far one bit's are from those of exact gradients."""
+    found, exact = {}, list[Tensor]()
+    for way in ("stock", "corrected", "as it is"):
+        run = Run(layout)
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.0
+        session = None
+        if way != "stock":
+            session = run.compress(as_compressor("loco1"), second_moment=way == "corrected")
+        run.train(24)
+        own = [run.optimizer.state[param]["exp_avg_sq"] for param in run.model.parameters()]
+        values = [local(each).detach().clone() for each in own]
+        exact = exact or values
+        found[way] = [float((a.sum() / b.sum()).log().abs()) for a, b in zip(values, exact, strict=True) if b.numel()]
+        if session is not None:
+            found["kept"] = [plan.memory.extra for plan in session.sync.plans()]
+            session.close()
+    return found | {"experts": [i for i, (name, _) in enumerate(run.model.named_parameters()) if "experts" in name]}
+
+
+@scenarios(second_moments, world_size=4, layout=("module", "hsdp"), slow=all_but(layout="module"))
+def test_second_moments(facts: list[Facts]) -> None:
+    for rank in facts:
+        for at in rank["experts"]:
+            assert rank["corrected"][at] < 0.5 * rank["as it is"][at]
+
+
+def chosen(folder: Path) -> Facts:
+    """`Auto` tries set-ups and decides; experts are trained like stock's."""
+    stock, run = Run("module"), Run("module")
+    losses = stock.train(30)
+    session = run.compress(Auto())
+    found = run.train(30)
+    assert session.choice is not None
+    facts = {"losses": (losses, found), "tried": session.choice.reason}
+    session.close()
+    return facts
+
+
+@scenarios(chosen, world_size=4)
+def test_chosen(facts: list[Facts]) -> None:
+    for rank in facts:
+        stock, found = rank["losses"]
+        assert rank["tried"] == facts[0]["tried"] != ""
+        assert sum(found[-5:]) < 1.1 * sum(stock[-5:])
 
 
 class Lit(L.LightningModule):
