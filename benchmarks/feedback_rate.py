@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loss_over_bytes import Run, Setting, best_rate, run_once
-from benchmarks.runs import Runs, mean_and_error
+from benchmarks.runs import ChangedSetting, ResultsFile, Runs, SeedCount, mean_and_error
 from benchmarks.simulated import DENSE
 
 METHODS = ("topk", "powersgd", "onebitsgd", "efsignsgd", "loco")
@@ -44,9 +43,9 @@ def table(runs: Runs[Run]) -> Table:
 
 def main(
     method: Annotated[list[str] | None, typer.Option(help="a compressor's name; repeat")] = None,
-    seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1")] = 3,
-    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    seeds: SeedCount = 3,
+    changed: ChangedSetting = "{}",
+    json_path: ResultsFile = None,
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks.outer_steps import Local, Variant
-from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
+from benchmarks.runs import Runs, SeedList, mean_and_error, warmup_then_cosine
 from benchmarks.second_moment import HALF
 from benchmarks.simulated import DENSE, Exchange, parse
 from benchmarks.weights import Weights
@@ -260,7 +260,7 @@ def table(results: Runs[Run]) -> Table:
 
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="results file, continued if it exists")],
-    seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "0,1,2",
+    seeds: SeedList = "0,1,2",
     cases: Annotated[list[str] | None, typer.Option("--case", help="of the study; repeat; none: all")] = None,
     steps: Annotated[int, typer.Option(min=50, help="of each run; one file has runs of one length")] = Setting().steps,
 ) -> None:

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import ChangedSetting, ResultsFile, Runs, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from benchmarks.small_models import Convolutional
 from lowbit_strategy.methods.composed import WarmUp
@@ -245,8 +245,8 @@ def main(
     variant: Annotated[list[str] | None, typer.Option(help="preset, or 'name {JSON options}'; default: all")] = None,
     seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1 at the best rate")] = 3,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
-    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    changed: ChangedSetting = "{}",
+    json_path: ResultsFile = None,
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))

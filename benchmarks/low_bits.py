@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +30,16 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
+from benchmarks.runs import (
+    ChangedSetting,
+    Layouts,
+    ResultsFile,
+    Runs,
+    SeedList,
+    Variants,
+    mean_and_error,
+    warmup_then_cosine,
+)
 from benchmarks.simulated import DENSE, Exchange, Layout, parse
 from benchmarks.small_models import make_model, text_of
 
@@ -179,12 +187,12 @@ class Results(Runs[Run]):
 
 
 def main(
-    variant: Annotated[list[str] | None, typer.Option(help="preset, or 'name {json options}'; repeat")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="ddp (two hops) or fsdp (one); repeat")] = None,
+    variant: Variants = None,
+    layout: Layouts = None,
     model: Annotated[list[str] | None, typer.Option(help="kind of model; repeat")] = None,
-    seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "0",
-    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    seeds: SeedList = "0",
+    changed: ChangedSetting = "{}",
+    json_path: ResultsFile = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)

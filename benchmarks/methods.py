@@ -30,8 +30,8 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.runs import ResultsFile, SeedCount, table_of
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import CodecPair
@@ -201,17 +201,14 @@ class Results:
 
 
 def show(results: Results, steps: int, console: Console) -> None:
-    table = Table(title=f"{steps} steps, {WORLD_SIZE} processes")
-    table.add_column("strategy")
     losses, gaps, bits = ("loss: first", "training", "validation"), ("gap, %", "mean gap, %"), ("bits", "of the run")
-    for heading in ("seeds", *losses, *gaps, *bits, "kB a step"):
-        table.add_column(heading, justify="right")
-    table.add_column("step, dense = 1", justify="right")
+    figures = ("seeds", *losses, *gaps, *bits, "kB a step", "step, dense = 1")
     chosen = [run for run in results.runs if run.steps == steps]
+    rows = []
     for strategy in sorted({run.strategy for run in chosen}, key=lambda name: (layout_of(name), name)):
-        runs = sorted((run for run in chosen if run.strategy == strategy), key=lambda run: run.seed)
-        table.add_row(strategy, *_row(runs, results))
-    console.print(table)
+        seeds = sorted((run for run in chosen if run.strategy == strategy), key=lambda run: run.seed)
+        rows.append((strategy, *_row(seeds, results)))
+    console.print(table_of(f"{steps} steps, {WORLD_SIZE} processes", ("strategy",), figures, rows))
 
 
 def _row(runs: Sequence[Run], results: Results) -> list[str]:
@@ -239,8 +236,8 @@ def main(
     strategy: Annotated[list[str] | None, typer.Option(help="a name, or 'name {JSON options}'; repeat")] = None,
     every: Annotated[bool, typer.Option(help="all registered strategies")] = False,
     steps: Annotated[int, typer.Option(help="optimizer steps of a run", min=2 * WARMUP_STEPS)] = 600,
-    seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1")] = 1,
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    seeds: SeedCount = 1,
+    json_path: ResultsFile = None,
 ) -> None:
     """Train with each strategy and without compression, then compare."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the training processes end too

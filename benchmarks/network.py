@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.runs import show as show_table
+from benchmarks.runs import table_of
 from testing.hosts.namespaces import SlowNetwork, bits_per_second, why_not
 from testing.hosts.torchrun import run_on_hosts
 
@@ -236,10 +236,7 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     far = f", {1e3 * options.delay:g} ms one way" if options.delay else ""
     lossy = f", {options.loss:g} of packets lost" if options.loss else ""
     title = f"{options.mode}, {options.world_size} hosts, {options.ranks_per_host} ranks each{far}{lossy}"
-    table = Table(title=title)
-    table.add_column("link")
-    table.add_column("variant")
-    headings = (
+    figures = (
         "seconds",
         "link's limit",
         "step faster",
@@ -248,10 +245,8 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
         "MB sent per host",
         "bits/element/hop",
     )
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row.rate,
             row.variant,
             f"{row.seconds:.3f}",
@@ -262,7 +257,9 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
             f"{row.sent_nbytes / 1e6:.2f}",
             f"{row.bits_per_element_hop:.2f}",
         )
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+        for row in rows
+    )
+    show_table(table_of(title, ("link", "variant"), figures, cells), width=110)
 
 
 def describe_machine() -> dict[str, Any]:

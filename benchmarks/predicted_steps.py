@@ -21,10 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.network import describe_machine
+from benchmarks.runs import show as show_table
+from benchmarks.runs import table_of
 from testing.hosts.namespaces import SlowNetwork, why_not
 from testing.hosts.torchrun import run_on_hosts
 
@@ -91,17 +90,15 @@ def kept(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(cells: dict[str, Any]) -> None:
-    table = Table(title="predicted over measured step")
-    for column in ("cell", "set-up", "measured, s", "predicted, s", "between", "ratio"):
-        table.add_column(column, justify="left" if column in ("cell", "set-up") else "right")
-    ratios = []
+    ratios, rows = [], []
     for name, report in cells.items():
         for variant, cell in report["cells"].items():
             ratios.append(cell["seconds"] / cell["measured_s"])
             bounds = f"{cell['low']:.3f} to {cell['high']:.3f}"
             figures = (f"{cell['measured_s']:.3f}", f"{cell['seconds']:.3f}", bounds, f"{ratios[-1]:.2f}")
-            table.add_row(name, variant, *figures)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+            rows.append((name, variant, *figures))
+    headings = ("measured, s", "predicted, s", "between", "ratio")
+    show_table(table_of("predicted over measured step", ("cell", "set-up"), headings, rows), width=110)
     if ratios:
         inside = sum(
             cell["low"] <= cell["measured_s"] <= cell["high"]

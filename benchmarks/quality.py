@@ -15,15 +15,13 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import ChangedSetting, Layouts, ResultsFile, Runs, SeedCount, Variants, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, Layout, parse, training, validation_loss
 from lowbit_strategy.methods._base.compressor import Compressor
 from recipes.gpt import GPT
@@ -116,11 +114,11 @@ class Results(Runs[Run]):
 
 
 def main(
-    variant: Annotated[list[str] | None, typer.Option(help="preset, or 'name {json options}'; repeat")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="ddp (two hops) or fsdp (one); repeat")] = None,
-    seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1")] = 3,
-    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    variant: Variants = None,
+    layout: Layouts = None,
+    seeds: SeedCount = 3,
+    changed: ChangedSetting = "{}",
+    json_path: ResultsFile = None,
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))

@@ -1,16 +1,26 @@
-"""What training studies share: the learning rate over a run, and runs in a JSON file beside the setting they share."""
+"""What studies share: options of their commands, the learning rate over a run, runs in a JSON file, tables."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+ResultsFile = Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")]
+ChangedSetting = Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")]
+SeedCount = Annotated[int, typer.Option(help="seeds 0 ... n-1")]
+SeedList = Annotated[str, typer.Option(help="seeds, separated by commas")]
+Variants = Annotated[list[str] | None, typer.Option(help="preset, or 'name {JSON options}'; repeat")]
+Layouts = Annotated[list[str] | None, typer.Option(help="ddp (two hops) or fsdp (one); repeat")]
 
 
 class Schedule(Protocol):
@@ -36,6 +46,23 @@ def mean_and_error(values: Sequence[float], digits: int) -> str:
         return ""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):+.{digits}f} ± {error:.{digits}f}"
+
+
+def table_of(title: str, names: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first columns are `names`, the others `figures`."""
+    table = Table(title=title)
+    for heading in names:
+        table.add_column(heading)
+    for heading in figures:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def show(table: Table, *, width: int) -> None:
+    """`width`: where the output goes to no terminal."""
+    Console(width=None if sys.stdout.isatty() else width).print(table)
 
 
 Run = TypeVar("Run")

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.low_bits import LEARNING_RATES
-from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
+from benchmarks.runs import ResultsFile, Runs, SeedList, mean_and_error, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from benchmarks.small_models import make_model, text_of
 from recipes.gpt import GPT
@@ -208,7 +208,7 @@ def table(results: Runs[Run], others: Sequence[Runs[Run]] = ()) -> Table:
 def main(
     model: Annotated[list[str] | None, typer.Option(help="mixer, recurrent, lstm, ...; repeat")] = None,
     rates: Annotated[str, typer.Option(help="times each model's learning rate, separated by commas")] = "0.25,1,2",
-    seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "101",
+    seeds: SeedList = "101",
     cases: Annotated[str | None, typer.Option(help="loco1:squares,...; None: all")] = None,
     workers: Annotated[int, typer.Option(help="simulated ranks")] = 4,
     decays: Annotated[bool, typer.Option(help="a cosine to zero instead of a constant learning rate")] = False,
@@ -216,7 +216,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences per rank and step")] = Setting().batch,
     context: Annotated[int, typer.Option(help="bytes of a sequence")] = Setting().context,
     other_lengths: Annotated[list[Path] | None, typer.Option(help="results of whole runs of other lengths")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    json_path: ResultsFile = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)

@@ -15,7 +15,6 @@ import itertools
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import ChangedSetting, ResultsFile, Runs, warmup_then_cosine
 from benchmarks.simulated import Exchange
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
@@ -237,8 +236,8 @@ def main(
     gradients: Annotated[str, typer.Option(help="compressors, with commas")] = "loco,dense",
     weights: Annotated[str, typer.Option(help="ways of sending weights, with commas")] = ",".join(VARIANTS),
     models: Annotated[str, typer.Option(help="kinds of model, with commas")] = ",".join(MODELS),
-    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    changed: ChangedSetting = "{}",
+    json_path: ResultsFile = None,
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.runs import show as show_table
+from benchmarks.runs import table_of
 from benchmarks.slow_links.wire_bytes import ROWS
 from lowbit_strategy.methods.registry import PRESETS
 from testing.hosts.namespaces import SlowNetwork, why_not
@@ -79,12 +78,9 @@ def measure(names: Sequence[str], *, world_size: int, numel: int, steps: int, ti
 
 
 def show(rows: Sequence[Row], title: str) -> None:
-    table = Table(title=title)
-    table.add_column("variant")
-    for heading in ("bits per element and hop", "accounted, bytes", "payload", "payload more, %", "with headers, %"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
+    figures = ("bits per element and hop", "accounted, bytes", "payload", "payload more, %", "with headers, %")
+    cells = (
+        (
             row.variant,
             f"{row.bits:.3f}",
             f"{row.accounted_nbytes:,.0f}",
@@ -92,7 +88,9 @@ def show(rows: Sequence[Row], title: str) -> None:
             f"{100 * (row.payload_nbytes / row.accounted_nbytes - 1):+.2f}",
             f"{100 * (row.sent_nbytes / row.accounted_nbytes - 1):+.2f}",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        for row in rows
+    )
+    show_table(table_of(title, ("variant",), figures, cells), width=120)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.peak_memory import training
 from benchmarks.peak_memory.cases import CASES
 from benchmarks.peak_memory.training import Case
-from benchmarks.runs import Runs
+from benchmarks.runs import ResultsFile, Runs
 from testing.counting.allocations import build
 from testing.processes.ranks import run_ranks
 
@@ -110,7 +110,7 @@ def table(rows: list[Row]) -> Table:
 
 def main(
     only: Annotated[str, typer.Option(help="Cases whose name holds this text.")] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
+    json_path: ResultsFile = None,
 ) -> None:
     """Measure, compare, and add to the results file; status 1 if a row is off by more than five per cent."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
