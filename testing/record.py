@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.telemetry.run_record import read_runs
+from lowbit_strategy.report.record import read_runs
 
 
 def read_record(folder: str | Path) -> list[dict[str, Any]]:

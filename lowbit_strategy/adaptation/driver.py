@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lowbit_strategy.adaptation.last_step import LastStep
+from lowbit_strategy.adaptation.levels import rehearse, try_level
+from lowbit_strategy.adaptation.window_sums import WindowSums
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.control.base import (
@@ -33,9 +35,8 @@ from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
-from lowbit_strategy.telemetry.measure import StepMeasure, rehearse, try_level
+from lowbit_strategy.telemetry.measure import StepMeasure
 from lowbit_strategy.telemetry.run_record import metric_name
-from lowbit_strategy.telemetry.window_sums import WindowSums
 
 EXTRA_STATE_KEY = "adaptive"
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
-from lowbit_strategy.plan.messages import RING_SCATTER, RINGS, Message, TransferGroup
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Message, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 
 FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
@@ -61,17 +61,31 @@ class Cost:
         return Cost(times * self.latency, times * self.busy)
 
 
+@dataclass(frozen=True, slots=True)
+class Ring(Message):
+    """A collective of the framework's own, as it would go over a ring.
+
+    Args:
+        scattered: It ends with a part of the sum.
+        tree_steps: Collectives in series if a tree of the nodes is used instead; None: it cannot be.
+    """
+
+    scattered: bool = False
+    tree_steps: int | None = None
+
+
 def message_cost(message: Message, cluster: Cluster, ranks_per_node: int) -> Cost:
     """Cost of one message; all ranks of a node send at once."""
-    times = 2 if message.what == RING_SCATTER and cluster.gloo else 1
+    ring = message if isinstance(message, Ring) else None
+    times = 2 if ring is not None and ring.scattered and cluster.gloo else 1
     number = max(1, message.in_series)
     each = message.total_nbytes / number
     slow = cluster.inter_node if message.internode_fraction else cluster.intra_node
-    is_ring = message.what in RINGS
+    is_ring = ring is not None or message.what == EXACT_WEIGHTS
     if is_ring and slow.ring is not None:
         beginning, busy = slow.ring.split_s(each)
         return Cost(message.in_series * slow.ring.latency_s + number * beginning, number * busy) * times
-    in_series = message.in_series if message.tree_steps is None or cluster.gloo else message.tree_steps
+    in_series = message.in_series if ring is None or ring.tree_steps is None or cluster.gloo else ring.tree_steps
     waiting = Cost(in_series * slow.latency_s)
     between = cluster.inter_node.split_s(message.internode_fraction * ranks_per_node * each)
     inside = cluster.intra_node.split_s(each - message.internode_fraction * each)

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
+from lowbit_strategy.adaptation.levels import SingleRankBucket
 from lowbit_strategy.advisor.cluster import ANY_RATE, Bench, Cluster, Coding, Link, slowest_cluster
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
-from lowbit_strategy.telemetry.measure import SingleRankBucket
 from lowbit_strategy.version import __version__
 
 _AHEAD = 2.0  # times as long as the host needs to ask for what is timed, a GPU is kept busy

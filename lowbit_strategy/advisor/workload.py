@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit_strategy.advisor.cost import ranks_per_node
+from lowbit_strategy.advisor.cost import Ring, ranks_per_node
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
-from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, TransferGroup, alike
+from lowbit_strategy.plan.messages import Level, TransferGroup, alike
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -197,7 +197,7 @@ def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignmen
     return assign_all(late, workload.specs)
 
 
-def ring_message(nbytes: float, plan: StepPlan, *, hops: int, what: str = RING) -> Message:
+def ring_of(nbytes: float, plan: StepPlan, *, hops: int, scattered: bool = False) -> Ring:
     """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
 
     A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
@@ -210,8 +210,14 @@ def ring_message(nbytes: float, plan: StepPlan, *, hops: int, what: str = RING) 
     internode_fraction = 1 / per_node if nodes > 1 else 0.0
     in_series = hops * max(1, nodes - 1)
     tree_steps = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
-    return Message(
-        level, what, round(sent), in_series=in_series, tree_steps=tree_steps, internode_fraction=internode_fraction
+    return Ring(
+        level,
+        "ring",
+        round(sent),
+        in_series=in_series,
+        internode_fraction=internode_fraction,
+        scattered=scattered,
+        tree_steps=tree_steps,
     )
 
 
@@ -230,15 +236,16 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
             for transfers in (plan.gradients, plan.weights)
         ]
         return replace(own, gradients=silent[0], weights=silent[1])
-    hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
+    scattered = plan.layout == "fsdp"
+    hops = 1 if scattered else 2
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     sizes = _reduced_as_one(plan, itemsize)
-    rings = {numel: (ring_message(numel * itemsize, plan, hops=hops, what=what),) for _, numel in sizes}
+    rings = {numel: (ring_of(numel * itemsize, plan, hops=hops, scattered=scattered),) for _, numel in sizes}
     weights = []
     for transfer in plan.weights:
         module, messages = plan.modules[transfer.name], transfer.messages
         if plan.layout != "hsdp":
-            messages = (ring_message(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
+            messages = (ring_of(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
         weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
     return replace(
         own,

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["flat", "intra-node", "inter-node"]
-EXACT_WEIGHTS = "exact weights"
-RING, RING_SCATTER = "ring", "ring, scattered"  # the framework's own; the latter ends with a part of the sum
-RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
+EXACT_WEIGHTS = "exact weights"  # the framework's own gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,6 @@ class Message:
         framing_nbytes: Sent in addition: headers, padding.
         in_series: Collectives, each of which waits for the one before.
         fixed: Whether the bytes do not depend on values.
-        tree_steps: Collectives in series if a tree of the nodes is used instead of a ring; None: it cannot be.
         internode_fraction: How much of it leaves the node, from 0 to 1.
     """
 
@@ -33,7 +30,6 @@ class Message:
     framing_nbytes: int = 0
     in_series: int = 1
     fixed: bool = True
-    tree_steps: int | None = None
     internode_fraction: float = 1.0
 
     @property

@@ -25,8 +25,8 @@ def report(
     except ModuleNotFoundError as error:
         typer.echo(f"{error.name} is not installed: pip install 'lowbit-strategy[report]'", err=True)
         raise typer.Exit(2) from error
+    from lowbit_strategy.report.record import read_runs
     from lowbit_strategy.report.run import read_run, runs_in
-    from lowbit_strategy.telemetry.run_record import read_runs
 
     try:
         found, *others = runs_in(run_dir)

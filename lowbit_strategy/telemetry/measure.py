@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -13,50 +12,15 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.packed import PART_NUMEL
-from lowbit_strategy.collectives.comm import Comm, LocalComm, wait_for_all
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.kernels.reference.rng import hash32, positions_in, strata
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair
-from lowbit_strategy.ranks.ranks import Ranks
 
-_WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
 _SAMPLE = 2048  # elements per parameter, at most
 _ROW = 1024  # elements that are added in float32
 _SMALLEST_SQUARE = 1e-30  # mean square from which on it does not matter that float32 has none below 1e-38
-# One parameter for each method that a configuration may give: compressed, high precision, exempt.
-_SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
-_DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be shows in the first step
-
-
-class SingleRankBucket:
-    """Parameters as one bucket that this rank reduces alone, as one of `world_size` whose others send nothing."""
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        specs: Sequence[TensorSpec],
-        device: torch.device,
-        *,
-        world_size: int = 1,
-        scatter: bool = True,
-        seed: int = 0,
-    ) -> None:
-        ranks = Ranks.flat(LocalComm(world_size))
-        self.sync = GradientSync(compressor, specs, ranks, device, scatter=scatter, seed=seed)
-        widths = [self.sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
-        *offsets, self.numel = itertools.accumulate(widths, initial=0)
-        entries = tuple((spec.name, at) for spec, at in zip(specs, offsets, strict=True))
-        self._layout = BucketLayout(entries, self.numel if scatter else None)
-
-    def reduce(self, x: Tensor, out: Tensor) -> None:
-        """One step."""
-        self.sync.begin_step()
-        wait_for_all(self.sync.reduce(self._layout, x, out))
-        self.sync.end_step()
 
 
 def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
@@ -78,49 +42,6 @@ def energies(compensated: Tensor, sent: Tensor) -> Tensor:
     parts = zip(compensated.split(part_numel), sent.split(part_numel), strict=True)
     errors = [squared_norm(h - q) for h, q in parts]  # of parts that stay in a cache
     return torch.stack([squared_norm(compensated), squared_norm(sent), torch.stack(errors).sum()])
-
-
-def try_level(
-    level: Compressor, values: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], seed: int
-) -> dict[str, Tensor]:
-    """`energies` of each tensor if `level` had to send it: the method runs in a world of one rank, its state is new."""
-    chosen = [specs[name] for name in values if specs[name].numel]
-    if not chosen:
-        return {}
-    x = torch.cat([values[spec.name] for spec in chosen])
-    bucket = SingleRankBucket(level, chosen, x.device, seed=seed)
-    out = torch.empty_like(x)
-    for _ in range(_WARM_ROUNDS if _starts_warm(bucket.sync) else 1):
-        _forget_residuals_(bucket.sync)
-        bucket.reduce(x.clone(), out)
-    pairs = zip(chosen, out.split([spec.numel for spec in chosen]), strict=True)
-    return {spec.name: energies(values[spec.name], sent) for spec, sent in pairs}
-
-
-def _starts_warm(sync: GradientSync) -> bool:
-    """Whether a `Reducer` keeps more than residuals."""
-    keys = [key for name in sync.specs for key in sync.state.tensors(name)]
-    return any("residual" not in key and "." not in key for key in keys)
-
-
-def _forget_residuals_(sync: GradientSync) -> None:
-    for name in sync.specs:
-        for key, tensor in sync.state.tensors(name).items():
-            if "residual" in key:
-                tensor.zero_()
-
-
-def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:
-    """Reduce a small bucket as a rank of `world_size` would: both hops, every kind of parameter, every dtype.
-
-    Triton compiles a kernel for a format, a dtype and what is left of the number of ranks, not for sizes. Methods with
-    communication of their own have no kernels to compile.
-    """
-    specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
-    for dtype in _DTYPES if specs else ():
-        bucket = SingleRankBucket(level, specs, device, world_size=world_size, scatter=scatter)
-        x = torch.ones(bucket.numel * world_size if scatter else bucket.numel, dtype=dtype, device=device)
-        bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if scatter else x)
 
 
 class StepMeasure:

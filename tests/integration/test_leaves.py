@@ -54,6 +54,10 @@ LEAVES = {  # one row per leaf
         "from lowbit_strategy.control import GraVAC",
         "GraVAC needs lowbit_strategy.control.zoo, which this installation lacks",
     ),
+    "configuration files": Leaf(
+        ("config_file", "run.py"), command("config"), "lowbit config needs lowbit_strategy.config_file"
+    ),
+    "metrics": Leaf(("metrics.py",), "import lowbit_strategy.metrics", "No module named 'lowbit_strategy.metrics'"),
     "functional": Leaf(
         ("functional.py",), "import lowbit_strategy.functional", "No module named 'lowbit_strategy.functional'"
     ),
@@ -107,7 +111,7 @@ for path in sorted(root.rglob("*.py")):
     parts = path.relative_to(root).with_suffix("").parts
     if not {"triton", *sys.argv[2:]} & {*parts, str(path.relative_to(root))}:
         name = ".".join(("lowbit_strategy", *(parts[:-1] if parts[-1] == "__init__" else parts)))
-        if not name.endswith(("metrics", "pytorch_lightning", "lightning_fabric")):
+        if not name.endswith(("pytorch_lightning", "lightning_fabric")):
             importlib.import_module(name)
 lowbit_strategy.__all__
 from lowbit_strategy import LoCo

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
-from lowbit_strategy.advisor.cost import break_even, message_cost, over_bandwidth, step_time
+from lowbit_strategy.advisor.cost import Ring, break_even, message_cost, over_bandwidth, step_time
 from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.plan.gradients import ParamGroup
-from lowbit_strategy.plan.messages import RING, Message
+from lowbit_strategy.plan.messages import Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Topology
 
@@ -116,9 +116,9 @@ def test_messages_in_series_share_the_bytes() -> None:
     """Each of them is as short as its share."""
     link = Link(0.0, 1e6, ((100.0, 0.0), (1000.0, 9e-4)))
     at = cluster(replace(link, ring=link))
-    for what in ("rows", RING):
+    for kind in (Message, Ring):
         for in_series, expected in ((1, 9e-4), (10, 0.0)):
-            found = message_cost(Message("flat", what, 1000, in_series=in_series, internode_fraction=1.0), at, 1)
+            found = message_cost(kind("flat", "rows", 1000, in_series=in_series, internode_fraction=1.0), at, 1)
             assert (found.latency, found.busy) == (0.0, pytest.approx(expected))
 
 

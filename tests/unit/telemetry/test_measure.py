@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from lowbit_strategy.adaptation.levels import try_level
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
@@ -14,7 +15,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.telemetry.measure import energies, sum_over_ranks, try_level
+from lowbit_strategy.telemetry.measure import energies, sum_over_ranks
 from testing.worlds.single import SPECS, gradients
 
 BY_NAME = {spec.name: spec for spec in SPECS}

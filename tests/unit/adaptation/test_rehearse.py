@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.adaptation.levels import _SPECS, rehearse
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.loco import LoCoCodec
-from lowbit_strategy.telemetry.measure import _SPECS, rehearse
 
 CPU = torch.device("cpu")
 
