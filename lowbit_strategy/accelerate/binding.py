@@ -35,7 +35,8 @@ from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator,
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
-from lowbit_strategy.attach.prepare import PreparedModel, prepare, watch_optimizers
+from lowbit_strategy.attach.optimizer_hook import watch_optimizers
+from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.engine.engine import GradientSync

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model, one_replica
-from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks, settings_of
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
@@ -33,7 +32,7 @@ from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Chooser
+from lowbit_strategy.methods._base.chooser import Choice, Chooser
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (

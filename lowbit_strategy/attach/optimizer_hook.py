@@ -12,22 +12,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowbit_strategy.attach.checks import NEVER_ATTACHED
 
 # Sessions that are told of every step, in the order in which they were made: all ranks end their steps in this order.
-watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+_watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 # Prepared models: a step before anything is attached is an error.
-unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+_unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _handles: list[Any] = []  # torch's hook, once per process
 
 
-def install() -> None:
-    """Have torch call after every step of an optimizer of ``torch.optim``, however it was called."""
+def watch_optimizers(session: Any) -> None:
+    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``, however it is called.
+    The session has its model alone from now on.
+    """
+    _take_over(session.param_ids)
+    _watching[session] = None
+
+
+def stop_watching(session: Any) -> None:
+    """The session is closed."""
+    _watching.pop(session, None)
+
+
+def await_attachment(module: nn.Module) -> None:
+    """The model was prepared: a step of an optimizer is an error until a session watches for it."""
+    _take_over(set(map(id, module.parameters())))
+    _unattached[module] = None
+
+
+def _take_over(param_ids: set[int]) -> None:
+    """Take a model with these parameters from whoever had it: another trainer has it now, or it is attached."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
+    for session in list(_watching):
+        if not session.param_ids.isdisjoint(param_ids):
+            stop_watching(session)
+    for module in list(_unattached):
+        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
+            _unattached.pop(module, None)
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for session in list(watching):
+    for session in list(_watching):
         session.on_optimizer_step(optimizer)
-    if unattached:
+    if _unattached:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(unattached)):
+        if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
             raise RuntimeError(NEVER_ATTACHED)

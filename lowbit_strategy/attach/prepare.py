@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lowbit_strategy.attach.optimizer_hook import install, unattached, watching
+from lowbit_strategy.attach.optimizer_hook import await_attachment
 from lowbit_strategy.attach.part import Part, warn_of_missing_parts
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -144,8 +143,7 @@ def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup
         for sentence in unmatched_patterns(prepared.compressor, module):
             _log.warning("%s", sentence)
         warn_of_missing_parts(prepared.options)
-    _take_over(set(map(id, module.parameters())))
-    unattached[module] = None
+    await_attachment(module)
 
 
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
@@ -174,20 +172,3 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
 def settings_of(options: SyncOptions) -> dict[str, object]:
     """The options as plain values."""
     return vars(options) | to_plain("weights", options.weights)
-
-
-def watch_optimizers(session: Any) -> None:
-    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``."""
-    _take_over(session.param_ids)
-    watching[session] = None
-
-
-def _take_over(param_ids: set[int]) -> None:
-    """Take a model with these parameters from whoever had it: another trainer has it now, or it is attached."""
-    install()
-    for session in list(watching):
-        if not session.param_ids.isdisjoint(param_ids):
-            watching.pop(session, None)
-    for module in list(unattached):
-        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
-            unattached.pop(module, None)

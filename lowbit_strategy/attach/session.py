@@ -20,12 +20,10 @@ from lowbit_strategy.attach.checks import (
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.loss_scale import LossScale
-from lowbit_strategy.attach.optimizer_hook import watching
-from lowbit_strategy.attach.prepare import watch_optimizers
+from lowbit_strategy.attach.optimizer_hook import stop_watching, watch_optimizers
 from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
@@ -35,6 +33,7 @@ from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Choice
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.telemetry.startup_report import render_reports
 
@@ -215,8 +214,8 @@ class Session:
             return True
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
-            waits = isinstance(self._hook, (DDPHook, DDPWiring))
-            _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
+            why = why_nothing_was_sent(self._module, waits=not self.shards)
+            _log.warning("rank %d: %s", self.sync.ranks.rank, why)
         if stepped is None:
             self._use.settle_all()
         synchronized = self.sync.in_step
@@ -354,10 +353,9 @@ class Session:
         specs, params = self.frozen.take_newly_trainable()
         self.sync.extend(specs)
         self.pace.extend(params)
-        if model is not None and self._hook is not None:
+        if model is not None and isinstance(self._hook, DDPHook | DDPWiring):
             self._hook.close()
-            wiring = self._hook if isinstance(self._hook, DDPWiring) else None
-            self._hook = DDPHook(model, self.sync) if wiring is None else wiring.wrapped_anew(model)
+            self._hook = self._hook.wrapped_anew(model)
             self.close_with(model)
             self.frozen.wrapped_anew()
             self.pace.wrapped_by(model)
@@ -394,7 +392,7 @@ class Session:
         A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
         """
         self.is_closed = True
-        watching.pop(self, None)
+        stop_watching(self)
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
         has_ended = self.pace.close() and has_ended

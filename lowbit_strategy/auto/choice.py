@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.choice import Choice
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.auto.option import Auto
 from lowbit_strategy.auto.times import Timed, decide, has_changed
@@ -30,6 +29,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Choice
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS

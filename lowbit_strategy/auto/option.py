@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.choice import Choice
-from lowbit_strategy.methods._base.chooser import Chooser
+from lowbit_strategy.methods._base.chooser import Choice, Chooser
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -16,7 +16,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers, note_overflow
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.engine.method_state import CarryOver
+from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer

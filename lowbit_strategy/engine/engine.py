@@ -14,6 +14,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.engine.interfaces import PartState, RankState, Rounds, Stateful
@@ -59,7 +60,7 @@ class GradientSync:
         seed: Seed of all randomness; the same on all ranks.
         skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
         keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
-        max_residual: Largest norm of a residual, in norms of the parameter's gradient; None: any.
+        max_residual: Largest norm of a residual, in norms of the parameter's gradient (`BoundedResiduals`); None: any.
         follows_rate: Residuals follow the learning rate (`FollowedRates`).
 
     Attributes:
@@ -126,7 +127,7 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self._max_residual = max_residual
+        self._bounds = [] if max_residual is None else [BoundedResiduals(self.state, max_residual)]
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self._followed_rates: FollowedRates | None = None
@@ -290,7 +291,7 @@ class GradientSync:
         if self._followed_rates is not None and rates is not None:
             self._followed_rates.follow(rates())
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
-        self._observers = self.listeners.begin_step(StepPhase.OBSERVE) + probes
+        self._observers = [*self.listeners.begin_step(StepPhase.OBSERVE), *probes, *self._bounds]
         self.listeners.begin_step(StepPhase.RECORD)
         peers, checks = [each.peers for each in self.all_ranks], all(each.accounts for each in self._observers)
         self.transactions.byte_check.begin_step(peers, checks=checks)
@@ -381,8 +382,6 @@ class GradientSync:
         bucket.last_step = self.step_index
         self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers, marks)
-        if self._max_residual is not None:
-            stages = self._bounding(bucket, x, out, self._max_residual, stages)
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
@@ -405,17 +404,6 @@ class GradientSync:
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
         """Keep the state of these parameters where `stages` change it."""
         self.transactions.keep(names)
-        yield from stages
-
-    def _bounding(self, bucket: Bucket, x: Tensor, out: Tensor, limit: float, stages: Stages) -> Stages:
-        """Make residuals smaller that are larger than `limit` times the gradient; where that is zero they wait."""
-        for param in bucket.params:
-            store = self.state.store(param.name)
-            residual = store.residual(param.name)
-            if residual is not None:
-                allowed, norm = limit * param.within(x, out).x.norm(), residual.norm()
-                factor = torch.where((allowed > 0) & (allowed < norm), allowed / norm, 1.0)
-                store.method.rescale_({param.name: store.tensors(param.name)}, factor)
         yield from stages
 
     def step_context(self) -> StepContext:

@@ -5,130 +5,17 @@ What a replaced method had not sent yet is left over for the next one, or is add
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import Method, MethodStore, unsent_part
+from lowbit_strategy.methods._base.method import Method, MethodStore
 from lowbit_strategy.ranks.ranks import Ranks
-
-
-@dataclass(slots=True)
-class _Leftover:
-    """What a former method of one parameter has not sent.
-
-    Args:
-        tensors, numbers: State of the replaced method, or of one that has a residual of float32, as `unsent_part` reads
-            it.
-        factor: What the loss scale has been multiplied by since.
-    """
-
-    tensors: StateTensors
-    numbers: Mapping[str, Any]
-    factor: float = 1.0
-
-    def read(self) -> Tensor:
-        """float32 ``[numel]``, a copy."""
-        values = unsent_part(self.tensors, self.numbers)
-        assert values is not None
-        return values if self.factor == 1.0 else values.mul_(self.factor)
-
-
-class CarryOver:
-    """Leftover residuals by parameter name, in units of the gradient; as few bytes as they had before.
-
-    Each is added once to a gradient that is not all zero. If that gradient is thrown away it is kept and added again.
-
-    Args:
-        device: Device of gradients.
-
-    Attributes:
-        waiting: Not added to a gradient yet.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.waiting: dict[str, _Leftover] = {}
-        self._added: dict[str, _Leftover] = {}  # to gradients that may still be thrown away
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.waiting
-
-    @property
-    def nbytes(self) -> int:
-        """Memory for what waits."""
-        return sum(tensor.nbytes for each in self.waiting.values() for tensor in each.tensors.values())
-
-    def get(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``, a copy; None: nothing is left over."""
-        return self.waiting[name].read() if name in self.waiting else None
-
-    def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
-        """Add `values` to the next gradient of `name`.
-
-        Args:
-            name: The parameter's.
-            values: float32 ``[numel]``.
-            store: Its state there says the same.
-        """
-        if not values.any():
-            return
-        tensors = {"residual": values.to(self._device)}
-        numbers: Mapping[str, Any] = {"numel": values.numel(), "residual_gain": 1.0}
-        if store is not None and sum(tensor.nbytes for tensor in store.tensors(name).values()) < values.nbytes:
-            tensors = {key: each.clone() for key, each in store.tensors(name).items()}  # its own memory is given back
-            numbers = store.numbers(name)
-        self.waiting[name] = _Leftover(tensors, numbers)
-
-    def release(self, name: str) -> Tensor | None:
-        """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
-        values = self.get(name)
-        self.waiting.pop(name, None)
-        return values
-
-    def add_to_(self, view: ParamView) -> None:
-        """Add what is kept for the view's parameter to its gradient, in place."""
-        name = view.spec.name
-        if name not in self.waiting or not view.x.any():
-            return
-        self._added[name] = self.waiting.pop(name)
-        values = self._added[name].read()
-        view.x.add_(view.rows(values) if view.spec.sharded else values)
-
-    def commit(self, names: Iterable[str]) -> None:
-        """What was added to the gradients of these parameters has been used."""
-        for name in names:
-            self._added.pop(name, None)
-
-    def roll_back(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters were thrown away: what was added to them waits for the next ones."""
-        self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
-
-    @contextmanager
-    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
-        """A context in which what was added to the gradients of these parameters waits again."""
-        added, waiting = self._added, self.waiting
-        self.waiting = waiting | {name: added[name] for name in names if name in added}
-        yield
-        self.waiting = waiting
-
-    def rescale_(self, factor: float, names: Iterable[str] | None = None) -> None:
-        """None: of all parameters."""
-        for kept in (self.waiting, self._added):
-            for name in kept if names is None else kept.keys() & set(names):
-                kept[name].factor *= factor
-
-    def forget(self) -> None:
-        self.waiting, self._added = {}, {}
-
 
 StoreKey = tuple[Comm, Method]  # who reduces, and by which method
 

@@ -1,16 +1,15 @@
-"""The books of a step: reductions that are prepared, then committed or rolled back, and the bytes that they send."""
+"""Reductions of parameters: prepared, then committed or rolled back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StateTensors
-from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import StepFlags
-from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
 
@@ -215,46 +214,3 @@ class Transactions:
                 copy_(self._state.tensors(name), self._copies.of(name))
             elif not self.keeps_copies:
                 copy_(self._state.tensors(name), self._state.fresh(name))
-
-
-class ByteCheck:
-    """Compares the communicator's count of each step with its buckets' plans, where those do not depend on values.
-
-    Codecs' messages must be right to the byte. Other methods may pad each parameter to 16 bytes on both hops.
-
-    Attributes:
-        expected: The step's buckets, one by one as they come.
-    """
-
-    _comms: Sequence[Comm]
-
-    def __init__(self) -> None:
-        self.expected: list[Bucket] = []
-        self._checks, self._before = False, 0  # a turn may arrive that was in flight when its run was saved
-
-    def begin_step(self, comms: Sequence[Comm], *, checks: bool) -> None:
-        """Call last in `begin_step`: buckets are reduced over `comms`. `checks`: only the methods will send."""
-        self._comms, self._checks = comms, checks
-        self._before = sum(comm.sent_nbytes for comm in comms)
-
-    def add_untracked(self, nbytes: int) -> None:
-        """`nbytes` have been sent that belong to no bucket."""
-        self._before += nbytes
-
-    def end_step(self) -> None:
-        """Ends the step, before anything else that it sends when it ends.
-
-        Raises:
-            RuntimeError: More or less was sent than planned.
-        """
-        checks, self._checks = self._checks, False
-        if not checks or not all(bucket.fixed for bucket in self.expected):  # or there was no step
-            return
-        counted = sum(comm.sent_nbytes for comm in self._comms) - self._before
-        promised = sum(bucket.planned_nbytes for bucket in self.expected)
-        padding = sum(bucket.padding_nbytes for bucket in self.expected)
-        if abs(counted - promised) > padding:
-            raise RuntimeError(
-                f"{counted} bytes of gradients were sent in this step where {promised} and at most"
-                f" {padding} of padding were planned: a method counts its bytes wrongly, please report it"
-            )

@@ -138,6 +138,10 @@ class DDPHook:
             future.add_done_callback(lambda _: done())
         return future.then(torch.futures.Future.wait) if isinstance(self._runner, BucketWorker) else future
 
+    def wrapped_anew(self, model: DistributedDataParallel) -> "DDPHook":
+        """The framework has wrapped the module again, after `close`. Returns what serves it."""
+        return DDPHook(model, self.sync)
+
     def close(self) -> bool:
         """True once the worker has stopped."""
         self.closed = True
@@ -160,7 +164,7 @@ class DDPWiring:
         self.wrapped_anew(model)
 
     def wrapped_anew(self, model: DistributedDataParallel) -> "DDPWiring":
-        """The framework has wrapped the module again, after `close`. Returns this object."""
+        """See `DDPHook.wrapped_anew`."""
         self._model_of = weakref.ref(model)  # the session closes when the model is gone
         self._chosen = not model.bucket_bytes_cap_default  # the user has given their size
         self._own_cap_mb = model.bucket_bytes_cap / _MIB

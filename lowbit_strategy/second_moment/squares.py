@@ -30,9 +30,9 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, ring_nbytes
 from lowbit_strategy.collectives.layout import ParamView, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
+from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.optimizer_hook import watching
+from lowbit_strategy.attach.optimizer_hook import _watching as watching
 from lowbit_strategy.custom_loop import compress
 from testing.processes.ranks import run_ranks
 

@@ -10,6 +10,21 @@ from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 from lowbit_strategy.methods._base.method import CodecPair
 
 
+class Choice:
+    """Nothing is chosen: the compressor stays. A choice at work derives from this, and a session follows it."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether steps are the framework's own, which the engine knows nothing of."""
+        return False
+
+    def end_step(self) -> None:
+        """An optimizer step that counts is over, on all ranks."""
+
+    def after_load(self) -> None:
+        """A checkpoint's residuals have been loaded; on all ranks."""
+
+
 class Chooser(Compressor, ABC):
     """A compressor that only chooses: steps are the framework's own, with its own buckets, unless it has chosen."""
 
@@ -18,7 +33,7 @@ class Chooser(Compressor, ABC):
         return DENSE
 
     @abstractmethod
-    def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Any:
+    def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Choice:
         """Begin to choose, for one model.
 
         Args:
@@ -26,7 +41,4 @@ class Chooser(Compressor, ABC):
             sync: The engine; nothing calls it yet.
             wiring: Switches between the framework's own communication and the engine's.
             group: All ranks.
-
-        Returns:
-            A `Choice`, which a session follows.
         """

@@ -15,8 +15,8 @@ from lowbit_strategy import Dense, ExDyna, LoCo
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.engine.method_state import CarryOver
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods.composed import WarmUp
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
