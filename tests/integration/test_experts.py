@@ -13,10 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -364,6 +365,62 @@ def test_with_everything_else(facts: list[Facts]) -> None:
         assert rank["steps"] == (3, 1)
         sent, planned = rank["unfrozen"]
         assert 0 < planned <= sent
+
+
+class Stack(nn.Module):
+    """Experts that all take every token, whose results are added up; ranks may have different numbers of them."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num, WIDTH, WIDTH) * WIDTH**-0.5)
+
+    def distribute(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        everyones = all_gather_tensor_autograd(x, 0, self.group)
+        total = sum(torch.relu(everyones @ each) for each in local(self.weight))
+        out: Tensor = reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
+        return out
+
+
+def uneven(folder: Path) -> Facts:
+    """Three experts on two ranks: two and one, sharded over two other ranks each."""
+    found = {}
+    for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO}.items():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+        torch.manual_seed(0)
+        stack = Stack(3)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), stack)
+        stack.distribute(mesh["ep"])
+        fully_shard(stack, mesh=mesh["efsdp"])
+        fully_shard(model, mesh=mesh["efsdp", "ep"]._flatten("dp"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        exact = {"weights": "exact"} if way == "dense" else {}
+        session = None if compressor is None else compress(model, optimizer, compressor, **exact)
+        losses = []
+        for step in range(5):
+            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = (model(x) - x.roll(1, -1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found[way] = losses
+        if session is not None:
+            found["rows"] = session.sync.specs["1.weight"].whole.shape[0]
+            session.close()
+    return found
+
+
+@pytest.mark.slow
+@scenarios(uneven, world_size=4)
+def test_uneven(facts: list[Facts]) -> None:
+    for place, rank in enumerate(facts):
+        assert rank["rows"] == 2 - place % 2
+        assert rank["dense"] == pytest.approx(rank["stock"], rel=2e-6)
+        assert rank["loco"] == pytest.approx(rank["stock"], rel=0.02)
 
 
 def refused(folder: Path) -> Facts:
