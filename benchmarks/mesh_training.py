@@ -140,7 +140,7 @@ def wrapped(layout: Layout, seed: int) -> tuple[nn.Module, DeviceMesh, DeviceMes
     return model, mesh["dp"], same, mesh["cp"] if layout is Layout.cp else None
 
 
-def train(layout: Layout, compressed: bool, steps: int, seed: int) -> dict[str, Any]:
+def train(layout: Layout, compressed: bool, steps: int, seed: int, weights: str | None = None) -> dict[str, Any]:
     if layout is Layout.ep:
         torch.manual_seed(seed)
         model, different, beside = with_experts(GPT(width=64, depth=2, heads=4, context=CONTEXT))
@@ -149,7 +149,7 @@ def train(layout: Layout, compressed: bool, steps: int, seed: int) -> dict[str, 
         model, different, same, context = wrapped(layout, seed)
         beside = same
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    session = compress(model, optimizer, LoCo()) if compressed else None
+    session = compress(model, optimizer, LoCo(), weights=weights) if compressed else None
     before = 0 if session is None else session.sync.sent_nbytes
 
     def own(seed: int, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,22 +190,23 @@ def train(layout: Layout, compressed: bool, steps: int, seed: int) -> dict[str, 
     return found
 
 
-def both(rank: int, world_size: int, layout: Layout, steps: int, seed: int) -> dict[str, Any]:
+def both(rank: int, world_size: int, layout: Layout, steps: int, seed: int, weights: str | None) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"stock": train(layout, False, steps, seed), "loco": train(layout, True, steps, seed)}
+    return {"stock": train(layout, False, steps, seed), "loco": train(layout, True, steps, seed, weights)}
 
 
 def main(
     layout: Annotated[Layout, typer.Option(help="what carries gradients, or cp: context parallelism")] = Layout.fsdp,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 200,
     seed: Annotated[int, typer.Option(help="seed of the first weights; data stay the same")] = 0,
+    weights: Annotated[str | None, typer.Option(help="how FSDP2's travel, such as exact; default: LoCo's")] = None,
     json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
         "benchmarks/results/mesh_training.json"
     ),
 ) -> None:
     """Train with LoCo and without."""
-    ranks = run_ranks(both, 4, layout, steps, seed, timeout=1500)
-    result: dict[str, Any] = {"steps": steps, "layout": layout.value, "seed": seed}
+    ranks = run_ranks(both, 4, layout, steps, seed, weights, timeout=1500)
+    result: dict[str, Any] = {"steps": steps, "layout": layout.value, "seed": seed, "weights": weights}
     for way in ("stock", "loco"):
         each = [rank[way] for rank in ranks]  # of tensor-parallel ranks two have the same losses
         result[way] = {
