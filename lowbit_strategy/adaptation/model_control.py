@@ -101,7 +101,6 @@ class ModelControl(StepListener):
     Attributes:
         driver: The controller at work, if there is one.
         observer: The monitor at work, if there is one.
-        last: The last observation.
         loss: Loss of the last batch, where the adapter knows it: a number, or a tensor of one.
         accumulation: Gives the batches in one optimizer step that are in force; set by the adapter.
         factor: The controller's factor on learning rates, in force.
@@ -123,7 +122,6 @@ class ModelControl(StepListener):
         self.driver: AdaptiveDriver | None = None
         self.observer: Observer | None = None
         self.options: MonitorOptions | None = None
-        self.last: Observation | None = None
         self.loss: torch.Tensor | float | None = None
         self.accumulation: Callable[[], int | None] = lambda: None
         self.factor = 1.0
@@ -131,7 +129,7 @@ class ModelControl(StepListener):
         self.begun = False
         self._record: RunRecord | None = None
         self._bounds: State = {}  # how often groups have left theirs
-        self._fresh: Observation | None = None  # not reported yet
+        self._shown: Observation | None = None  # the last that was reported
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
@@ -182,7 +180,6 @@ class ModelControl(StepListener):
             self.sync,
             lambda step: step % every < self.sync.steps_per_reduction,
             group_by=options.group_by,
-            on_observation=self._take,
         )
         if options.bounds is not None:
             self._bounds = options.bounds.init()
@@ -198,7 +195,7 @@ class ModelControl(StepListener):
             fields: More for that line.
         """
         self.begun = True
-        self._reported, self._stepped, self._fresh = False, False, None
+        self._reported, self._stepped, self._shown = False, False, self._observation
         self._record = None
         self.take_effect()
         if self.folder is not None and self.sync.ranks.world.rank == 0:  # of each replica, where they come and go
@@ -281,8 +278,9 @@ class ModelControl(StepListener):
 
     def report(self) -> None:
         """Write the results of the last step to log and record: observation, decisions, changed members, warnings."""
-        if self._fresh is not None:
-            observation, self._fresh = self._fresh, None
+        observation = self._observation
+        if observation is not None and observation is not self._shown:
+            self._shown = observation
             self._report_observation(observation)
         self._report_decisions()
         self._write_notes()
@@ -294,8 +292,9 @@ class ModelControl(StepListener):
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
-    def _take(self, observation: Observation) -> None:
-        self.last = self._fresh = observation
+    @property
+    def _observation(self) -> Observation | None:
+        return None if self.observer is None else self.observer.last
 
     def _report_observation(self, observation: Observation) -> None:
         if self.log is not None:

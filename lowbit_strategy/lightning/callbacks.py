@@ -184,7 +184,8 @@ class CompressionMonitor(ControlCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        observation = self.control.last if self.control is not None else None
+        observer = self.control.observer if self.control is not None else None
+        observation = observer.last if observer is not None else None
         if observation is None or observation is self.last:
             return
         self.last = observation

@@ -132,10 +132,9 @@ class Observer(BucketObserver, StepListener):
         sync: Engine to watch.
         wants: Whether to observe the step with this number; the same on all ranks.
         group_by: How parameters are grouped, see `group_of`.
-        on_observation: Called on every rank after each observed step.
 
     Attributes:
-        last: The last observation.
+        last: The last observation; on every rank after each observed step.
         own_sent_nbytes: Bytes that this rank alone sent in the last observed step, those of observing left out.
     """
 
@@ -148,12 +147,10 @@ class Observer(BucketObserver, StepListener):
         wants: Callable[[int], bool],
         *,
         group_by: GroupBy = "kind",
-        on_observation: Callable[[Observation], None] | None = None,
     ) -> None:
         self.sync = sync
         self.wants = wants
         self.group_by = group_by
-        self.on_observation = on_observation
         self.last: Observation | None = None
         self.own_sent_nbytes = 0
         self._observing = False
@@ -222,10 +219,6 @@ class Observer(BucketObserver, StepListener):
 
     def _sum_up(self, seconds: float | None) -> None:
         self.last = self._summarize(seconds)
-        if self.on_observation is not None:
-            self.on_observation(self.last)
-
-    # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
         sync, names = self.sync, list(self.sync.specs)
