@@ -18,7 +18,7 @@ from lowbit_strategy.engine.transactions import Tally
 from lowbit_strategy.telemetry.measure import StepMeasure
 
 STATE_KEY = "window"
-Ranges = list[list[int]]
+Runs = list[list[int]]
 
 
 @dataclass
@@ -132,14 +132,13 @@ class WindowSums(Tally):
     def _peers(self, name: str) -> Comm:
         return self._sync.state.ranks_of(name).peers
 
-    def _ranges(self, name: str) -> Ranges:
+    def _runs(self, name: str) -> Runs:
         """Where this rank's values lie in the flat parameter: start and length of each run."""
         spec, peers = self._sync.specs[name], self._peers(name)
-        ranges = [[0, spec.numel]] if spec.whole_shape is None else [list(run) for run in spec.ranges]
         if self._gradient == "local" or not spec.sharded:
-            return ranges
+            return spec.runs
         row_numel = self._sync.state.row_numel(name)
-        return _slice(ranges, peers.rank * row_numel, (peers.rank + 1) * row_numel)
+        return _slice(spec.runs, peers.rank * row_numel, (peers.rank + 1) * row_numel)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class WindowSums(Tally):
             name: {
                 "shape": list(self._sync.specs[name].whole.shape),
                 "memory_order": self._sync.specs[name].memory_order,
-                "ranges": self._ranges(name),
+                "runs": self._runs(name),
                 "values": each.values,
             }
             for name, each in self._sums.items()
@@ -172,9 +171,7 @@ class WindowSums(Tally):
             self._sums[name] = _Sum(values.to(device, copy=True), known)
 
     def _fits(self, name: str, saved: Mapping[str, Any]) -> bool:
-        return bool(
-            saved["ranges"] == self._ranges(name) and saved["memory_order"] == self._sync.specs[name].memory_order
-        )
+        return bool(saved["runs"] == self._runs(name) and saved["memory_order"] == self._sync.specs[name].memory_order)
 
     def _cut(
         self, names: Sequence[str], own: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
@@ -187,11 +184,11 @@ class WindowSums(Tally):
                 break
         parts = {}
         for name, whole in wholes.items():
-            spec, ranges = self._sync.specs[name], self._ranges(name)
+            spec, runs = self._sync.specs[name], self._runs(name)
             values = in_memory_order(
                 whole.values, own["sums"][name]["shape"], own["sums"][name]["memory_order"], spec.memory_order
             )
-            part = torch.cat([values[start : start + length] for start, length in ranges] or [values[:0]])
+            part = torch.cat([values[start : start + length] for start, length in runs] or [values[:0]])
             share = part.numel() / max(values.numel(), 1)
             parts[name] = (part, whole.square * share if name in own["squares"] else None)
         return parts
@@ -208,18 +205,18 @@ class _Whole:
     def add(self, saved: Mapping[str, Any], name: str) -> bool:
         """Returns whether it is complete."""
         part = saved["sums"].get(name)
-        if part is not None and not all(bool(self._known[at : at + length].all()) for at, length in part["ranges"]):
-            add_ranges_(self.values, part["ranges"], part["values"])
-            for start, length in part["ranges"]:
+        if part is not None and not all(bool(self._known[at : at + length].all()) for at, length in part["runs"]):
+            add_ranges_(self.values, part["runs"], part["values"])
+            for start, length in part["runs"]:
                 self._known[start : start + length] = True
             self.square += saved["squares"].get(name, 0.0)
         return bool(self._known.all())
 
 
-def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The ranges of elements `start` to `stop` of what lies in `ranges`, joined."""
+def _slice(runs: Runs, start: int, stop: int) -> Runs:
+    """The runs of elements `start` to `stop` of what lies in `runs`, joined."""
     found, before = [], 0
-    for at, length in ranges:
+    for at, length in runs:
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
             found.append([at + first, last - first])

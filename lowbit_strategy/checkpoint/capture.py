@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import MemoryOrder, TensorSpec, add_ranges_, in_memory_order
+from lowbit_strategy.collectives.layout import MemoryOrder, add_ranges_, in_memory_order
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.model.parameters import local_part
 
-FORMAT = 5
+FORMAT = 6
 _SMALL_NBYTES = 1 << 20  # copied to page-locked memory, which is not returned to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
@@ -119,7 +119,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     return {
         "shape": list(spec.whole.shape),
         "mesh": _mesh_of(sync, name),
-        "ranges": _ranges(spec),
+        "runs": spec.runs,
         "memory_order": spec.memory_order,
         "tensors": _on_cpu(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
@@ -290,10 +290,9 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
     unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None
-    if (ranges := entry["ranges"]) is not None:
-        part, unsent = unsent, torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
-        add_ranges_(unsent, ranges, part)
-    return in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
+    whole = torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
+    add_ranges_(whole, entry["runs"], unsent)
+    return in_memory_order(whole, entry["shape"], entry["memory_order"], memory_order)
 
 
 def _change_world_size(
@@ -336,7 +335,7 @@ def _shared_state(
     """
     ranks = list(itertools.islice(_of_column(sync, itertools.count(), load_rank), num_shards))
     states = [rank["own"][state] for rank in ranks]
-    if all(entry["ranges"] == _ranges(sync.specs[name]) for name, entry in ranks[0]["parameters"].items()):
+    if all(entry["runs"] == sync.specs[name].runs for name, entry in ranks[0]["parameters"].items()):
         return states[0]
     return _cut(sync, [rank["parameters"] for rank in ranks], states, None)
 
@@ -344,10 +343,6 @@ def _shared_state(
 def _of_column(sync: GradientSync, ranks: Iterable[int], load_rank: Callable[[int], Saved]) -> Iterator[Saved]:
     """What those of `ranks` saved that had the same part of the model as this rank, by the other dims of its mesh."""
     return (saved for rank in ranks if (saved := load_rank(rank))["columns"][0] == sync.ranks.column)
-
-
-def _ranges(spec: TensorSpec) -> list[list[int]] | None:
-    return None if spec.whole_shape is None else [list(run) for run in spec.ranges]
 
 
 def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str | None) -> Any:
@@ -362,16 +357,10 @@ def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str 
     if name is None or name not in entries[0] or not isinstance(first, Tensor):
         return first
     parts = [(entry[name], value) for entry, value in zip(entries, values, strict=True)]
-    if any(value.numel() != _numel(entry) or not value.dim() for entry, value in parts):
+    if any(value.numel() != sum(length for _, length in entry["runs"]) or not value.dim() for entry, value in parts):
         return first  # a counter
     spec = sync.specs[name]
     whole = torch.zeros(spec.whole_numel, dtype=first.dtype)
     for entry, value in parts:
-        ranges = entry["ranges"] if entry["ranges"] is not None else [[0, whole.numel()]]
-        add_ranges_(whole, ranges, value.reshape(-1))
+        add_ranges_(whole, entry["runs"], value.reshape(-1))
     return spec.take(whole).view(spec.shape)
-
-
-def _numel(entry: Saved) -> int:
-    ranges = entry["ranges"]
-    return math.prod(entry["shape"]) if ranges is None else sum(length for _, length in ranges)

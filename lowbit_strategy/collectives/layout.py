@@ -84,6 +84,11 @@ class TensorSpec:
         part_row_numel = row_numel if self.sharded else None
         return replace(self, shape=shape, whole_shape=self.shape, ranges=ranges, part_row_numel=part_row_numel)
 
+    @property
+    def runs(self) -> list[list[int]]:
+        """Start and length of each run of elements in the flat parameter, as they are saved; one of all for a whole."""
+        return [[0, self.numel]] if self.whole_shape is None else [list(run) for run in self.ranges]
+
     def take(self, whole_N: Tensor) -> Tensor:
         """The part of the flat parameter, or all of it."""
         if self.whole_shape is None:

@@ -252,7 +252,7 @@ _DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         "its checksum is",
     ),
     "not finite": (lambda checkpoint, file: _restamp(checkpoint, _spoil), "is not finite, in parameters.net.2.weight"),
-    "another format": (lambda checkpoint, file: _restamp(checkpoint, _age), "has format 3 and this version reads 5"),
+    "another format": (lambda checkpoint, file: _restamp(checkpoint, _age), "has format 3 and this version reads 6"),
     "another structure": (lambda checkpoint, file: _restamp(checkpoint, _empty), "cannot be restored (KeyError: "),
 }
 
