@@ -3,7 +3,7 @@
     python -m benchmarks.random_programs --seeds 500 --first 1000
 
 Each program is run with compression and without, told in several ways, with validations in between, and resumed; what
-must hold is in `testing/training/random_loop.py`. Programs of one layout share a launch, ten at a time. A program that
+must hold is in `testing/training/random_loop/`. Programs of one layout share a launch, ten at a time. A program that
 ends its launch, by an error or a rank that dies or hangs, is reported, and the others go on.
 """
 

@@ -558,7 +558,7 @@ def in_backward() -> bool:
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the current backward pass has ended, after everything that waits for its end now, or will
-    while gradients are computed.
+    while gradients are computed, and after what that begins: FSDP2 may reduce a module at the end of the pass.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+    queue(lambda: queue(lambda: queue(callback)))

@@ -35,9 +35,10 @@ def fresh_state() -> None:
         os.environ.pop(name, None)
 
 
-def fsdp_plugin(*, by_block: bool = True) -> FullyShardedDataParallelPlugin:
-    """The blocks of `GPT` one by one, or any model as a whole."""
-    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+def fsdp_plugin(*classes: str, by_block: bool = True) -> FullyShardedDataParallelPlugin:
+    """Modules of these classes one by one, of none the blocks of `GPT`; or any model as a whole."""
+    names = list(classes or ("Block",))
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": names}
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, cpu_ram_efficient_loading=False, **(wrap if by_block else {"auto_wrap_policy": "no_wrap"})
     )

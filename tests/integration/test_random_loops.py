@@ -1,4 +1,4 @@
-"""Random training loops, over every layout: `testing/training/random_loop.py` says what is done and what must hold.
+"""Random training loops, over every layout: `testing/training/random_loop/` says what is done and what must hold.
 
 More seeds: ``python -m benchmarks.random_programs``.
 """
@@ -6,6 +6,7 @@ More seeds: ``python -m benchmarks.random_programs``.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,22 @@ from testing.training.random_loop import CONTROLLERS, LAYOUTS, Program, launched
 ONCE_WRONG = [  # what random seeds have found, made short
     Program(0, "ddp", ("together", "together", "together", "together", "surgery", "together"), 2, scaled=True),
     Program(2, "ddp", ("together", "taken_away", "at_two_rates"), 1, ("sgd", "adamw"), False, scaled=True, sessions=2),
-    Program(1, "fsdp", ("together", "rests", "added", "together"), 2, optimizers=("adamw", "sgd")),
-    Program(5, "fsdp", ("together", "spiked", "added", "together"), 2),
-    Program(6, "local hsdp", ("together", "rests", "together", "rests", "together", "rests", "together"), 4, rule=2),
-    Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean"),
+    Program(1, "fsdp", ("together", "rests", "added", "together"), 2, ("adamw", "sgd"), way="never ended"),
+    Program(5, "fsdp", ("together", "spiked", "added", "together"), 2, way="fabric"),
+    Program(4, "hsdp", ("together", "spiked", "together", "together"), 1, ("adamw", "sgd"), way="lightning"),
+    Program(6, "local hsdp", (*3 * ("together", "rests"), "together"), 4, rule=2, way="by hand"),
+    Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean", way="never ended"),
 ]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "local", "local hsdp"])
+DRAWN = {"ddp": {3: "accelerate"}, "fsdp": {9: "lightning"}, "local": {2: "fabric"}}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "local", "hsdp", "local hsdp"])
 def test_a_loop_means_what_it_means_without_compression(tmp_path: Path, layout: str) -> None:
     known = [program for program in ONCE_WRONG if program.layout == layout]
-    assert launched(tmp_path, [*known, *([] if layout == "local hsdp" else [Program.draw(layout, 0)])]) == []
+    drawn = [replace(Program.draw(layout, seed), way=way) for seed, way in DRAWN.get(layout, {}).items()]
+    assert launched(tmp_path, [*known, *drawn]) == []
 
 
 @pytest.mark.slow
