@@ -33,8 +33,8 @@ from rich.console import Console
 
 from benchmarks.runs import ResultsFile, SeedCount, table_of
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT

@@ -7,9 +7,10 @@ from lowbit_strategy.codecs.base import Codec, StatefulCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor, TwoPrecisionCompressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.register import register_compressor

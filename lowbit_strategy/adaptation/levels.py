@@ -12,8 +12,8 @@ from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.measure import energies
 

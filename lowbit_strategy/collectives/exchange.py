@@ -25,210 +25,12 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, ParamView, round_up, salt_of
+from lowbit_strategy.collectives.step_flags import CHECKED_NBYTES, StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 HEADER_NBYTES = 16
-_CHECKED_NBYTES = 8  # of a header: the same on all ranks
 _MAGIC = 0x4C4F5742  # "LOWB"
-
-
-class WireBuffers:
-    """Byte buffers that messages are built and received in.
-
-    A bucket borrows what it needs while its bytes travel and gives it back; the next bucket borrows the same memory.
-    All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
-
-    With several buckets in flight, a short message must not borrow a long buffer: the next long message would allocate
-    again, until every buffer had the longest size.
-
-    Args:
-        device: Where messages lie.
-        several: Whether several buckets are in flight at a time: memory serves messages of at least half its size.
-    """
-
-    def __init__(self, device: torch.device, *, several: bool = False) -> None:
-        self._device = device
-        self._several = several
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
-        self._used: set[int] = set()  # in the current backward pass
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now, free and lent."""
-        return sum(buffer.nbytes for buffer in (*self._free, *self._lent.values()))
-
-    def borrow(self, rows: int, nbytes: int) -> Tensor:
-        """uint8 ``[rows, nbytes]``. It holds an earlier message or zeros, never uninitialized memory."""
-        needed = rows * nbytes
-        longest = 2 * needed if self._several else float("inf")
-        best, at = longest, None
-        for index, free in enumerate(self._free):
-            if needed <= free.numel() <= longest and (at is None or free.numel() < best):
-                best, at = free.numel(), index
-        if at is not None:
-            buffer = self._free.pop(at)
-        else:
-            self._make_room(needed)
-            buffer = torch.zeros(needed, dtype=torch.uint8, device=self._device)
-        self._lent[buffer.untyped_storage()._cdata] = buffer
-        self._used.add(id(buffer))
-        return buffer[:needed].view(rows, nbytes)
-
-    def _make_room(self, needed: int) -> None:
-        """Free a buffer that is a little too small before allocating a larger one. With several buckets in flight
-        and no such buffer, free as many bytes of buffers not used yet in this pass: buckets have other sizes now.
-        """
-        shortest = needed / 2 if self._several else 0
-        small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]
-        if small or not self._several:
-            for buffer in sorted(small, key=Tensor.numel)[-1:]:
-                self._remove(buffer)
-            return
-        for buffer in [each for each in self._free if id(each) not in self._used]:
-            if needed > 0:
-                self._remove(buffer)
-                needed -= buffer.numel()
-
-    def give_back(self, *wires: Tensor) -> None:
-        """Return what `borrow` has lent."""
-        for wire in wires:
-            self._free.append(self._lent.pop(wire.untyped_storage()._cdata))
-
-    def reclaim(self) -> None:
-        """A backward pass begins, and nothing is in flight. What is still lent is taken back: a bucket that failed has
-        returned nothing. What the pass before has not used is given up: buckets have other sizes now.
-        """
-        self._free += self._lent.values()
-        if self._used and not self._used.issuperset(map(id, self._free)):
-            self._free = [buffer for buffer in self._free if id(buffer) in self._used]
-        self._lent, self._used = {}, set()
-
-    def _remove(self, buffer: Tensor) -> None:
-        self._free = [other for other in self._free if other is not buffer]
-
-
-class StepFlags:
-    """Overflow, broken layouts and weights that were changed behind the engine's back.
-
-    On CPU a broken layout is an error at once. On CUDA checking would synchronize the host: the first rank
-    that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
-    the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
-    device would otherwise never see one finish.
-
-    Attributes:
-        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a non-finite mean.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
-        self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
-        self._changed = torch.zeros(1, dtype=torch.bool, device=device)
-        self._on_host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
-
-    def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
-        """Every rank has sent the header that this rank would have sent.
-
-        An FSDP2 module that runs on only some ranks makes ranks disagree; this can happen in any step.
-
-        Raises:
-            RuntimeError: One has not (on CPU).
-        """
-        if received_WB.is_cuda:
-            self.note_layout(received_WB, header)
-            return
-        differs_W = (received_WB[:, :_CHECKED_NBYTES] != header[:_CHECKED_NBYTES]).any(1)
-        if bool(differs_W.any()):
-            raise RuntimeError(_other_layout(int(differs_W.to(torch.int32).argmax()), rank))
-
-    def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
-        """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
-        words = received_WB[:, :_CHECKED_NBYTES].view(torch.int64)
-        if self._differs is None:
-            self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
-        self._differs |= words != header[:_CHECKED_NBYTES].view(torch.int64)
-
-    def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
-        """Check that kept weights equal the ones that were sent: two digests, int64 ``[1]``.
-
-        Raises:
-            RuntimeError: They are not (on CPU).
-        """
-        if present.is_cuda:
-            self._changed |= noted != present
-        elif not torch.equal(noted, present):
-            raise RuntimeError(changed_weights(name))
-
-    def overflowed(self, comm: Comm) -> bool:
-        """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
-        total = self.overflow.clone()
-        comm.all_reduce_max(total).wait()
-        return bool(total.item())
-
-    def clear(self) -> None:
-        self.overflow.zero_()
-
-    def raise_if_broken(self, rank: int, *, waits: bool = False) -> None:
-        """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
-
-        Args:
-            rank: This one.
-            waits: No step follows: look at what is on the device.
-
-        Raises:
-            RuntimeError: A rank has sent a message of another layout.
-        """
-        if waits:
-            self._raise(int(self.broken()), rank)
-        if waits or not self._broken.is_cuda:
-            return
-        if self._on_host is None or self._copied is None:
-            self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        elif not self._copied.query():
-            return
-        else:
-            self._raise(int(self._on_host), rank)
-        self._on_host.copy_(self.broken(), non_blocking=True)
-        self._copied.record()
-
-    def _raise(self, number: int, rank: int) -> None:
-        if number:
-            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _other_layout(number - 1, rank))
-
-    def broken(self) -> Tensor:
-        """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""
-        if self._differs is not None:
-            differs_W = self._differs.any(1)
-            ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
-            torch.maximum(self._broken, (ranks_W * differs_W).amax().view(1), out=self._broken)
-        return torch.maximum(self._broken, self._changed.to(torch.int32) * _CHANGED)
-
-
-def _other_layout(sender: int, rank: int) -> str:
-    return (
-        f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
-        " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
-    )
-
-
-_CHANGED = 2**31 - 1  # instead of a rank
-
-
-def changed_weights(name: str) -> str:
-    """What is wrong, and what to do."""
-    return (
-        f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
-        " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
-        " weights_changed() on all ranks afterwards (or pass weights=Exact())"
-    )
-
-
-def note_overflow(flag: Tensor, values: Tensor) -> None:
-    """Set `flag` where `values` are not all finite, without making the host wait."""
-    torch.maximum(flag, (~values.isfinite().all()).to(torch.int32).view(1), out=flag)
 
 
 class CodedGroup(NamedTuple):
@@ -266,7 +68,7 @@ def marks_nbytes(num_params: int) -> int:
 
 def header_nbytes(num_marked: int = 0) -> int:
     """Size of the header of a message that has a mark for each of these parameters."""
-    return round_up(_CHECKED_NBYTES + marks_nbytes(num_marked), ALIGNMENT)
+    return round_up(CHECKED_NBYTES + marks_nbytes(num_marked), ALIGNMENT)
 
 
 def message_nbytes(sizes: Iterable[int], num_marked: int = 0) -> int:
@@ -357,7 +159,7 @@ class Exchange:
         send = self._buffers.borrow(world_size, self.uplink_nbytes)
         send[:, : self._header_nbytes] = self._header
         if marks is not None:
-            send[:, _CHECKED_NBYTES : _CHECKED_NBYTES + marks.numel()] = marks
+            send[:, CHECKED_NBYTES : CHECKED_NBYTES + marks.numel()] = marks
         flat = send.view(-1)
         for codec, state, tables, _ in self._uplinks:
             for table in tables:
@@ -368,7 +170,7 @@ class Exchange:
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
         if marks is not None:
-            and_rows_(received[:, _CHECKED_NBYTES : _CHECKED_NBYTES + marks.numel()], marks)
+            and_rows_(received[:, CHECKED_NBYTES : CHECKED_NBYTES + marks.numel()], marks)
         if not self._downlinks:
             self._decode(self._uplinks, received, out, self._alpha)
             self._buffers.give_back(send, received)

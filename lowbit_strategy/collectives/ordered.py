@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import WireBuffers
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments

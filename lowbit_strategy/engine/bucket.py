@@ -14,11 +14,14 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers, note_overflow
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.schedule import Stages
-from lowbit_strategy.methods._base.method import CodecStore, Method, MethodStore, ReducerState
+from lowbit_strategy.methods._base.codec_pair import CodecStore
+from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.ranks.ranks import Topology

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.methods._base.method import HOPS, MethodStore, read_residual, write_residual_
+from lowbit_strategy.methods._base.method import MethodStore
+from lowbit_strategy.methods._base.residuals import HOPS, read_residual, write_residual_
 
 
 class Copies:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.followed_rates import FollowedRates

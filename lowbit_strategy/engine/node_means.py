@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.collectives.ordered import sum_rows
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.schedule import Stages
 

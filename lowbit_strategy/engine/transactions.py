@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StateTensors
-from lowbit_strategy.collectives.exchange import StepFlags
+from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState

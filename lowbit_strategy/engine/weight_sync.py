@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import StepFlags, WireBuffers
 from lowbit_strategy.collectives.layout import ParamView, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.collectives.weight_gather import CodecParams, WeightGather
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.weight_gather import WeightGather
+from lowbit_strategy.collectives.weight_rows import CodecParams
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.weight_bytes import ModuleLayout, has_codes, module_weights
 

@@ -19,8 +19,9 @@ from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_bits
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import REFERENCE, TwoPrecisionCompressor
-from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype, residual_arenas
+from lowbit_strategy.methods._base.residuals import ResidualDtype, residual_arenas
 from lowbit_strategy.options.configuration import configuration
 
 ROTATED = 32  # elements rotated together without a residual, as in SDP4Bit

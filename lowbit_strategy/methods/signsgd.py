@@ -19,8 +19,8 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, TwoPrecisionCompressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, WireBuffers
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, dim0_row_numel
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import Cut, NodeMeans

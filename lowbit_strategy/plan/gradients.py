@@ -12,7 +12,8 @@ from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology

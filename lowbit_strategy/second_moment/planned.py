@@ -8,8 +8,9 @@ from dataclasses import replace
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.options.sizes import binary_size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed

@@ -9,8 +9,9 @@ import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
 from lowbit_strategy.options.sizes import binary_size
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes

@@ -8,7 +8,7 @@ import torch
 
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, resume
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.method import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCo
 from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint
 from testing.invariants.sums import add, balance, check_conservation, has_law

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import Reducer
 from testing.counting.traffic import count_traffic

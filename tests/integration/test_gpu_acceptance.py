@@ -76,7 +76,7 @@ def test_a_wrong_byte_is_reported() -> None:
 def test_a_look_at_the_device_is_reported() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks.gpu_acceptance import two_ranks
-    from lowbit_strategy.collectives.exchange import StepFlags
+    from lowbit_strategy.collectives.step_flags import StepFlags
 
     (check,) = (each for each in two_ranks.CHECKS if "host wait" in each.name)
     with mock.patch.object(StepFlags, "check_layout", lambda self, received, *_: received.cpu()):

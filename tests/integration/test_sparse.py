@@ -24,8 +24,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.flat_model import FlatModel
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna, FlatModel, MiCRO
+from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
 from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import Exact

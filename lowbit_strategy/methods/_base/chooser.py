@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Compressor
-from lowbit_strategy.methods._base.method import CodecPair
 
 
 class Choice:

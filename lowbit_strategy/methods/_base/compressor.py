@@ -17,7 +17,8 @@ import torch
 
 from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import did_you_mean

@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.method import ResidualDtype, residual_arenas
+from lowbit_strategy.methods._base.residuals import ResidualDtype, residual_arenas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,11 @@
-"""What a method is, the one interface for the state it keeps, and methods that share the exchange of a bucket.
+"""What a method is, and the one interface for the state it keeps.
 
 A method turns every rank's gradient into their mean. Parameters with equal methods share a *store*, which holds their
 state on this rank. Whatever the method, what it has not yet sent can be taken out of a store, or put into one, in units
 of the gradient: live switches, checkpoints of another configuration and changes of the world size need nothing else.
 
-A `CodecPair` has one codec per hop; all pairs of a bucket share its messages. A `Reducer` (`reducer.py`) has
-its own communication.
+A `CodecPair` (`codec_pair.py`) has one codec per hop; all pairs of a bucket share its messages. A `Reducer`
+(`reducer.py`) has its own communication.
 """
 
 from __future__ import annotations
@@ -13,70 +13,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors
+from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.exchange import CodedGroup
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up, row_length
-from lowbit_strategy.kernels.reference import blocks
-from lowbit_strategy.kernels.reference.rng import dither
-from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
+from lowbit_strategy.collectives.layout import TensorSpec, row_length
+from lowbit_strategy.methods._base.residuals import HOPS, read_residual, write_residual_
 
 ReducerState = dict[str, StateTensors]  # by parameter name
-ResidualDtype = Literal["int8", "float32"]
-HOPS = ("", "uplink.", "downlink.")  # what names of residuals begin with
-
-
-def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
-    if dtype == "float32":
-        return {"residual": Arena(torch.float32)}
-    return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
-
-
-def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
-    """float32, 1-D: the values of a residual of any kind; None where there is none.
-
-    `state` has ``residual`` and, where that is int8, ``residual_scale``, one entry per block; of a pair
-    of codecs their names begin with `hop`, ``uplink.`` or ``downlink.``.
-    """
-    residual, scale = state.get(f"{hop}residual"), state.get(f"{hop}residual_scale")
-    if residual is None:
-        return None
-    flat = residual.reshape(-1).float()
-    if scale is None or not flat.numel():
-        return flat.clone() if flat.data_ptr() == residual.data_ptr() else flat
-    return flat.view(scale.numel(), -1).mul_(scale.float()[:, None]).view(-1)
-
-
-def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int | None = None) -> None:
-    """Store float32 `values`.
-
-    Args:
-        state: See `read_residual`.
-        values: Finite.
-        hop: See `read_residual`.
-        key: Key of the stream of random numbers that int8 is rounded with; None: to nearest.
-    """
-    residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
-    if scale is None or not residual.numel():
-        residual.copy_(values.view_as(residual))
-        return
-    block_size = residual.numel() // scale.numel()
-    for at in range(0, values.numel(), CACHE_ELEMENTS):  # random numbers take several int64 of memory per element
-        part = values[at : at + CACHE_ELEMENTS].to(residual.device)
-        part_KB = pad(part, (0, -part.numel() % block_size)).view(-1, block_size)
-        noise: Tensor | float = 0.0
-        if key is not None:
-            noise = dither(at, part_KB.numel(), key, residual.device).view_as(part_KB)
-        codes_KB, scale_K = blocks.quantize_residual(part_KB, noise)
-        residual[at : at + part_KB.numel()] = codes_KB.view(-1)
-        scale[at // block_size : at // block_size + len(part_KB)] = blocks.to_bfloat16(scale_K)
 
 
 class MethodStore:
@@ -269,132 +217,3 @@ def _without_padding(values: Tensor, numbers: Mapping[str, Any]) -> Tensor:
     """float32 ``[numel]`` of a residual's rows of whole blocks."""
     world_size, row_numel = _rows(numbers)
     return values.view(world_size, -1)[:, :row_numel].reshape(-1)[: numbers["numel"]]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecPair(Method):
-    """The codec on the uplink, to the owner of a share, and the one on the downlink, from the owner (DDP only).
-
-    Args:
-        uplink: Codec of every rank's gradient.
-        downlink: Codec of the mean; None: the same codec.
-
-    Attributes:
-        block_size: What shares and their state are cut to: whole blocks of both codecs.
-    """
-
-    uplink: Codec
-    downlink: Codec = field(default=None)  # type: ignore[assignment]
-    block_size: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.downlink is None:
-            object.__setattr__(self, "downlink", self.uplink)
-        up, down = self.uplink.block_size, self.downlink.block_size
-        if max(up, down) % min(up, down):
-            raise ValueError(
-                "the larger blocks of a pair of codecs must be a multiple of the smaller ones, got"
-                f" {up} on the uplink and {down} on the downlink"
-            )
-        object.__setattr__(self, "block_size", max(up, down))
-
-    def hops(self, spec: TensorSpec) -> tuple[Codec, ...]:
-        """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""
-        return (self.uplink,) if spec.sharded else (self.uplink, self.downlink)
-
-    @property
-    def label(self) -> str:
-        return self.uplink.label
-
-    @property
-    def idle_numel(self) -> int:
-        return self.uplink.block_size
-
-    @property
-    def residual_gain(self) -> float | None:
-        return self.uplink.residual_gain
-
-    @property
-    def has_few_bits(self) -> bool:
-        return self.uplink.has_few_bits
-
-    def conserves(self, spec: TensorSpec) -> bool:
-        return all(hop.residual_gain is not None for hop in self.hops(spec))
-
-    def keeps_zero_rows(self, spec: TensorSpec) -> bool:
-        return all(hop.keeps_zeros for hop in self.hops(spec))
-
-    def rests(self, spec: TensorSpec) -> bool:
-        return self.conserves(spec)  # a block of zeros is idle
-
-    def description(self, spec: TensorSpec) -> str:
-        return "; downlink ".join(dict.fromkeys(hop.label for hop in self.hops(spec)))
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        row_numel = spec.row_numel(world_size, self.block_size)
-        return sum(hop.wire_nbytes(row_numel) for hop in self.hops(spec)) * (world_size - 1)
-
-    def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
-        for tensors in state.values():
-            for tensor in tensors.values():  # float residuals, or the scales of int8 ones
-                if tensor.is_floating_point():
-                    tensor.mul_(factor)
-
-    def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> CodecStore:
-        return CodecStore(self, specs, comm, device)
-
-
-class CodecStore(MethodStore):
-    """State of all parameters that one pair of codecs carries, one after the other in arenas.
-
-    Under FSDP2 nothing travels back, so the downlink keeps nothing.
-    """
-
-    hop = "uplink."
-
-    def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
-        self._pair, self._is_sharded = pair, False
-        self._shares: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one share each
-        numbers: dict[str, dict[str, Any]] = {}
-        state: ReducerState = {}
-        of_all = {
-            "world_size": comm.world_size,
-            "rank": comm.rank,
-            "residual_gain": finite_gain(pair.uplink.residual_gain),
-            "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
-        }
-        block_size, end = pair.block_size, 0
-        for name, spec in specs.items():
-            self._is_sharded = spec.sharded  # all of them are, or none
-            row_numel = spec.row_numel(comm.world_size, block_size)
-            start, end = end, end + round_up(row_numel, block_size)
-            self._shares[name] = (start, end)
-            numbers[name] = {"numel": spec.numel, "row_numel": row_numel} | of_all
-            state[name] = {}
-        self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
-        arenas: list[Tensor] = []
-        for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
-            for key, arena in (codec.arenas() if isinstance(codec, StatefulCodec) else {}).items():
-                num_shares = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
-                unit = codec.block_size if arena.per_block else 1
-                values = torch.zeros(end * num_shares // unit, dtype=arena.dtype, device=device)
-                self._by_hop[hop][key] = values
-                arenas.append(values)
-                for name, (start, stop) in self._shares.items():
-                    state[name][f"{hop}.{key}"] = values[start * num_shares // unit : stop * num_shares // unit]
-        super().__init__(pair, state, numbers, device, arenas)
-
-    def group(self, params: Iterable[ParamView]) -> CodedGroup:
-        """What an `Exchange` needs to carry these parameters."""
-        return CodedGroup(
-            self._pair.uplink,
-            self._by_hop["uplink"],
-            None if self._is_sharded else self._pair.downlink,
-            self._by_hop["downlink"],
-            self._pair.block_size,
-            tuple(param._replace(state_offset=self._shares[param.name][0]) for param in params),
-        )
-
-    def park(self) -> None:
-        super().park()
-        self._by_hop = {}

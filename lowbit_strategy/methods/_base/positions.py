@@ -27,8 +27,8 @@ from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.method import ResidualDtype, read_residual, write_residual_
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     Values,

@@ -11,8 +11,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import average_
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.loco import LoCo

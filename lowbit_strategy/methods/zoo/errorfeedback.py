@@ -14,8 +14,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
-from lowbit_strategy.methods._base.method import ResidualDtype
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.residuals import ResidualDtype
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.zoo.wrapper import Wrapper, contracting
 from lowbit_strategy.options.configuration import configuration

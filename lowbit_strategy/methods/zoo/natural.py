@@ -15,8 +15,8 @@ from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.options.configuration import configuration
 
 _EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 stands for an all-zero block, 255 for a non-finite one

@@ -15,8 +15,9 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
-from lowbit_strategy.methods._base.method import CodecPair, ResidualDtype
+from lowbit_strategy.methods._base.residuals import ResidualDtype
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 

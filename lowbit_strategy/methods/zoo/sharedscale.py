@@ -22,8 +22,8 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods.zoo.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.options.configuration import configuration

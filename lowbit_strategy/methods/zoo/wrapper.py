@@ -14,8 +14,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec, StepContext, contracts
 from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import REFERENCE, Assignment, Compressor
-from lowbit_strategy.methods._base.method import CodecPair, Method
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.composed import Composed
 from lowbit_strategy.options.configuration import configuration

@@ -10,7 +10,7 @@ import torch
 from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.adaptation.levels import _SPECS, rehearse
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.method import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCoCodec
 
 CPU = torch.device("cpu")

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.exchange import CodedGroup, Exchange, StepFlags, WireBuffers
+from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.format import uniform
 from testing.worlds.simulated import SimulatedWorld
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from lowbit_strategy.collectives.exchange import StepFlags
+from lowbit_strategy.collectives.step_flags import StepFlags
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit_strategy.collectives.exchange import WireBuffers
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 
 
 def test_what_is_given_back_serves_the_next_message() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.method import read_residual
+from lowbit_strategy.methods._base.residuals import read_residual
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from testing.worlds.single import engine, gradients, reduce_step
 

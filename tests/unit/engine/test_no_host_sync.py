@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo

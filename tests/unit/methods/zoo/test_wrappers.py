@@ -14,9 +14,9 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
-from lowbit_strategy.methods._base.method import CodecPair
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD

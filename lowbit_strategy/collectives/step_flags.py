@@ -1,0 +1,133 @@
+"""What is noted while a step runs, and looked at when it ends: overflow, and messages that are not as expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm
+
+CHECKED_NBYTES = 8  # of a message's header: the same on all ranks
+
+
+class StepFlags:
+    """Overflow, broken layouts and weights that were changed behind the engine's back.
+
+    On CPU a broken layout is an error at once. On CUDA checking would synchronize the host: the first rank
+    that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
+    the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
+    device would otherwise never see one finish.
+
+    Attributes:
+        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a non-finite mean.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
+        self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
+        self._changed = torch.zeros(1, dtype=torch.bool, device=device)
+        self._on_host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
+
+    def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
+        """Every rank has sent the header that this rank would have sent.
+
+        An FSDP2 module that runs on only some ranks makes ranks disagree; this can happen in any step.
+
+        Raises:
+            RuntimeError: One has not (on CPU).
+        """
+        if received_WB.is_cuda:
+            self.note_layout(received_WB, header)
+            return
+        differs_W = (received_WB[:, :CHECKED_NBYTES] != header[:CHECKED_NBYTES]).any(1)
+        if bool(differs_W.any()):
+            raise RuntimeError(_other_layout(int(differs_W.to(torch.int32).argmax()), rank))
+
+    def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
+        """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
+        words = received_WB[:, :CHECKED_NBYTES].view(torch.int64)
+        if self._differs is None:
+            self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
+        self._differs |= words != header[:CHECKED_NBYTES].view(torch.int64)
+
+    def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
+        """Check that kept weights equal the ones that were sent: two digests, int64 ``[1]``.
+
+        Raises:
+            RuntimeError: They are not (on CPU).
+        """
+        if present.is_cuda:
+            self._changed |= noted != present
+        elif not torch.equal(noted, present):
+            raise RuntimeError(changed_weights(name))
+
+    def overflowed(self, comm: Comm) -> bool:
+        """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
+        total = self.overflow.clone()
+        comm.all_reduce_max(total).wait()
+        return bool(total.item())
+
+    def clear(self) -> None:
+        self.overflow.zero_()
+
+    def raise_if_broken(self, rank: int, *, waits: bool = False) -> None:
+        """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
+
+        Args:
+            rank: This one.
+            waits: No step follows: look at what is on the device.
+
+        Raises:
+            RuntimeError: A rank has sent a message of another layout.
+        """
+        if waits:
+            self._raise(int(self.broken()), rank)
+        if waits or not self._broken.is_cuda:
+            return
+        if self._on_host is None or self._copied is None:
+            self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        elif not self._copied.query():
+            return
+        else:
+            self._raise(int(self._on_host), rank)
+        self._on_host.copy_(self.broken(), non_blocking=True)
+        self._copied.record()
+
+    def _raise(self, number: int, rank: int) -> None:
+        if number:
+            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _other_layout(number - 1, rank))
+
+    def broken(self) -> Tensor:
+        """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""
+        if self._differs is not None:
+            differs_W = self._differs.any(1)
+            ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
+            torch.maximum(self._broken, (ranks_W * differs_W).amax().view(1), out=self._broken)
+        return torch.maximum(self._broken, self._changed.to(torch.int32) * _CHANGED)
+
+
+def _other_layout(sender: int, rank: int) -> str:
+    return (
+        f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
+        " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
+    )
+
+
+_CHANGED = 2**31 - 1  # instead of a rank
+
+
+def changed_weights(name: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
+        " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
+        " weights_changed() on all ranks afterwards (or pass weights=Exact())"
+    )
+
+
+def note_overflow(flag: Tensor, values: Tensor) -> None:
+    """Set `flag` where `values` are not all finite, without making the host wait."""
+    torch.maximum(flag, (~values.isfinite().all()).to(torch.int32).view(1), out=flag)
