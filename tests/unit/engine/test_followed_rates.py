@@ -23,7 +23,7 @@ def step(sync: GradientSync, at: int, rate: float) -> tuple[Tensor, Tensor]:
     return grads[NAME], reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})[NAME]
 
 
-@pytest.mark.parametrize("name", ["efsignsgd", "topk", "powersgd", "loco", "errorfeedback"])
+@pytest.mark.parametrize("name", ["efsignsgd", "topk", "powersgd", "loco"])
 def test_what_steps_make_of_gradients_is_conserved(name: str) -> None:
     """The rate times the gradient, summed over steps, has arrived or is the last rate times what is unsent."""
     sync = engine(as_compressor(name).conserving(), follows_rate=True)
