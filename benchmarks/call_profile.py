@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowbit_strategy
-from lowbit_strategy.attach.attach import attach_ddp
+from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods.registry import PRESETS

@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
+from lowbit_strategy.attach.ddp import attach_ddp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
 from lowbit_strategy.attach.prepare import checked, compare, prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.ddp import attach_ddp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions

@@ -33,8 +33,10 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
+from lowbit_strategy.attach.assembly import warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.ddp import attach_ddp, attach_replica
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.optimizer_hook import watch_optimizers
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session

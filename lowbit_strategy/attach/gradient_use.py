@@ -30,17 +30,17 @@ class GradientUse:
     Args:
         module: The model.
         sync: Reduces.
+        check_optimizer: Raises a ValueError if an optimizer cannot be served.
 
     Attributes:
         stepped: Parameters that optimizers have stepped since the last step ended.
-        check_optimizer: Raises a ValueError if an optimizer cannot be served.
         ddp_of: Gives DDP around the model, if it is wrapped in it.
         optimizers: Gives the optimizers; unless set, those that have stepped.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync) -> None:
+    def __init__(self, module: nn.Module, sync: GradientSync, check_optimizer: Callable[[Optimizer], None]) -> None:
         self.stepped: set[str] = set()
-        self.check_optimizer: Callable[[Optimizer], None] = lambda optimizer: None
+        self._check_optimizer = check_optimizer
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
@@ -93,7 +93,7 @@ class GradientUse:
         owned = self.owned_by(optimizer)
         if not owned:
             return
-        self.check_optimizer(optimizer)
+        self._check_optimizer(optimizer)
         sync, transactions = self._sync, self._sync.transactions
         is_reduced = sync.rounds is None
         if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:

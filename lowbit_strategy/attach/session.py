@@ -88,11 +88,10 @@ class Session:
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
-        self._use = GradientUse(module, sync)
+        self._use = GradientUse(module, sync, self.pace.check_optimizer)
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
-        self._use.check_optimizer = self.pace.check_optimizer
         watch_optimizers(self)
 
     @property

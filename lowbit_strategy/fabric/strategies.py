@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.adaptation.model_control import ModelControl
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
+from lowbit_strategy.attach.ddp import attach_ddp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files

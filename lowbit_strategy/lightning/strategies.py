@@ -9,8 +9,9 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor
+from lowbit_strategy.attach.ddp import attach_ddp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import preset
-from lowbit_strategy.attach.attach import attach_ddp
+from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.hooks.ddp import DDPHook
 from testing.processes.scenarios import Facts, scenarios

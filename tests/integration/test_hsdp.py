@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from lowbit_strategy.attach.attach import attach_fsdp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm

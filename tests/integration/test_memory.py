@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Exact, LoCo, as_weights
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.ddp import attach_ddp
+from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.kernels.digest import digests

@@ -1,0 +1,151 @@
+"""What attaching to DDP and to FSDP2 has in common: ranks compare, then come the engine and the session around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.attach.checks import one_replica
+from lowbit_strategy.attach.prepare import PreparedModel, settings_of
+from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.attach.session import Hook, Session
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Choice, Chooser
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.mesh import (
+    model_group,
+)
+from lowbit_strategy.model.parameters import (
+    handshake,
+    settings_facts,
+)
+from lowbit_strategy.plan.weight_bytes import ModuleLayout
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.step_times import StepTimes
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+def warn_of_one_rank() -> None:
+    """Logged in the same way in all frameworks, once per run."""
+    _log.warning("lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed")
+
+
+def compare_with_all(
+    module: nn.Module,
+    prepared: PreparedModel,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    *,
+    has_scaler: bool,
+) -> dist.ProcessGroup | None:
+    """All ranks that hold a part of the model, once they have compared everything but its parameters, which only those
+    of `group` share.
+    """
+    everyone = model_group(module, group, device, mesh)
+    facts = settings_facts(prepared.compressor, scatter=prepared.scatter, settings=settings_of(prepared.options))
+    handshake(facts | {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}, everyone)
+    return everyone
+
+
+def make_engine(
+    prepared: PreparedModel,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    has_scaler: bool,
+    modules: Mapping[str, ModuleLayout] | None = None,
+    others: Mapping[str, Ranks] | None = None,
+) -> tuple[PreparedModel, GradientSync]:
+    """A prepared model, fitted to the memory, and its engine. A single rank only keeps the residuals that a checkpoint
+    brings along. `modules`: what FSDP2 gathers as one. `others`: see `GradientSync`.
+    """
+    fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
+    for part in () if fewest.alone else prepared.parts:
+        prepared = part.fitted(prepared, fewest, device, modules or {})
+    options = prepared.options
+    sync = GradientSync(
+        Dense() if ranks.alone else prepared.compressor,
+        prepared.specs,
+        ranks,
+        device,
+        scatter=prepared.layout == "fsdp",
+        others=others,
+        seed=options.seed,
+        skips_overflow=has_scaler,
+        keeps_copies=options.rollback,
+        max_residual=options.max_residual,
+        follows_rate=options.follows_rate,
+    )
+    if ranks.world_size == 1 and not ranks.comes_and_goes:
+        warn_of_one_rank()
+    elif ranks.alone and ranks.logs:  # of replicas that come and go none is
+        _log.warning("%s", one_replica(options))
+    return prepared, sync
+
+
+def make_session(
+    module: nn.Module,
+    prepared: PreparedModel,
+    sync: GradientSync,
+    group: dist.ProcessGroup | None,
+    *,
+    hook: Hook | None = None,
+    digests: Sequence[ParameterDigest] = (),
+    choice: Choice | None = None,
+    ddp: DistributedDataParallel | None = None,
+    meet: Callable[..., EveryStep] | None = None,
+) -> Session:
+    """The session around a model's engine. `digests`: compare parameters; `meet`: lets ranks meet in rounds."""
+    options, ranks = prepared.options, sync.ranks
+    if not ranks.alone:
+        for part in prepared.parts:
+            part.attach(sync, module, prepared)
+    compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
+    pace = None
+    if meet is not None and not ranks.alone:
+        pace = meet(module, sync, check_digest=compares, ddp=ddp)
+    session = Session(
+        sync,
+        module,
+        options,
+        group=group,
+        hook=hook,
+        digests=digests if compares else (),
+        pace=pace,
+        shards=prepared.scatter,
+        choice=choice,
+    )
+    _report(sync, options)
+    session.pace.attached(session, module)
+    return session
+
+
+def _report(sync: GradientSync, options: SyncOptions) -> None:
+    """Called last: only then the memory for messages is known."""
+    if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
+        return
+    if sync.ranks.logs:
+        inform("%s", render_reports(sync))
+        if options.rounds is None:
+            StepTimes(sync)
+
+
+def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The one that was given, or that of the parameters; with the index that futures and streams need."""
+    if device is None:
+        device = next(param.device for param in module.parameters() if param.requires_grad)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

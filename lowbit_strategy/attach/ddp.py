@@ -1,0 +1,161 @@
+"""Attaching compression to a model in DDP, or to a replica that joins and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
+from lowbit_strategy.attach.checks import check_ddp, check_whole_model
+from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
+from lowbit_strategy.inform import inform
+from lowbit_strategy.methods._base.chooser import Chooser
+from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.mesh import (
+    describe_dims,
+)
+from lowbit_strategy.model.parameters import (
+    canonical_name,
+    named_parameters,
+)
+from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
+from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
+
+
+def attach_ddp(
+    model: DistributedDataParallel,
+    prepared: PreparedModel,
+    *,
+    device: torch.device | None = None,
+    mesh: DeviceMesh | None = None,
+    has_scaler: bool = False,
+) -> Session:
+    """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
+
+    On CPU, and where ranks meet in rounds, its collectives have their own process group, with DDP's timeout.
+
+    Args:
+        model: What was prepared, in ``DistributedDataParallel``.
+        prepared: What `prepare` returned.
+        device: Device of the gradients; None: that of the parameters.
+        mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        has_scaler: Whether a loss scaler is used (float16).
+
+    Raises:
+        ValueError: `model` is not what was prepared, or not wrapped in DDP.
+        RuntimeError: The ranks differ, or the model has a communication hook already.
+    """
+    check_ddp(model, prepared.specs, scatter=prepared.scatter)
+    refuse_other_hooks(model)
+    device = device_of(model, device)
+    options, group = prepared.options, model.process_group
+    model.join_hook = _refuse_join  # type: ignore[method-assign]
+    rule = options.rounds
+    if rule is not None and rule.comes_and_goes:
+        session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
+        session.close_with(model)
+        return session
+    meet = None if rule is None else rule.registered(prepared, model.module, group)
+    everyone = compare_with_all(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
+    prepared = on_ranks(prepared, find_topology(group), None)
+    rule = rule if dist.get_world_size(group) > 1 else None
+    if rule is None:
+        prepared = _without_ignored(model, prepared)
+    own_world = device.type == "cpu" or rule is not None
+    far, dims = options.far_links, describe_dims(getattr(model, "device_mesh", None))
+    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, far=far, dims=dims)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    check_whole_model(model.module, sync)
+    sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
+    hook: DDPHook | DDPWiring | None = None
+    choice = None
+    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
+        hook = DDPWiring(model, sync)
+        choice = prepared.compressor.begin(prepared, sync, hook, everyone)
+        sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
+    elif not ranks.alone and (rule is None or rule.begins_in_steps):
+        hook = DDPHook(model, sync)
+    module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
+    digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
+    session = make_session(
+        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet
+    )
+    session.close_with(model)
+    return session
+
+
+def attach_replica(
+    module: nn.Module,
+    prepared: PreparedModel,
+    *,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    has_scaler: bool = False,
+    ddp: DistributedDataParallel | None = None,
+) -> Session:
+    """A replica that may join and leave: a process with a whole model, which meets the others in `Session.resume`, at
+    the latest before its first forward pass in training.
+
+    Args:
+        module: What was prepared, with options that say where it meets the others.
+        prepared: What `prepare` returned.
+        device: Device of the gradients; None: that of the parameters.
+        group: This one rank; None: the default group, which has only this rank.
+        has_scaler: Whether a loss scaler is used (float16).
+        ddp: Around `module`, if it is wrapped.
+
+    Raises:
+        ValueError: The replica has several ranks.
+        ConnectionError: Nobody answers at the lighthouse's address.
+    """
+    device = device_of(module, device)
+    assert prepared.options.rounds is not None
+    meet = prepared.options.rounds.registered(prepared, module, group)
+    ranks = Ranks.flat(LocalComm()).coming_and_going()
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    return make_session(module, prepared, sync, group, ddp=ddp, meet=meet)
+
+
+def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
+    """The buckets that DDP will make once it knows the order of gradients."""
+    params = named_parameters(model.module)
+    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
+    return ddp_buckets(trained, cap_nbytes)
+
+
+def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) -> PreparedModel:
+    """DDP passes no gradients of parameters that it ignores or reduces itself."""
+    names = {canonical_name(name) for name in model.parameters_to_ignore}
+    left_out = [spec.name for spec in prepared.specs if spec.name in names]
+    if left_out and dist.get_rank(model.process_group) == 0:
+        inform("not compressed, because DDP ignores them or reduces them by itself: %s", ", ".join(left_out))
+    return replace(prepared, specs=tuple(spec for spec in prepared.specs if spec.name not in names))
+
+
+def _named(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters that DDP keeps equal on all ranks: those that it does not ignore."""
+    names = {canonical_name(name) for name in ignored}
+    return {name: param for name, param in named_parameters(module) if name not in names}
+
+
+def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
+    """The communicator of the ranks that hold the same parameters under DDP."""
+    return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
+
+
+def _refuse_join(**options: Any) -> Any:
+    raise RuntimeError(
+        "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
+        " misses exchanges between the others. Give every rank the same number of batches (DistributedSampler does)"
+    )

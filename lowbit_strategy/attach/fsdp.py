@@ -1,0 +1,217 @@
+"""Attaching compression to a model that FSDP2 shards: its meshes, and who reduces what."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
+from lowbit_strategy.attach.checks import check_whole_model
+from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.all_gather import module_layouts
+from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.methods._base.chooser import Chooser
+from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.fsdp_sharding import (
+    ShardedGroup,
+    check_held,
+    reshard,
+    sharded_groups,
+    sharded_parameters,
+)
+from lowbit_strategy.model.mesh import (
+    Rows,
+    by_rows,
+    check_parts,
+    describe_dims,
+    give_replicas,
+    group_of,
+    has_other_parts,
+    is_hybrid,
+    mesh_like,
+    name_of,
+    rows_of,
+    shard_group,
+)
+from lowbit_strategy.model.parameters import (
+    describe_parameters,
+    local_part,
+    named_parameters,
+)
+from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
+
+
+def attach_fsdp(
+    module: nn.Module,
+    prepared: PreparedModel,
+    *,
+    device: torch.device | None = None,
+    mesh: DeviceMesh | None = None,
+    has_scaler: bool = False,
+) -> Session:
+    """Give every FSDP2 module under `module` its compressed reduce-scatter. Gradients are a mean over the ranks that
+    ``fully_shard`` was given.
+
+    Args:
+        module: What was prepared, after ``fully_shard``.
+        prepared: What `prepare` returned, with ``scatter=True``.
+        device: Device of the gradients; None: that of the parameters.
+        mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        has_scaler: Whether a loss scaler is used (float16).
+
+    Raises:
+        ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
+    """
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError("attach_fsdp was given a DistributedDataParallel: for DDP it is attach_ddp")
+    if not prepared.scatter:
+        raise ValueError("the model was prepared for DDP: give prepare scatter=True, which attach_fsdp needs")
+    if not (groups := sharded_groups(module)):
+        raise ValueError("no module is sharded with fully_shard: nothing to compress")
+    reshard(module)  # a forward pass without a backward pass leaves it gathered
+    check_held(module, groups)
+    device = device_of(module, device)
+    by_mesh = by_rows(groups)
+    check_parts(by_mesh, groups)
+    (rows, own), *elsewhere = by_mesh.items()
+    for part in prepared.parts if elsewhere else ():
+        part.check_meshes()
+    of_own, replicas = own[0].param_group.mesh_info.mesh, None
+    if prepared.options.shard_size is not None and not is_hybrid(own[0]):
+        of_own = replicas = mesh_like(rows[0], device.type)  # they are asked for, and a mesh of one dim has none
+        rows = rows_of(replicas)
+    group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
+    everyone = compare_with_all(module, prepared, group, device, mesh, has_scaler=has_scaler)
+    topology, is_hsdp = find_topology(group), of_own.ndim > 1
+    _check_shard_size(prepared.options, len(rows[0]), topology)
+    prepared = on_ranks(prepared, topology, len(rows[0]) if is_hsdp else None)
+    ranks = _ranks(prepared, group, device, everyone, of_own)
+    others: dict[str, Ranks] = {}
+    for rows_too, found in elsewhere:
+        others |= dict.fromkeys(_names(module, found), _ranks_beside(prepared, rows_too, found, device, everyone))
+    shared = {each.name for found in by_mesh.values() for each in found}
+    groups = [each for each in groups if each.name in shared]
+    prepared = replace(prepared, specs=_exchanged(module, groups, rows))
+    rule = prepared.options.rounds
+    meet = None if rule is None else rule.registered(prepared, module, group)
+    if is_hsdp:
+        if rule is not None and rule.comes_and_goes:  # all ranks share one model, which is one replica
+            ranks = ranks.coming_and_going()
+        _share_weights(module, ranks, others, device)
+    if replicas is not None:
+        give_replicas(groups, replicas)
+    layouts = module_layouts(module, groups)
+    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
+    check_whole_model(module, sync)
+    wiring = FSDPWiring(module, groups, sync)
+    wiring.take(prepared.weights)  # what cannot be served is refused now
+    choice = None
+    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
+        wiring.give_back()
+        choice = prepared.compressor.begin(prepared, sync, wiring, everyone)
+    digests = _digests(module, sync) if is_hsdp else []
+    return make_session(module, prepared, sync, everyone, hook=wiring, digests=digests, choice=choice, meet=meet)
+
+
+def _ranks(
+    prepared: PreparedModel,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    everyone: dist.ProcessGroup | None,
+    mesh: DeviceMesh,
+) -> Ranks:
+    far, dims = prepared.options.far_links, describe_dims(mesh)
+    return make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
+
+
+def _ranks_beside(
+    prepared: PreparedModel,
+    rows: Rows,
+    found: Sequence[ShardedGroup],
+    device: torch.device,
+    everyone: dist.ProcessGroup | None,
+) -> Ranks:
+    """Who reduces what is on another mesh than the most parameters.
+
+    Raises:
+        ValueError: One of the two has replicas and the other has not.
+    """
+    size = len(rows[0]) if is_hybrid(found[0]) else None
+    if (size is None) != (prepared.layout != "hsdp"):
+        one, other = ("sharded", "replicated, too") if size is None else ("replicated, too", "sharded")
+        raise ValueError(
+            f"{name_of(found[0])} is {one}, and the rest of the model is {other} (HSDP): give fully_shard a mesh of"
+            " (replicas, ranks that shard) for both"
+        )
+    group = group_of([rank for row in rows for rank in row], shard_group(found[0]), device)
+    prepared = on_ranks(prepared, find_topology(group), size)
+    return _ranks(prepared, group, device, everyone, found[0].param_group.mesh_info.mesh)
+
+
+def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
+    """The parameters of these groups."""
+    names = {id(param): name for name, param in sharded_parameters(module).items()}
+    return [names[id(param.sharded_param)] for each in groups for param in each.param_group.fsdp_params]
+
+
+def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], rows: Rows) -> tuple[TensorSpec, ...]:
+    """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh."""
+    shared = {id(param.sharded_param) for each in groups for param in each.param_group.fsdp_params}
+    alone = {id(param.sharded_param) for each in sharded_groups(module) for param in each.param_group.fsdp_params}
+    alone -= shared
+    left = {
+        name
+        for name, param in sharded_parameters(module).items()
+        if id(param) in alone or (id(param) not in shared and has_other_parts(param, ((dist.get_rank(),),), rows))
+    }
+    return tuple(spec for spec in describe_parameters(module) if spec.name not in left)
+
+
+def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
+    """HSDP: one for the ranks that have the same shards, mesh by mesh."""
+
+    def of(ranks: Ranks) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in sharded_parameters(module).items() if sync.state.ranks_of(name) is ranks}
+
+    return [ParameterDigest(functools.partial(of, ranks), ranks.peers, sync.device) for ranks in sync.all_ranks]
+
+
+def _check_shard_size(options: SyncOptions, found: int, topology: Topology) -> None:
+    """Raises:
+    ValueError: The option says otherwise than the mesh of the model.
+    """
+    asked = topology.ranks_per_node if options.shard_size == "node" else options.shard_size
+    if asked not in (None, found):
+        raise ValueError(
+            f"shard_size={options.shard_size!r} was asked for, and the model is sharded over {found} ranks: leave"
+            " shard_size out, and the mesh that fully_shard was given says it"
+        )
+
+
+def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks], device: torch.device) -> None:
+    """HSDP: the ranks of a node share one model, and all replicas get the weights of the first."""
+    held: dict[Comm, dict[str, Tensor]] = {ranks.peers: dict(module.named_buffers())}
+    for name, param in named_parameters(module):
+        held.setdefault(others.get(name, ranks).peers, {})[name] = param
+    for peers, same in held.items():
+        if not ParameterDigest(functools.partial(dict, same), peers, device).agree():
+            _broadcast_shards(same.values(), peers.group)
+
+
+def _broadcast_shards(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
+    for tensor in tensors:
+        if (local := local_part(tensor.detach())).numel():
+            dist.broadcast(local, group_src=0, group=group)
