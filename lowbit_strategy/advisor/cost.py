@@ -107,11 +107,11 @@ def transfer_cost(transfer: TransferGroup, cluster: Cluster, ranks_per_node: int
 
 
 def _transfer_costs(transfers: Sequence[TransferGroup], cluster: Cluster, ranks_per_node: int) -> list[Cost]:
-    """Cost of each; layers of the same shape share their tuple of messages."""
-    known: dict[tuple[int, int], Cost] = {}
+    """Cost of each; layers of the same shape cost the same."""
+    known: dict[tuple[tuple[Message, ...], int], Cost] = {}
     costs = []
     for transfer in transfers:
-        key = id(transfer.messages), transfer.encoded_numel
+        key = transfer.messages, transfer.encoded_numel
         if key not in known:
             known[key] = transfer_cost(transfer, cluster, ranks_per_node)
         costs.append(known[key])

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor, ass
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
-from lowbit_strategy.plan.messages import Level, TransferGroup, alike
+from lowbit_strategy.plan.messages import Level, TransferGroup
 from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
@@ -251,7 +251,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         own,
         topology=replace(plan.topology, far=False),  # it posts no receives ahead
         gradients=tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes),
-        weights=alike(weights),
+        weights=tuple(weights),
     )
 
 

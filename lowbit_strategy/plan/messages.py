@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["flat", "intra-node", "inter-node"]
@@ -68,14 +68,6 @@ class TransferGroup:
     def nbytes(self, *levels: Level) -> int:
         """Promised bytes each time that it travels, on these levels; none given: on all."""
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
-
-
-def alike(transfers: Iterable[TransferGroup]) -> tuple[TransferGroup, ...]:
-    """The same transfers; those that send the same share one tuple of messages, by which their cost is looked up."""
-    known: dict[tuple[Message, ...], tuple[Message, ...]] = {}
-    return tuple(
-        replace(transfer, messages=known.setdefault(transfer.messages, transfer.messages)) for transfer in transfers
-    )
 
 
 def under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:

@@ -24,7 +24,6 @@ from lowbit_strategy.plan.gradients import (
 from lowbit_strategy.plan.messages import (
     TransferGroup,
     ahead_nbytes,
-    alike,
     internode_nbytes,
     step_nbytes,
     under_way_nbytes,
@@ -176,7 +175,7 @@ def make_plan(
     exact = frozenset(name for name, each in assignments.items() if each.is_exact)
     reduction = ReductionPlan(methods, by_name, topology, exact)
     gradients = gradient_transfers(reduced, reduction, layout, local=round_plan is not None)
-    rounds = () if round_plan is None else alike(round_plan.transfers(methods, by_name, topology))
+    rounds = () if round_plan is None else round_plan.transfers(methods, by_name, topology)
     companion = Extra() if extra is None else extra
     others = companion.transfers(reduced, assignments, by_name, topology)
     unsharded = sum(each.itemsize * by_name[name].whole_numel for each in reduced for name in each.names)
@@ -187,7 +186,7 @@ def make_plan(
     if topology.num_parts > 1:
         means = [each.itemsize * part_numel(by_name, each.names, topology, layout) for each in reduced]
     modules = modules or {}
-    weights = () if coding is None else alike(weight_transfers(coding, modules, topology, layout))
+    weights = () if coding is None else weight_transfers(coding, modules, topology, layout)
     residuals = _residual_nbytes(reduction)
     copies = round_plan is None if copies is None else copies
     return StepPlan(
