@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from lowbit_strategy.autoload import VARIABLE, serve
-from lowbit_strategy.config_file.section import export, plugin_from_section, read_section, section_from_environment
+from lowbit_strategy.config_file.section import export, read_section
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,11 +49,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     """The section goes into the environment, where every `Accelerator` finds it."""
-    section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
-    if section is None:
+    source = arguments.lowbit_config or os.environ.get(VARIABLE)
+    if not source:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")
-    plugin_from_section(section)
-    os.environ.update(export(section))
+    export(read_section(source))
     serve()
 
 

@@ -106,13 +106,12 @@ def hand_on(args: argparse.Namespace) -> None:
     if not source:
         return
     from lowbit_strategy.accelerate.options import AXES, check_served
-    from lowbit_strategy.config_file.section import export, plugin_from_section, read_section
+    from lowbit_strategy.config_file.section import export, read_section
 
     section = read_section(source)
-    plugin_from_section(section)
     axes = {axis: int(getattr(args, f"parallelism_config_{axis}", None) or 1) for axis in AXES}
     check_served(kind_of(args), fsdp_version=int(args.fsdp_version), axes=axes)
-    os.environ.update(export(section))
+    export(section)
 
 
 def kind_of(args: argparse.Namespace) -> str:

@@ -171,12 +171,11 @@ def section_of(config: object, where: str) -> Section:
     return dict(section)
 
 
-def section_from_environment() -> Section | None:
-    """What the launcher, or the user, left in `VARIABLE`; None if nothing did."""
-    value = os.environ.get(VARIABLE)
-    return None if not value else read_section(value)
+def export(section: Section) -> None:
+    """Put `section` into the environment, where this process and those that it starts find it.
 
-
-def export(section: Section) -> dict[str, str]:
-    """Environment variables that bring `section` to child processes."""
-    return {VARIABLE: json.dumps(section)}
+    Raises:
+        ValueError: It is wrong.
+    """
+    plugin_from_section(section)
+    os.environ[VARIABLE] = json.dumps(section)

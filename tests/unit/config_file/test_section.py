@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from lowbit_strategy.config_file.section import (
     plugin_from_section,
     read_config,
     read_section,
-    section_from_environment,
 )
 
 
@@ -113,14 +113,14 @@ def test_a_file_without_the_section(tmp_path: Path) -> None:
 
 def test_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     section = {"compressor": "loco", "exempt": ["@vector", "*.gate.*"]}
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert section_from_environment() is None
-    for name, value in export(section).items():
-        monkeypatch.setenv(name, value)
-    assert section_from_environment() == section
+    monkeypatch.setenv(VARIABLE, "")  # as before afterwards
+    export(section)
+    assert read_section(os.environ[VARIABLE]) == section
     (tmp_path / "job.json").write_text(json.dumps({"lowbit_config": section}))
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
-    assert section_from_environment() == section
+    assert read_section(tmp_path / "job.json") == section
+    with pytest.raises(ValueError, match="unknown compressor 'loca'"):
+        export({"compressor": "loca"})
+    assert read_section(os.environ[VARIABLE]) == section
 
 
 def test_the_plugin_checks_what_it_is_given() -> None:
