@@ -242,7 +242,8 @@ class Session:
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
         """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
-        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds all have to save.
+        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds, and under
+        FSDP2 if the loop never calls `end_step`, all have to save.
 
         1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`

@@ -9,6 +9,7 @@ from torch import Tensor
 from testing.training.comparing import full
 from testing.training.random_loop.loop import Loop, local
 from testing.training.random_loop.space import ACTIONS, action, has_two, unscaled
+from testing.training.random_loop.ways import can_save_alone
 
 
 @action()
@@ -172,5 +173,5 @@ def renamed(loop: Loop) -> None:
 @action()
 def saved_on_one_rank(loop: Loop) -> None:
     """As scripts do whose checkpoint the first rank writes, where stock waits for nobody."""
-    if loop.saves_alone and not (loop.place.is_local or loop.program.scaled) and dist.get_rank() == 0:
+    if can_save_alone(loop) and dist.get_rank() == 0:
         loop.save("of one rank")

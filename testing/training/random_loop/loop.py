@@ -47,11 +47,9 @@ class Loop:
 
     Attributes:
         meshes_are_whole: HSDP's mesh is given to ``fully_shard``, and not made by the session.
-        saves_alone: A rank may save while others do not.
     """
 
     meshes_are_whole: ClassVar[bool] = True
-    saves_alone: ClassVar[bool] = False
 
     def __init__(self, program: Program, compressor: Any, folder: Path, *, still: bool = False) -> None:
         self.program, self.folder, self.still, self.place = program, folder, still, program.place

@@ -42,8 +42,6 @@ IN_TURNS = {"in_turns", "at_two_rates", "added", "accumulated", "surgery"}
 class OneCall(Loop):
     """`compress`."""
 
-    saves_alone: ClassVar[bool] = True
-
     def attach(self, roots: list[nn.Module], compressor: Any) -> None:
         self.models = [self.wrap(root) for root in roots]
         self.optimizers = self.make_optimizers()
@@ -62,7 +60,6 @@ class ByHand(Loop):
     """`prepare`, `attach_ddp` or `attach_fsdp`, and the session's calls."""
 
     meshes_are_whole: ClassVar[bool] = False
-    saves_alone: ClassVar[bool] = True
 
     def attach(self, roots: list[nn.Module], compressor: Any) -> None:
         chosen = SyncOptions(**self.options, shard_size=self.place.shard_size)
@@ -124,7 +121,11 @@ class WithFabric(Loop):
             yield
 
     def write(self, name: str) -> dict[str, Any]:
-        self.fabric.save(self.folder / name, self.state())
+        if self.place.sharded and len(self.models) == 2:  # which Fabric does not save together
+            for at, model in enumerate(self.models):
+                self.fabric.save(self.folder / f"{name} {at}", {"model": model})
+        else:
+            self.fabric.save(self.folder / name, self.state())
         return {}
 
     def read(self, name: str, facts: dict[str, Any]) -> None:
@@ -266,6 +267,12 @@ class WithLightning(Loop):
 
     def close(self) -> None:
         """The trainer has."""
+
+
+def can_save_alone(loop: Loop) -> bool:
+    """Whether a rank may save while others do not. Sharded weights are gathered again when a step has ended."""
+    is_told = isinstance(loop, OneCall | ByHand) and not (isinstance(loop, NeverEnded) and loop.place.sharded)
+    return is_told and not (loop.place.is_local or loop.program.scaled)
 
 
 def can_tell(way: type[Loop], program: Program) -> bool:
