@@ -98,6 +98,14 @@ LEAVES = {  # one row per leaf
     ),
 }
 
+LEAF_PATHS = [path for leaf in LEAVES.values() for path in leaf.paths]
+
+
+def module_of(path: str) -> str:
+    """The module of a file or a folder below the package."""
+    return f"lowbit_strategy.{path.removesuffix('.py').replace('/', '.')}"
+
+
 # Every file of the core is imported, once; two processes with gloo come from a fork. The arguments: the copy, and the
 # leaves, whose files may need each other.
 CORE = """
@@ -203,8 +211,7 @@ EACH = [pytest.param((name,), id=name, marks=pytest.mark.slow) for name in LEAVE
 def test_the_core_trains_without_it_and_its_name_says_what_is_missing(names: tuple[str, ...], tmp_path: Path) -> None:
     leaves = [LEAVES[name] for name in names]
     folder = without(leaves, tmp_path)
-    paths = [path for leaf in LEAVES.values() for path in leaf.paths]
-    done = run(folder, "-c", CORE, str(folder), *paths)
+    done = run(folder, "-c", CORE, str(folder), *LEAF_PATHS)
     assert done.stdout.endswith("trained\n"), done.stderr
     deleted = {f"lowbit_strategy.{path}" for leaf in leaves for path in leaf.paths}
     for option, needed in OPTIONS.items():  # what nobody has asked for and is not done: one of two ranks says so
@@ -222,14 +229,16 @@ CORE_TESTS = ("attach", "checkpoint", "codecs", "collectives", "control", "engin
 
 
 def imported(path: Path) -> set[str]:
-    """What a file imports of the package and of `testing`, with what that imports: modules, and names in them."""
+    """What a file imports of the package and of `testing`: modules, and names in them; with what `testing` and leaves
+    import, which may stand on another leaf.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    for name in [each for each in found if each.startswith("testing.")]:
+    for name in [each for each in found if each.startswith(("testing.", *map(module_of, LEAF_PATHS)))]:
         below = REPOSITORY.joinpath(*name.split(".")).with_suffix(".py")
         if below.is_file():
             found |= imported(below)
@@ -238,7 +247,7 @@ def imported(path: Path) -> set[str]:
 
 def needs(path: Path, leaf: Leaf) -> bool:
     """Whether a test imports something of the leaf: then it is one of the leaf's."""
-    modules = tuple(f"lowbit_strategy.{each.removesuffix('.py').replace('/', '.')}" for each in leaf.paths)
+    modules = tuple(map(module_of, leaf.paths))
     entries = NAMES | CLASSES | {f"control.{cls.__name__}": cls.__module__ for cls in CONTROLLERS.values()}
     names = {f"lowbit_strategy.{name}" for name, target in entries.items() if target.startswith(modules)}
     below = tuple(f"{module}." for module in modules)
