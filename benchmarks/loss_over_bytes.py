@@ -1,11 +1,11 @@
-"""Loss over bytes of all compressors with defaults: a convolutional model of 52,000 parameters on Python source, two
-simulated ranks.
+"""Loss over bytes of all compressors with defaults: a small language model on Python source, two simulated ranks.
 
 The learning rate of each is chosen on seed 0: from `FIRST` on rates are doubled or halved until the best one lies
 between two others. Then it trains with more seeds at that rate. All see the same initial weights and batches.
 
     python -m benchmarks.loss_over_bytes --json benchmarks/results/loss_over_bytes.json
     python docs/pictures/loss_over_bytes.py
+    python -m benchmarks.loss_over_bytes --setting '{"model": "transformer"}' --json loss_over_bytes_transformer.json
 
 Results are added to the JSON file as they come, and what is there already is not run again.
 """
@@ -25,10 +25,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from benchmarks.runs import ChangedSetting, ResultsFile, Runs, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
-from benchmarks.small_models import Convolutional
+from benchmarks.small_models import Convolutional, make_model
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.zoo.wrapper import Wrapper
@@ -46,8 +47,9 @@ DGC = 'dgc {"momentum": 0, "warmup_steps": 20}'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all runs of one file share."""
+    """What all runs of one file share. `width` and `depth` are of the convolutional model; others: see `make_model`."""
 
+    model: str = "convolutional"
     width: int = 48
     depth: int = 2
     context: int = 16
@@ -110,7 +112,10 @@ def train(
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
-    model = Convolutional(setting.width, setting.depth)
+    if setting.model == "convolutional":
+        model: nn.Module = Convolutional(setting.width, setting.depth)
+    else:
+        model = make_model(setting.model, setting.context)
     compressor, is_adam = parse(variant), optimizer_name == "adamw"
     corrects = is_adam and needs_squares(compressor, describe_parameters(model))
     exchange = Exchange(model, compressor, setting.workers, "ddp", seed, follows_rate=follows_rate, corrects=corrects)
@@ -164,7 +169,8 @@ def best_rate(runs: Runs[Run], setting: Setting, **key: Any) -> float:
     def loss_at(rate: float) -> float:
         return run_once(runs, setting, learning_rate=rate, seed=0, follows_rate=False, **key).validation_loss
 
-    return search(FIRST[key["optimizer"]], loss_at)
+    first = FIRST[key["optimizer"]]
+    return search(first if setting.model == "convolutional" else first / 4, loss_at)
 
 
 def run_once(runs: Runs[Run], setting: Setting, **key: Any) -> Run:

@@ -63,18 +63,19 @@ def select_above(
     numel, name = x.numel(), isa().encode()
     share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)
 
-    def work(start: int, stop: int, addend: Tensor | None = addend, room: int = 0) -> tuple[Tensor, Tensor, bool]:
-        room = room or min(stop - start, int(share * (stop - start)) + 1024)
-        indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.float32)
-        arguments, nonfinite = (start, stop, threshold, indices.data_ptr(), values.data_ptr(), room), ctypes.c_int32()
-        if addend is None:
-            count = function("lowbit_select")(name, x.data_ptr(), *arguments)
-        else:
-            add_select = function("lowbit_add_select")
-            count = add_select(name, x.data_ptr(), addend.data_ptr(), *arguments, ctypes.byref(nonfinite))
-        if count > room:  # more than expected: x has the sums now
-            indices, values, _ = work(start, stop, None, count)
-        return indices[:count], values[:count], not nonfinite.value
+    def work(start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
+        room, added, nonfinite = min(stop - start, int(share * (stop - start)) + 1024), addend, ctypes.c_int32()
+        while True:  # no recursion: a function that refers to itself keeps its tensors until garbage is collected
+            indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.float32)
+            arguments = start, stop, threshold, indices.data_ptr(), values.data_ptr(), room
+            if added is None:
+                count = function("lowbit_select")(name, x.data_ptr(), *arguments)
+            else:
+                add_select = function("lowbit_add_select")
+                count = add_select(name, x.data_ptr(), added.data_ptr(), *arguments, ctypes.byref(nonfinite))
+            if count <= room:
+                return indices[:count], values[:count], not nonfinite.value
+            room, added = count, None  # more than expected: x has the sums now
 
     if numel < 2 * native.GRAIN:
         return work(0, numel)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -168,3 +170,15 @@ def test_samples_are_the_references(path: str, numel: int, num: int) -> None:
     for seed in (0, 5, 2**32 - 1):
         places = sample_positions(numel, num, seed, torch.device("cpu"))
         assert torch.equal(select.sample_magnitudes(x, num, seed=seed), x[places].abs())
+
+
+def test_nothing_of_a_selection_waits_for_the_garbage_collector(path: str) -> None:
+    x, addend = _values(200_001), _values(200_001, seed=1)
+    gone = [weakref.ref(x), weakref.ref(addend)]
+    gc.disable()
+    try:
+        select.select_above(x, 1.0, addend=addend)
+        del x, addend
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
