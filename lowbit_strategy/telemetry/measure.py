@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -16,11 +15,10 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
+from lowbit_strategy.kernels.norms import squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32, positions_in, strata
 
 _SAMPLE = 2048  # elements per parameter, at most
-_ROW = 1024  # elements that are added in float32
-_SMALLEST_SQUARE = 1e-30  # mean square from which on it does not matter that float32 has none below 1e-38
 
 
 def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
@@ -123,23 +121,6 @@ def sampled(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor
 @functools.lru_cache(maxsize=64)  # 32 KiB each
 def _strata(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return strata(numel, min(numel, _SAMPLE), device)
-
-
-def squared_norm(x: Tensor) -> Tensor:
-    """float64: the sum of squares of float32 ``[N]``.
-
-    On a CPU rows are added in float32, several times as fast, where no square overflows and those that vanish there, of
-    elements below 1e-19, are no part of the sum.
-    """
-    if not x.is_cuda:
-        num_rows = x.numel() // _ROW
-        whole = num_rows * _ROW
-        total = torch.linalg.vector_norm(x[:whole].view(num_rows, _ROW), dim=1).double().square().sum()
-        if whole < x.numel():
-            total += torch.linalg.vector_norm(x[whole:]).double().square()
-        if _SMALLEST_SQUARE * x.numel() < float(total) < math.inf:
-            return total
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def _compared(view: ParamView, mean_N: Tensor, positions_N: Tensor, weights_N: Tensor, comm: Comm) -> Tensor:

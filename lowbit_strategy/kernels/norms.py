@@ -1,0 +1,28 @@
+"""Sums of squares."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_ROW = 1024  # elements that are added in float32
+_SMALLEST_SQUARE = 1e-30  # mean square from which on it does not matter that float32 has none below 1e-38
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """float64: the sum of squares of float32 ``[N]``.
+
+    On a CPU rows are added in float32, several times as fast, where no square overflows and those that vanish there, of
+    elements below 1e-19, are no part of the sum.
+    """
+    if not x.is_cuda:
+        num_rows = x.numel() // _ROW
+        whole = num_rows * _ROW
+        total = torch.linalg.vector_norm(x[:whole].view(num_rows, _ROW), dim=1).double().square().sum()
+        if whole < x.numel():
+            total += torch.linalg.vector_norm(x[whole:]).double().square()
+        if _SMALLEST_SQUARE * x.numel() < float(total) < math.inf:
+            return total
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
