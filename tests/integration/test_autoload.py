@@ -42,7 +42,8 @@ def test_names_are_those_of_the_registries() -> None:
 _FIRST = (
     "from lowbit_strategy.lightning import LowBitDDPStrategy as S; S('loco2', outer='diloco')",
     "from lowbit_strategy.accelerate import LowBitPlugin as P; P('loco2', outer='diloco', weights='delta4')",
-    "from lowbit_strategy.attach.sync_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
+    "from lowbit_strategy.attach.sync_options import SyncOptions as S; "
+    "S(outer={'name': 'diloco', 'every': '30s'}, elastic={'lighthouse': 'http://127.0.0.1:1'})",
     "from lowbit_strategy import WarmUp; WarmUp(compressor='loco2')",
     "from lowbit_strategy.control import Schedule; from lowbit_strategy.custom_loop import prepare",
 )
@@ -83,7 +84,7 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     names = ["leaves", "methods", "methods.entries", "register"]
     assert lightning == sorted([*LIGHT, *(f"lowbit_strategy.{name}" for name in names)])
     assert accelerate == []
-    assert asked == "lowbit_strategy.lightning"
+    assert asked == "lowbit_strategy.lightning.strategies"
     launch = ["lowbit_strategy.config_file", "lowbit_strategy.config_file.accelerate_hooks"]
     light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.conversion"]
     assert without_a_section == sorted([*LIGHT, *launch, *light])

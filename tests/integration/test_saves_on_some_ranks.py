@@ -169,6 +169,12 @@ class _NeverEnded:
         loss.backward()
         self.optimizer.step()
 
+    def observed(self) -> int:
+        """The last observed step."""
+        assert self.control.observer is not None
+        assert self.control.observer.last is not None
+        return self.control.observer.last.step
+
     def save(self, path: Path) -> Any:
         with self.session.save(path) as stamp:
             return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict(), stamp))
@@ -200,7 +206,7 @@ def never_ended(folder: Path, controller: str) -> Facts:
         "resumed": fingerprint(again.net) == fingerprint(loop.net),
         "steps": [each.session.sync.step_index for each in (plain, loop, again)],
         "levels": [each.control.driver.levels for each in (plain, loop, again) if each.control.driver is not None],
-        "observed": [each.control.last is not None and each.control.last.step for each in (plain, loop, again)],
+        "observed": [each.observed() for each in (plain, loop, again)],
     }
 
 
