@@ -106,7 +106,7 @@ def train(
         learning_rate: Peak.
         seed: Of weights and batches.
         setting: What all runs share.
-        optimizer_name: ``adamw``, or ``sgd`` with a momentum of 0.9.
+        optimizer_name: ``adamw``, or ``sgd`` with a momentum of 0.9 unless the compressor has its own.
         schedule: See `rate_at`.
         follows_rate: Residuals follow the learning rate.
     """
@@ -119,7 +119,8 @@ def train(
     compressor, is_adam = parse(variant), optimizer_name == "adamw"
     corrects = is_adam and needs_squares(compressor, describe_parameters(model))
     exchange = Exchange(model, compressor, setting.workers, "ddp", seed, follows_rate=follows_rate, corrects=corrects)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    momentum = 0.0 if getattr(compressor, "momentum", 0.0) else 0.9
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     if is_adam:
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
