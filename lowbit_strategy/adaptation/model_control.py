@@ -136,11 +136,13 @@ class ModelControl(StepListener):
         if sync.in_parts:  # figures are added up over all parts of the model
             handshake({"names of parameters": [*sync.specs]}, sync.ranks.world.group)
         sync.listeners.add(self, StepPhase.RECORD)
+        sync.listeners.control = self
 
-    @classmethod
-    def of(cls, sync: GradientSync) -> ModelControl | None:
+    @staticmethod
+    def of(sync: GradientSync) -> ModelControl | None:
         """The control that `sync` has, if it has one."""
-        return next((each for each in sync.listeners[StepPhase.RECORD] if isinstance(each, cls)), None)
+        control: ModelControl | None = sync.listeners.control
+        return control
 
     # -- what it consists of ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 from lowbit_strategy.engine.bucket import BucketObserver
 
@@ -42,9 +43,14 @@ _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
 
 
 class Listeners:
-    """The listeners of one engine, by phase."""
+    """The listeners of one engine, by phase.
+
+    Attributes:
+        control: The one that monitors and adapts the model; None: nobody does.
+    """
 
     def __init__(self) -> None:
+        self.control: Any = None
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
         self._together: list[Callable[[], None]] = []
 
