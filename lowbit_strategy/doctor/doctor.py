@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lowbit_strategy import autoload
 from lowbit_strategy.inform import errors_of
-from lowbit_strategy.leaves import RULES
+from lowbit_strategy.leaves import RULES, need
 from lowbit_strategy.register import COMPRESSORS
 from lowbit_strategy.version import __version__
 
@@ -95,7 +95,9 @@ def doctor(
 def _of_job(config: Path | None, num_processes: int | None, script: list[str] | None, *, module: bool) -> None:
     """Raises:
     ValueError: There is no configuration file, or it is wrong.
+    MissingPart: What reads configuration files is not there.
     """
+    need("lowbit_strategy.config_file", "lowbit doctor --config")
     if config is None:
         raise ValueError("a script needs --config, the configuration file that it will be launched with")
     from lowbit_strategy.control.base import describe
