@@ -158,8 +158,7 @@ class Binding:
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
-            silent = session.sync.sent_nbytes == 0  # the session is to say so
-            if (session.has_open_step or silent) and session.owns(optimizer):
+            if session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
                 self.adaptive.take_effect()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.checks import check_synchronizes
 from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
+from lowbit_strategy.attach.optimizer_hook import has_rate
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import (
     local_part,
@@ -82,6 +83,15 @@ class GradientUse:
     def serves(self, module: nn.Module) -> bool:
         """Whether a parameter of `module` is one of this model's."""
         return any(id(param) in self._names for param in module.parameters())
+
+    def moves_nothing(self, optimizer: Optimizer) -> bool:
+        """Whether its step is none of training: at a rate of zero, on gradients that are all zero. torch takes one to
+        make the state that it saves or loads into.
+        """
+        if has_rate(optimizer):
+            return False
+        given = [name for name, param in self.owned_by(optimizer).items() if param.grad is not None]
+        return bool(given) and all(self._are_zero([given]))
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
         """Commit what it has stepped. An optimizer inside another one has stepped for both.
@@ -156,6 +166,11 @@ class GradientUse:
         for owned in [*(self.owned_by(optimizer).keys() for optimizer in self._optimizers), self._params.keys()]:
             groups += [left & owned] if left & owned else []
             left -= owned
+        are_zero = self._are_zero(groups)
+        return [name for members, is_zero in zip(groups, are_zero, strict=True) if is_zero for name in members]
+
+    def _are_zero(self, groups: Sequence[Iterable[str]]) -> list[bool]:
+        """Whether all gradients of each group are zero. In rounds each rank judges alone."""
         if not groups:
             return []
         counts = torch.zeros(len(groups), device=self._sync.device)
@@ -163,5 +178,6 @@ class GradientUse:
             for name in members:
                 if (grad := self._params[name].grad) is not None:
                     count += local_part(grad).any()
-        are_zero = (self._sync.summed_in_parts(counts) == 0).tolist()
-        return [name for members, is_zero in zip(groups, are_zero, strict=True) if is_zero for name in members]
+        summed = counts if self._sync.rounds is not None else self._sync.summed_in_parts(counts)
+        are_zero: list[bool] = (summed == 0).tolist()
+        return are_zero

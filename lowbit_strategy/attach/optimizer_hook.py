@@ -49,10 +49,15 @@ def _take_over(param_ids: set[int]) -> None:
             _unattached.pop(module, None)
 
 
+def has_rate(optimizer: Optimizer) -> bool:
+    """Whether its step can move a parameter."""
+    return any(group.get("lr", 1.0) for group in optimizer.param_groups)
+
+
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
     for session in list(_watching):
         session.on_optimizer_step(optimizer)
-    if _unattached:
+    if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
             raise RuntimeError(NEVER_ATTACHED)

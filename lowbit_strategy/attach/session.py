@@ -104,11 +104,6 @@ class Session:
         return self.choice.is_baseline
 
     @property
-    def has_open_step(self) -> bool:
-        """Whether an optimizer's step would end something."""
-        return self.is_in_rounds or self.is_baseline or self.sync.in_step or bool(self.sync.transactions.prepared)
-
-    @property
     def replica(self) -> Any:
         """This replica, where replicas join and leave; otherwise None."""
         return self.pace.replica
@@ -193,6 +188,8 @@ class Session:
             RuntimeError: `optimizer` steps no parameter of this model, and no other optimizer has stepped one.
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
+        if not self._is_open and optimizer is not None and self._use.moves_nothing(optimizer):
+            return False
         counted = self._close_step(optimizer, scaler)
         self._meet()
         return counted
@@ -316,7 +313,6 @@ class Session:
 
     def resume(self) -> None:
         """The framework has loaded all that it saves, after `load`, or training begins; for rounds."""
-        self._use.stepped.clear()  # torch steps an optimizer to make the state that it loads into
         self.pace.resume()
 
     def finish(self) -> None:
@@ -368,9 +364,8 @@ class Session:
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
-        idle = not self._num_passes and not self.has_open_step
-        if idle and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
-            return  # torch steps one, at a rate of zero, to make the state that it saves or loads into
+        if self._use.moves_nothing(optimizer):
+            return
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0

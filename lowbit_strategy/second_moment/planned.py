@@ -18,7 +18,8 @@ from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import Topology
 
-EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
+EVERY = 32  # steps between two exchanges of a parameter's squares, after the first ones
+WINDOW = 8  # steps whose squares are added up for an exchange
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
 _LATE = 1 << 20  # in steps: after any warm-up
 _CODES = CodecPair(BlockCodec(uniform(4, 128)))
@@ -38,6 +39,13 @@ def few_bits(assignments: Mapping[str, Assignment]) -> bool:
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
     """The same of a compressor, at its start or after its last phase."""
     return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
+
+
+def turns(names: Sequence[str]) -> dict[str, int]:
+    """How many steps earlier each parameter is exchanged than the first ones, so that a part of the model adds up
+    squares at a time. They go by the model's order, whatever modules or buckets hold: neighbors travel together.
+    """
+    return {name: WINDOW * (EVERY // WINDOW * at // len(names)) for at, name in enumerate(names)}
 
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
@@ -76,17 +84,20 @@ class Squares(Extra):
         specs: Mapping[str, TensorSpec],
         topology: Topology,
     ) -> tuple[TransferGroup, ...]:
-        """Transfers after the first steps: roots of a bucket's squares, and sketches."""
-        names = list(served(assignments))
-        methods = methods_of_squares([specs[name] for name in names])
+        """Transfers after the first steps: roots of squares of a bucket's parameters that are due, and sketches."""
+        names = served(assignments)
+        methods, turn_of = methods_of_squares([specs[name] for name in names]), turns(names)
         transfers = []
         for each in reduced if topology.num_peers > 1 else ():
-            members = [specs[name] for name in each.names if name in names]
-            if members:
+            together: dict[int, list[TensorSpec]] = {}
+            for name in each.names:
+                if name in turn_of:
+                    together.setdefault(turn_of[name], []).append(specs[name])
+            for members in together.values():
                 transfer = peer_transfer("squares", members, methods, topology)
                 sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), topology)
-                # in addition to messages: roots, and squares on their way into sums
-                memory = transfer.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
+                # in addition to messages: roots, as they lie in the bucket, and squares on their way into sums
+                memory = transfer.buffer_nbytes + 8 * round_up(sum(specs[name].numel for name in each.names), ALIGNMENT)
                 messages = (*transfer.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
                 transfers.append(replace(transfer, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))
         return tuple(transfers)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,9 +40,17 @@ from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.parameters import flat_part, local_part, shaped
 from lowbit_strategy.second_moment.mean_moment import has_stepped, unsuitable
-from lowbit_strategy.second_moment.planned import EVERY, SKETCH_NUMEL, NoSquares, Squares, methods_of_squares, served
+from lowbit_strategy.second_moment.planned import (
+    EVERY,
+    SKETCH_NUMEL,
+    WINDOW,
+    NoSquares,
+    Squares,
+    methods_of_squares,
+    served,
+    turns,
+)
 
-WINDOW = 8  # steps whose squares are added up for an exchange
 BLOCK = 128
 KEPT = 0.75  # of what is known, at least, where there is something new
 ENERGY_KEPT = 0.8
@@ -53,21 +62,22 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 @functools.cache
-def _first_exchanges() -> tuple[frozenset[int], int]:
-    """Steps of the warm-up during which every bucket is exchanged, and the step after it."""
-    steps, step = set(), 0
+def _first_exchanges() -> tuple[tuple[int, ...], int]:
+    """Steps of the warm-up during which every parameter is exchanged, and the step after it."""
+    steps, step = [], 0
     while step // _GROWTH < EVERY:
-        steps.add(step)
+        steps.append(step)
         step += max(1, step // _GROWTH)
-    return frozenset(steps), step
+    return tuple(steps), step
 
 
-def is_due(age: int, offset: int) -> bool:
-    """Whether a bucket's squares are exchanged in the `age`-th step in which it is reduced; by `offset` buckets take
-    turns.
-    """
+def steps_until_due(age: int, turn: int) -> int:
+    """When a parameter's squares are exchanged that is reduced for the `age`-th time: 0, in this step; see `turns`."""
     steps, end = _first_exchanges()
-    return age in steps if age < end else (age + offset) % EVERY == 0
+    if age <= steps[-1]:
+        return steps[bisect_left(steps, age)] - age
+    first = max(age, end)
+    return first - age + -(first + turn) % EVERY
 
 
 @dataclass(slots=True)
@@ -141,13 +151,13 @@ class _Served:
     Args:
         context: How their gradients travel.
         inner: How their squares do.
-        places: Their order, by which they take turns.
+        turns: When each is exchanged.
         buckets: Those of squares.
     """
 
     context: BucketContext
     inner: BucketContext
-    places: dict[str, int]
+    turns: dict[str, int]
     buckets: dict[BucketLayout, Bucket]
 
 
@@ -209,7 +219,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         inner = replace(
             context, specs=specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False
         )
-        found = _Served(context, inner, {name: at for at, name in enumerate(specs)}, {})
+        found = _Served(context, inner, turns(list(specs)), {})
         self._served[context.comm] = found
         self._known = {name: known for name, known in self._known.items() if name in names}
         return found
@@ -222,36 +232,35 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         if own is None or own.context is not bucket.context:
             own = self._bind_context(bucket.context)
         step = self._sync.step_context()
-        params = [param for param in bucket.params if param.name in own.places]
-        if not params or comm.world_size == 1:
-            yield from stages
-            return
-        views = [param.within(x, out) for param in params]
-        all_known = [self._known.setdefault(param.name, _ParamStats()) for param in params]
-        begun = [known.begin_pass(step.index) for known in all_known]
-        age, offset = all_known[0].age, own.places[params[0].name]
-        listens = any(is_due(age + later, offset) for later in range(WINDOW))
-        if listens:
-            for view, known in zip(views, all_known, strict=True):
-                squares = view.x.float().square()
-                known.sums = squares.bfloat16() if known.sums is None else known.sums.add_(squares)
-        # In every pass of the step: one may have zeros on all ranks, of a module that nothing needed a gradient of.
-        sketches = torch.stack([_sketch(view, step) for view in views]) if is_due(age, offset) else None
+        added, sketches = list[tuple[ParamView, _ParamStats, bool]](), dict[str, Tensor]()
+        for param in bucket.params if comm.world_size > 1 else ():
+            if (turn := own.turns.get(param.name)) is None:
+                continue
+            known = self._known.setdefault(param.name, _ParamStats())
+            is_first = known.begin_pass(step.index)
+            if (left := steps_until_due(known.age, turn)) >= WINDOW:
+                continue
+            view = param.within(x, out)
+            squares = view.x.float().square()
+            known.sums = squares.bfloat16() if known.sums is None else known.sums.add_(squares)
+            added.append((view, known, is_first))
+            if left == 0:  # in every pass of the step: one may have zeros on all ranks
+                sketches[param.name] = _sketch(view, step)
         yield from stages
-        if not listens:
-            return
         divisor = comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
-        for view, known, first in zip(views, all_known, begun, strict=True):
+        for view, known, is_first in added:
             decoded = _mean_squares(_own(view, view.out, comm.rank)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
-            known.num_sums += first or known.num_sums == 0
-        if sketches is not None:
+            known.num_sums += is_first or known.num_sums == 0
+        if sketches:
             yield from self._exchange(own, bucket, x, sketches, step)
 
-    def _exchange(self, own: _Served, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
-        """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
+    def _exchange(
+        self, own: _Served, bucket: Bucket, x: Tensor, sketches: Mapping[str, Tensor], step: StepContext
+    ) -> Stages:
+        """Roots of the mean squares of some parameters, as a bucket of their own; then sums, and `sketches` of each."""
         comm = own.context.comm
-        entries = tuple(each for each in bucket.layout.entries if each[0] in own.places)
+        entries = tuple(each for each in bucket.layout.entries if each[0] in sketches)
         layout = replace(bucket.layout, entries=entries, num_marked=0)
         if layout not in own.buckets:
             own.buckets[layout] = Bucket(own.inner, layout)
@@ -267,7 +276,8 @@ class SecondMoment(Follower, BucketObserver, StepListener):
             param.within(roots, mean).x.copy_(squares.sqrt_())
         yield from inner.run(roots, mean, step, ())
         found = [_own(view := param.within(roots, mean), view.out, comm.rank).square() for param in inner.params]
-        numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
+        sketched = torch.stack([sketches[param.name] for param in inner.params])
+        numbers = torch.cat([sketched, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
         self._sync.transactions.byte_check.expected.append(inner)
         self._sync.transactions.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
         yield comm.all_reduce(numbers)

@@ -21,6 +21,7 @@ ONCE_WRONG = [  # what random seeds have found, made short
     Program(4, "hsdp", ("together", "spiked", "together", "together"), 1, ("adamw", "sgd"), way="lightning"),
     Program(6, "local hsdp", (*3 * ("together", "rests"), "together"), 4, rule=2, way="by hand"),
     Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean", way="never ended"),
+    Program(1, "fsdp", ("together", "taken_away", *10 * ("together",)), 2, ("adamw", "adamw"), way="fabric"),
 ]
 
 

@@ -18,8 +18,8 @@ from lowbit_strategy import Dense, DiLoCo, LoCo
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.second_moment.planned import EVERY
-from lowbit_strategy.second_moment.squares import is_due
+from lowbit_strategy.second_moment.planned import EVERY, turns
+from lowbit_strategy.second_moment.squares import steps_until_due
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, scenarios
@@ -413,8 +413,8 @@ def test_a_weight_decay_within_the_gradient_is_refused_before_training(facts: li
 
 
 def test_exchanges_become_rarer() -> None:
-    for offset in range(EVERY):
-        steps = [step for step in range(2000) if is_due(step, offset)]
+    for turn in set(turns(list(map(str, range(10)))).values()):
+        steps = [step for step in range(2000) if steps_until_due(step, turn) == 0]
         gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
         assert steps[:4] == [0, 1, 2, 3]
         assert max(gaps) < 2 * EVERY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD
+from lowbit_strategy import PRESETS, DiLoCo, LocalSGD, LoCo, PostLocalSGD
+from lowbit_strategy import fabric as with_fabric
+from lowbit_strategy.accelerate import LowBitAccelerator, LowBitPlugin, binding_of
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
 from lowbit_strategy.engine.listeners import StepPhase
 from testing.log import listen
 from testing.processes.scenarios import Facts, none, raised, scenarios
+from testing.training.accelerated import fresh_state, fsdp_plugin
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
+from testing.training.fabric import launch
 from testing.training.optimizers import Lookahead
 from testing.training.plain import COMPRESSORS, batch, local_values, wrap
 from testing.training.regression import Regression, loader, mlp, strategy, trainer
@@ -335,22 +341,78 @@ def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Fac
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def early_state(folder: Path, kind: str) -> Facts:
-    """Before the first step the optimizer's state is asked for, which torch makes by stepping it."""
-    net = mlp()
-    model = wrap(kind, net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    session = compress(model, optimizer, COMPRESSORS["loco"])
+def told(way: str, net: nn.Module, make: Any) -> tuple[Any, Any, Callable[[], Session], Any, Callable[[], object]]:
+    """A model and its optimizer, the session, how to go backward, and what makes the optimizer's state."""
+    if way == "fabric":
+        launched = launch(with_fabric.LowBitFSDPStrategy(COMPRESSORS["loco"]))
+        model = launched.setup_module(net)
+        optimizer = launched.setup_optimizers(make(net.parameters()))
+        strategy: Any = launched.strategy
+        return model, optimizer, lambda: strategy.sessions[0], launched.backward, partial(_state, model, optimizer)
+    if way == "accelerate":
+        fresh_state()
+        plugin = LowBitPlugin(COMPRESSORS["loco"])
+        accelerator = LowBitAccelerator(lowbit_plugin=plugin, fsdp_plugin=fsdp_plugin("Linear"))
+        model, optimizer = accelerator.prepare(net, make(net.parameters()))
+        binding: Any = binding_of(accelerator)
+        return model, optimizer, lambda: binding.sessions[0], accelerator.backward, partial(_state, model, optimizer)
+    model, options = wrap(way.removeprefix("local "), net), {"outer": LocalSGD(every=2)} if "local" in way else {}
+    optimizer = make(net.parameters())
+    session = compress(model, optimizer, COMPRESSORS["loco"], **options)
+    alone = "ddp" in way  # stock waits for nobody
+    save = partial(_state, model, optimizer) if not alone or dist.get_rank() == 0 else lambda: None
+    return model, optimizer, lambda: session, Tensor.backward, save
+
+
+def _state(model: Any, optimizer: Any) -> object:
+    return get_optimizer_state_dict(model, optimizer)
+
+
+MOMENTUM = {"none": 0.0, "some": 0.9}  # without, torch makes the state each time
+
+
+def state_is_made(folder: Path, way: str, momentum: str) -> Facts:
+    """Its state is asked for while it has none, which torch makes by stepping the optimizer; or is not."""
+
+    def run(asks: bool) -> tuple[list[Tensor], list[Tensor], int]:
+        torch.manual_seed(0)
+        net = mlp()
+        make = partial(torch.optim.SGD, lr=0.1, momentum=MOMENTUM[momentum])
+        model, optimizer, session, backward, save = told(way, net, make)
+        for step in range(5):
+            for loss_of in (100, 1):  # the former is thrown away
+                if asks and momentum == "none":
+                    save()
+                backward(loss_of * model(batch(step)).square().mean())
+                if loss_of == 1:
+                    optimizer.step()
+                optimizer.zero_grad()
+                if asks:
+                    save()
+        sync = session().sync
+        state = [tensor.clone() for tensor in sync.state.all_tensors()]
+        session().finish()
+        return local_values(net.parameters()), state, sync.step_index
+
     with listen() as lines:
-        get_optimizer_state_dict(model, optimizer)
-        model(batch(0)).square().mean().backward()
-        optimizer.step()
-    return {"lines": [line for line in lines if "has stepped" in line], "steps": session.sync.step_index}
+        (asked, asked_state, asked_steps), (never, never_state, steps) = run(True), run(False)
+    return {
+        "weights": all(map(torch.equal, asked, never)),
+        "state": all(map(torch.equal, asked_state, never_state)),
+        "steps": (asked_steps, steps),
+        "lines": [line for line in lines if "has stepped" in line],
+    }
 
 
-@scenarios(early_state, kind=("ddp", "fsdp"))
+@scenarios(
+    state_is_made,
+    way=("ddp", "fsdp", "local ddp", "fabric", "accelerate"),
+    momentum=tuple(MOMENTUM),
+    slow=lambda way, momentum, **_: momentum == "none" and way not in ("ddp", "fsdp"),
+)
 def test_a_step_that_torch_takes_to_make_state_is_none(facts: list[Facts]) -> None:
-    assert facts[0] == {"lines": [], "steps": 1}
+    for rank in facts:
+        assert rank == {"weights": True, "state": True, "steps": (5, 5), "lines": []}
 
 
 class Failing:

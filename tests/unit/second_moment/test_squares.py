@@ -10,7 +10,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.second_moment.squares import SecondMoment, is_due
+from lowbit_strategy.second_moment.squares import SecondMoment, steps_until_due
 from testing.worlds.one_tensor import gaussian
 from testing.worlds.simulated import SimulatedWorld
 
@@ -31,7 +31,7 @@ def test_a_leftover_does_not_go_with_squares() -> None:
         buffers = [x.reshape(-1).clone() for _ in syncs]
         world.reduce(syncs, LAYOUT, buffers, buffers)
 
-    due = next(age for age in range(1, 100) if is_due(age, 0) and not is_due(age - 1, 0))
+    due = next(age for age in range(1, 100) if steps_until_due(age - 1, 0) == 1)
     for age in range(due):
         step(gaussian((48, 64), age))
     for sync in syncs:
