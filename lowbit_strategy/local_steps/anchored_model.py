@@ -27,11 +27,15 @@ class AnchoredModel:
         fragments: Its parameters, each with an anchor.
         buffers: Buffers of the model.
         sync: Is told where weights change outside of optimizer steps.
+        inside: The ranks of a replica; None: it is one rank.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], buffers: AveragedBuffers, sync: GradientSync) -> None:
+    def __init__(
+        self, fragments: Sequence[Fragment], buffers: AveragedBuffers, sync: GradientSync, inside: Comm | None
+    ) -> None:
         self.fragments = list(fragments)
         self.buffers = buffers
+        self._inside = inside
         self._sync = sync
         # this rank's own weights and buffers, while the model has the shared ones
         self._aside: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -106,12 +110,12 @@ class AnchoredModel:
             self._sync.weights.invalidate()
 
     def differs(self, anchors: Mapping[str, Tensor]) -> bool:
-        """Whether the model has other weights than `anchors`, on this rank or on one that shards the same model."""
+        """Whether the model has other weights than `anchors`, on any rank of this replica."""
         kept = {name: param for name, param in self.params.items() if name in anchors}
         here = any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in kept.items())
         differs = torch.tensor(int(here), device=self._sync.device)
-        if self._sync.ranks.intra_node is not None:
-            self._sync.ranks.intra_node.all_reduce_max(differs).wait()
+        if self._inside is not None:
+            self._inside.all_reduce_max(differs).wait()
         return bool(differs)
 
     def rebase(self) -> None:

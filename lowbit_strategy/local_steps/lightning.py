@@ -49,9 +49,9 @@ def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) ->
             outer.asked = False
             signals.run(REQUEUE)
     terminated = signals.terminate_alone() or trainer.received_sigterm
-    if sync.ranks.intra_node is not None:
+    if isinstance(session.pace, LocalSteps) and (inside := session.pace.inside) is not None:
         flag = torch.tensor([int(terminated)], device=sync.device)
-        sync.ranks.intra_node.all_reduce_max(flag).wait()
+        inside.all_reduce_max(flag).wait()
         terminated = bool(flag)
     if terminated:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
@@ -23,7 +24,7 @@ from lowbit_strategy.local_steps.fragment import (
     RoundLosses,
 )
 from lowbit_strategy.local_steps.interval import Interval
-from lowbit_strategy.local_steps.round_plan import NUM_FACTS, LocalRoundPlan, cut_into
+from lowbit_strategy.local_steps.round_plan import LocalRoundPlan, cut_into
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.parameters import to_plain
 
@@ -53,6 +54,7 @@ class OuterSync:
         rule: When, and by which optimizer.
         buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
+        inside: The ranks of a replica, which decide together; None: it is one rank.
 
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
@@ -83,9 +85,11 @@ class OuterSync:
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         reducer: AsyncReducer | None = None,
+        inside: Comm | None = None,
     ) -> None:
         self.sync = sync
         self.rule = rule
+        self.inside = inside
         self.every: int | None = None
         self.num_syncs = 0
         self.on_sync: Callable[[], None] = lambda: None
@@ -95,7 +99,7 @@ class OuterSync:
         self.weights: tuple[float, ...] = ()
         self._reducer = reducer if reducer is not None else BlockingReducer()
         parts = cut_into([sync.specs[name] for name in params if name in sync.specs], rule.fragments)
-        self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
+        self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync, inside)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
         self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
         self._in_flight: FragmentSync | None = None
@@ -204,14 +208,15 @@ class OuterSync:
         if self.rule.pulls_before_sending:
             fragment.pull_(self.rule.mix)
         x_N = fragment.pseudo_gradient()
-        finite = self._finite(x_N)
+        finite, asks, loss = self._agreed(x_N)
         changes = self.model.buffers.changes() if self._next == len(self.fragments) - 1 else []
         own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
         for mine in (x_N, *changes):
             mine.masked_fill_(finite == 0, 0.0)
             if own != 1.0:
                 mine.mul_(own)
-        header = self._header(x_N[fragment.sample], changes, finite, done=done)
+        facts = torch.stack([torch.full_like(loss, done), asks, loss])
+        header = self._header(facts, x_N[fragment.sample], changes, finite)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
         sync.begin_step(steps_per_reduction=max(1, self._since))  # where controllers decide
@@ -228,30 +233,30 @@ class OuterSync:
         )
         return self._in_flight
 
-    def _header(self, sample: Tensor, changes: Sequence[Tensor], finite: Tensor, *, done: bool) -> Tensor:
-        """See `FragmentSync`."""
-        peers, loss = self.sync.ranks.peers, self._losses.take()
-        facts = torch.zeros(NUM_FACTS + peers.world_size, device=sample.device)
-        facts[0], facts[1] = float(done), float(self.asks())
-        facts[2] = torch.nan if loss is None else loss
-        facts[3] = torch.dot(sample, sample)
-        facts[NUM_FACTS + peers.rank] = finite
-        return torch.cat([facts, sample, *changes])
+    def _header(self, facts: Tensor, sample: Tensor, changes: Sequence[Tensor], finite: Tensor) -> Tensor:
+        """See `FragmentSync`. `facts`: the first of them."""
+        peers = self.sync.ranks.peers
+        finite_W = torch.zeros(peers.world_size, device=sample.device)
+        finite_W[peers.rank] = finite
+        return torch.cat([facts, torch.dot(sample, sample).view(1), finite_W, sample, *changes])
 
     def _next_round(self) -> int:
         earlier, last = self._rates
         rising = earlier is not None and last is not None and last > earlier
         return self.rule.round_length(self.sync.step_index, last, rising=rising, progress=self._losses.progress)
 
-    def _finite(self, x_N: Tensor) -> Tensor:
-        """1 if all is finite on all ranks that shard one model, otherwise 0."""
-        sync = self.sync
-        bad = torch.zeros((), device=x_N.device)
+    def _agreed(self, x_N: Tensor) -> Tensor:
+        """What all ranks of this replica say alike: 1 if all is finite, whether a rank asks, the mean loss (or NaN)."""
+        loss = self._losses.take()
+        facts = torch.tensor([0.0, self.asks(), torch.nan], device=x_N.device)
         if x_N.numel():
-            bad = 1.0 - torch.stack(torch.aminmax(x_N)).isfinite().all().float()
-        if sync.ranks.intra_node is not None:
-            sync.ranks.intra_node.all_reduce_max(bad).wait()
-        return 1.0 - bad
+            facts[0] = 1.0 - torch.stack(torch.aminmax(x_N)).isfinite().all().float()
+        if loss is not None:
+            facts[2] = loss
+        if self.inside is not None:
+            self.inside.all_reduce(facts).wait()
+            facts[2] /= self.inside.world_size
+        return torch.cat([(facts[:1] == 0).float(), (facts[1:2] > 0).float(), facts[2:]])
 
     def _summed(self, header: Tensor) -> Stages:
         comm = self.sync.ranks.peers
@@ -313,7 +318,7 @@ class OuterSync:
         """Log, on one rank, that these ranks' weights were not finite."""
         if not self.sync.ranks.logs:
             return
-        which = "rank" if self.sync.ranks.intra_node is None else "replica"
+        which = "rank" if self.inside is None else "replica"
         _log.warning(
             "weights that are not finite at optimizer step %d, on %s: %s, and they start again from the anchors, with a"
             " fresh optimizer state",

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
@@ -23,7 +25,9 @@ from lowbit_strategy.local_steps.checks import check_keeps_weights
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.mesh import group_of
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
@@ -44,6 +48,7 @@ class LocalSteps(EveryStep):
 
     Attributes:
         outer: Synchronizes; None in a rule's synchronous part.
+        inside: The ranks of this replica, which decide together; None: it is one rank.
     """
 
     serves_replaced = False
@@ -80,6 +85,7 @@ class LocalSteps(EveryStep):
         self._compressor = sync.compressor  # of pseudo-gradients
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
+        self.inside = _inside(sync.ranks, sync.device)
         sync.save_per_rank(ROUNDS_KEY, self)
         if rule.is_local(0):
             self._start()
@@ -163,7 +169,9 @@ class LocalSteps(EveryStep):
             ddp._static_graph_delay_allreduce_enqueued = self._has_delayed
 
     def _make_outer(self) -> OuterSync:
-        outer = self._outer_of(self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer)
+        outer = self._outer_of(
+            self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, inside=self.inside
+        )
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             shared = ChainMap(outer.anchors, outer.model.buffers.shared)
@@ -335,6 +343,19 @@ class LocalSteps(EveryStep):
             return
         if self.outer.model.differs(earlier.outer.anchors):
             self._loaded = None
+
+
+def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
+    """The ranks that have one replica together: those that share it by FSDP2, or by any other dim of its mesh. Call on
+    all ranks; None: it is one rank.
+    """
+    if ranks.world.world_size == ranks.world_size or ranks.comes_and_goes:
+        return ranks.intra_node
+    group = ranks.world.group
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    places = gathered(ranks.peers.rank, group)
+    own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]
+    return GroupComm(group_of(own, None, device))
 
 
 def _before_forward(model: nn.Module, steps: LocalSteps) -> None:

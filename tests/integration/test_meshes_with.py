@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import Auto, Dense, DiLoCo, Exact, LocalSGD, LoCo, WeightCode, WeightDelta
+from lowbit_strategy import AdaComm, Auto, Dense, DiLoCo, Exact, LocalSGD, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import adapt, compress, monitor
 from lowbit_strategy.model.digest import DivergenceError
@@ -175,10 +175,11 @@ def test_diverging(facts: list[Facts]) -> None:
         assert "rank 1 differs from rank 0 in compressor.block_size" in rank["options"]
 
 
-def plain_replicas(layout: str) -> Run:
+def plain_replicas(layout: str, shards: int = 1) -> Run:
     """The same two replicas without tensor parallelism."""
     if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "both"))["replicate", "shard"]
+        shape = (2, shards, 2 // shards)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "both"))["replicate", "shard"]
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "both"))["replicate"]
     model = outer = net()
@@ -223,6 +224,47 @@ def test_local_steps(facts: list[Facts]) -> None:
         assert rank["losses"]["validated"] == rank["losses"]["parallel"]
         assert rank["same"]
         assert equal(rank["everyone"][number], rank["everyone"][number ^ 2])
+
+
+def rounds_of_a_replica(folder: Path, layout: str) -> Facts:
+    """Weights that are not finite on one tensor-parallel rank; losses that differ between the ranks of a replica."""
+    run = wrapped(layout)
+    session = compress(run.model, run.optimizer, Dense(), outer=LocalSGD(every=3))
+
+    def spoil() -> None:
+        if dist.get_rank() == 2:
+            local(run.params()[2]).data[0] = torch.nan
+
+    run.train(session, 2)
+    run.train(session, 1, start=2, before_step=spoil)
+    spoiled: list[Any] = [None] * 4
+    dist.all_gather_object(spoiled, (run.weights(), len(run.optimizer.state)))
+    session.close()
+
+    run = plain_replicas(layout, shards=2) if layout == "hsdp" else wrapped(layout)
+    session = compress(run.model, run.optimizer, Dense(), outer=LocalSGD(every=AdaComm(start=8, minimum=2)))
+    steps = list[int]()
+
+    def lose() -> None:
+        loss = 0.7 ** (session.sync.step_index * (dist.get_rank() % 2))
+        session.pace.begin_backward(torch.tensor(loss))
+        steps.append(session.pace.outer.round_length)
+
+    run.train(session, 30, before_step=lose)
+    session.close()
+    return {"spoiled": spoiled, "lengths": steps}
+
+
+@scenarios(rounds_of_a_replica, world_size=4, layout=("hsdp", "ddp"), slow=all_but(layout="hsdp"))
+def test_rounds_of_a_replica(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert rank["lengths"] == facts[0]["lengths"]
+        assert len(set(rank["lengths"])) > 1
+        weights, moments = rank["spoiled"][number]
+        assert all(each.isfinite().all() for each in weights)
+        assert equal(weights, rank["spoiled"][number ^ 2][0])
+        assert torch.equal(weights[0], rank["spoiled"][number ^ 1][0][0])  # a norm, which all ranks have
+        assert (moments == 0) == (number > 1)
 
 
 def two_levels(folder: Path, layout: str) -> Facts:
