@@ -86,8 +86,6 @@ def attach_fsdp(
     by_mesh = by_rows(groups)
     check_parts(by_mesh, groups)
     (rows, own), *elsewhere = by_mesh.items()
-    for part in prepared.parts if elsewhere else ():
-        part.check_meshes()
     of_own, replicas = own[0].param_group.mesh_info.mesh, None
     if prepared.options.shard_size is not None and not is_hybrid(own[0]):
         of_own = replicas = mesh_like(rows[0], device.type)  # they are asked for, and a mesh of one dim has none
@@ -101,6 +99,8 @@ def attach_fsdp(
     others: dict[str, Ranks] = {}
     for rows_too, found in elsewhere:
         others |= dict.fromkeys(_names(module, found), _ranks_beside(prepared, rows_too, found, device, everyone))
+    for part in prepared.parts if others else ():
+        part.check_meshes(prepared, [ranks, *others.values()])
     shared = {each.name for found in by_mesh.values() for each in found}
     groups = [each for each in groups if each.name in shared]
     prepared = replace(prepared, specs=_exchanged(module, groups, rows))

@@ -4,7 +4,7 @@
 |---|---|
 | options are given | `check_options`, `check_layout` |
 | a model is prepared | `check_model` |
-| it is attached | `check_meshes`, `on_ranks`, `fitted`, `extra`, `attach` |
+| it is attached | `on_ranks`, `check_meshes`, `fitted`, `extra`, `attach` |
 | optimizers are known | `check_optimizer` |
 """
 
@@ -45,8 +45,8 @@ class Part:
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         """With these parameters, and the compressor for them."""
 
-    def check_meshes(self) -> None:
-        """With a model whose parameters are on several meshes, such as experts."""
+    def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
+        """With a model whose parameters are on several meshes, such as experts. `meshes`: the ranks of each."""
 
     def on_ranks(self, prepared: Any) -> Any:
         """`prepared` on the ranks that there are.

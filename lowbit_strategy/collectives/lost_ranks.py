@@ -82,7 +82,7 @@ def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> d
     """What each rank of the group says, by its global rank; None: nothing. None for all: the store has ended with the
     process that held it, so nobody could be asked.
     """
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(group)
     notes: dict[int, str | None] = dict.fromkeys(ranks)
     notes[dist.get_rank()] = mine
     patience = _PATIENCE_AFTER_TIMEOUT_S if "imed out" in error else _PATIENCE_S

@@ -24,6 +24,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import fingerprint, named_parameters, to_plain
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.ranks.groups import new_group
+from lowbit_strategy.ranks.ranks import Ranks
 
 _NO_TIMEOUT = timedelta(days=30)
 
@@ -70,8 +71,11 @@ class ElasticRounds(RoundRule):
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         self._rule.check_model(compressor, specs)
 
-    def check_meshes(self) -> None:
-        self._rule.check_meshes()
+    def check_meshes(self, prepared: PreparedModel, meshes: Sequence[Ranks]) -> None:
+        raise ValueError(
+            "elastic= serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
+            " another: leave it out"
+        )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         self._rule.check_optimizer(optimizer)
@@ -98,7 +102,7 @@ class ElasticRounds(RoundRule):
             )
         inside = None
         if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
-            members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            members = dist.get_process_group_ranks(group)
             inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
         membership = Membership(self._elastic, self._facts(prepared, module), inside)
         return partial(self._rule.meet, make_outer=partial(ElasticOuterSync, membership=membership))

@@ -540,7 +540,7 @@ class GradientSync:
             reduced=[*expected, *([ParamGroup(later)] if later else ())],
             coding=None if weights is None else coding or weights.coding,
             modules=None if weights is None else self._modules_of(ranks),
-            round_plan=None if rounds is None else rounds.round_plan,
+            round_plan=None if rounds is None else rounds.planned(ranks),
             device_type=self.device.type,
             extra=self.extra,
             copies=self.transactions.keeps_copies,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from lowbit_strategy.plan.rounds import RoundPlan
+from lowbit_strategy.ranks.ranks import Ranks
 
 
 class Stateful(Protocol):
@@ -51,9 +52,8 @@ class Rounds(Protocol):
 
     every: int | None
 
-    @property
-    def round_plan(self) -> RoundPlan:
-        """The current round."""
+    def planned(self, ranks: Ranks) -> RoundPlan:
+        """The current round of the parameters that `ranks` reduce."""
 
     @property
     def drift(self) -> float | None:

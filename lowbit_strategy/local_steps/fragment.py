@@ -23,20 +23,21 @@ from lowbit_strategy.model.parameters import local_part, shaped
 
 class Fragment:
     """Args:
-        specs: Specs of the fragment's parameters.
+        specs: Specs of the fragment's parameters, those of each of `GradientSync.all_ranks`.
         params: All parameters by name; of a sharded one the local shard is synchronized.
 
     Attributes:
         anchors: The weights that all ranks share: float32, by name, views of one flat tensor.
         sample: Positions of the elements from which the drift of ranks is measured.
-        buckets: Layout of each bucket, and its slice of the pseudo-gradient; at least one.
+        buckets: For each bucket, of which there is at least one: which of `GradientSync.all_ranks` reduce it, its
+            layout, its slice of the pseudo-gradient.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], params: Mapping[str, Tensor]) -> None:
-        self._specs = list(specs)
-        self._params = {spec.name: params[spec.name] for spec in specs}
-        self.numel = sum(spec.numel for spec in specs)
-        self.buckets = _buckets(self._specs)
+    def __init__(self, specs: Sequence[Sequence[TensorSpec]], params: Mapping[str, Tensor]) -> None:
+        self._specs = [spec for part in specs for spec in part]
+        self._params = {spec.name: params[spec.name] for spec in self._specs}
+        self.numel = sum(spec.numel for spec in self._specs)
+        self.buckets = _buckets(specs)
         device = next(iter(self.params.values())).device
         self.sample = sample_positions(self.numel, min(self.numel, SAMPLE_NUMEL), 0, device)
         self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
@@ -83,16 +84,16 @@ class Fragment:
             weight.copy_(torch.lerp(anchor, weight.float(), mix))
 
 
-def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
-    buckets, at = buckets_of(specs), 0
-    found = []
-    for bucket in buckets:
+def _buckets(specs: Sequence[Sequence[TensorSpec]]) -> list[tuple[int, BucketLayout, slice]]:
+    buckets = [(place, bucket) for place, part in enumerate(specs) for bucket in buckets_of(part)]
+    found, at = [], 0
+    for number, (place, bucket) in enumerate(buckets, 1):
         entries, start = [], at
         for spec in bucket:
             if spec.numel:  # under HSDP this rank may have an empty shard
                 entries.append((spec.name, at - start))
             at += spec.numel
-        found.append((BucketLayout(tuple(entries), last=bucket is buckets[-1]), slice(start, at)))
+        found.append((place, BucketLayout(tuple(entries), last=number == len(buckets)), slice(start, at)))
     return found
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +29,7 @@ from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.round_plan import LocalRoundPlan, cut_into
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.parameters import to_plain
+from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
@@ -98,8 +101,11 @@ class OuterSync:
         self.on_left_out: Callable[[], None] = lambda: None
         self.weights: tuple[float, ...] = ()
         self._reducer = reducer if reducer is not None else BlockingReducer()
-        parts = cut_into([sync.specs[name] for name in params if name in sync.specs], rule.fragments)
-        self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync, inside)
+        specs = [sync.specs[name] for name in params if name in sync.specs]
+        own = [[each for each in specs if sync.state.ranks_of(each.name) is ranks] for ranks in sync.all_ranks]
+        parts = itertools.zip_longest(*(cut_into(each, rule.fragments) for each in own), fillvalue=())
+        fragments = [Fragment(part, params) for part in parts]
+        self.model = AnchoredModel(fragments, AveragedBuffers(buffers), sync, inside)
         self._optimizer = AnchorOptimizer(rule, self.anchors)
         self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
         self._in_flight: FragmentSync | None = None
@@ -143,9 +149,9 @@ class OuterSync:
         count = len(self.fragments)
         return -(-(self._next + 1) * self.round_length // count) - -(-self._next * self.round_length // count)
 
-    @property
-    def round_plan(self) -> LocalRoundPlan:
-        return self.rule.planned(self.round_length)
+    def planned(self, ranks: Ranks) -> LocalRoundPlan:
+        """The current round of the parameters that `ranks` reduce; the first of them send the header."""
+        return replace(self.rule.planned(self.round_length), has_header=ranks is self.sync.ranks)
 
     @property
     def drift(self) -> float | None:
@@ -224,9 +230,10 @@ class OuterSync:
         sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
         if self._next == 0:
             self.round_length = max(self.every or self._next_round(), len(self.fragments))
-        for layout, part in fragment.buckets:
+        for place, layout, part in fragment.buckets:
             x = x_N[part]
-            arrivals.append(self._reducer.submit(sync.reduce(layout, x, x), result=x, last=layout.last))
+            stages = sync.reduce(layout, x, x, ranks=sync.all_ranks[place])
+            arrivals.append(self._reducer.submit(stages, result=x, last=layout.last))
         delay, world_size = self.rule.delay_of(self.sync_interval), sync.ranks.peers.world_size
         self._in_flight = FragmentSync(
             sent, fragment, x_N, header, world_size, delay, weights=self.weights, arrivals=arrivals

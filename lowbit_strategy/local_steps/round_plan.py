@@ -53,6 +53,7 @@ class LocalRoundPlan:
         steps_under_way: Optimizer steps during which their messages may travel, those of all fragments.
         moment_nbytes: Bytes of the outer optimizer's state per element.
         eager: A rank applies its own share of what it has sent at once.
+        has_header: A fragment's header travels with these parameters.
     """
 
     sends: ClassVar[str] = "pseudo-gradient"
@@ -64,6 +65,7 @@ class LocalRoundPlan:
     steps_under_way: int
     moment_nbytes: float
     eager: bool
+    has_header: bool = True
 
     def transfers(
         self, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
@@ -74,7 +76,7 @@ class LocalRoundPlan:
             sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
             for number, bucket in enumerate(buckets_of(fragment)):
                 transfer = peer_transfer(f"fragment {at}, bucket {number}", bucket, methods, topology)
-                if number == 0:
+                if number == 0 and self.has_header:
                     header = summed("header", NUM_FACTS + topology.num_peers + sampled, topology)
                     transfer = replace(transfer, messages=(header, *transfer.messages))
                 transfers.append(transfer)

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -23,6 +24,7 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor, ass
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.ranks.ranks import Ranks
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
@@ -170,11 +172,16 @@ class OuterRule(RoundRule):
                 ' shard_size="node" as well, for local steps between nodes'
             )
 
-    def check_meshes(self) -> None:
-        raise ValueError(
-            "outer= serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
-            " another: leave it out"
-        )
+    def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
+        self.check(assign_all(prepared.compressor, prepared.specs), num_meshes=len({*meshes}))
+        peers, *others = (dist.get_process_group_ranks(ranks.peers.group) for ranks in meshes)
+        for each in others:
+            if each != peers:
+                raise ValueError(
+                    f"outer= needs replicas that train by themselves, and the ranks {peers} have the same part of the"
+                    f" model, but {each} the same part of what is on another mesh, such as experts: let experts be"
+                    " sharded over ranks of one replica"
+                )
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser):
@@ -192,15 +199,17 @@ class OuterRule(RoundRule):
         name = f"lowbit_strategy.local_steps.{framework}"
         return None if find_spec(name) is None else import_module(name)
 
-    def check(self, assignments: Mapping[str, Assignment]) -> None:
+    def check(self, assignments: Mapping[str, Assignment], num_meshes: int = 1) -> None:
         """Raises:
-        ValueError: The compressor does not go with this rule.
+        ValueError: The compressor does not go with this rule, or with parameters on several meshes.
         """
         for assignment in assignments.values():
-            if self.fragments > 1 and assignment.method.whole_model:
+            if self.fragments * num_meshes > 1 and assignment.method.whole_model:
+                parts = "experts on another mesh are sent" if num_meshes > 1 else f"fragments={self.fragments} sends it"
+                instead = "use" if num_meshes > 1 else "use fragments=1 or"
                 raise ValueError(
-                    f"{assignment.method.label} looks at the whole model at once, and fragments={self.fragments} sends"
-                    " it in parts: use fragments=1 or another compressor"
+                    f"{assignment.method.label} looks at the whole model at once, and {parts} in parts: {instead}"
+                    " another compressor"
                 )
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:

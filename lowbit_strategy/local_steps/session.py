@@ -352,7 +352,7 @@ def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
     if ranks.world.world_size == ranks.world_size or ranks.comes_and_goes:
         return ranks.intra_node
     group = ranks.world.group
-    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    members = dist.get_process_group_ranks(group)
     places = gathered(ranks.peers.rank, group)
     own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]
     return GroupComm(group_of(own, None, device))

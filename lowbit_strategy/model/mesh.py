@@ -193,7 +193,7 @@ def model_group(
         device: Where gradients are.
         mesh: Whose ranks belong to them in any case.
     """
-    own = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    own = set(dist.get_process_group_ranks(group))
     meshes = {id(each): each for each in map(_mesh_of, module.parameters()) if each is not None}
     for each in [*meshes.values(), *([] if mesh is None else [mesh])]:
         own.update(each.mesh.flatten().tolist())
@@ -216,7 +216,7 @@ def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch
     """
     if len(ranks) == dist.get_world_size():
         return None
-    if list(ranks) == dist.get_process_group_ranks(near if near is not None else dist.group.WORLD):
+    if list(ranks) == dist.get_process_group_ranks(near):
         return near
     made = _made.setdefault(c10d._get_default_group(), {})
     if (key := tuple(ranks)) not in made:

@@ -166,7 +166,7 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     if declared.count(None) < world_size and whole_world:
         return Topology(world_size, _declared_sizes(declared))
     if declared[0] is not None and len(set(declared)) == 1:  # a part of the world, whose nodes are equal
-        global_ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        global_ranks = dist.get_process_group_ranks(group)
         names = tuple(str(rank // int(declared[0])) for rank in global_ranks)
     hosts = [(host, len(list(same))) for host, same in itertools.groupby(names)]
     consecutive = len({host for host, _ in hosts}) == len(hosts)
@@ -332,7 +332,7 @@ def make_ranks(
         dims: See `Ranks`.
     """
     size = topology.node_size
-    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    members = dist.get_process_group_ranks(group)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)  # some backends have none
     if device.type != "cpu" or backend.name() != "gloo" or len(members) == 1:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lowbit_strategy import Auto, Dense, DiLoCo, LoCo, TopK
+from lowbit_strategy import Auto, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
@@ -423,9 +423,87 @@ def test_uneven(facts: list[Facts]) -> None:
         assert rank["loco"] == pytest.approx(rank["stock"], rel=0.02)
 
 
+def by_hand() -> tuple[list[float], list[Tensor]]:
+    """Two replicas whose weights are averaged after every third step, without this package."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "efsdp", "ep"))
+    run, replica = Run.__new__(Run), mesh["efsdp", "ep"]._flatten("shard")
+    run.model = net()
+    for part in run.model:
+        if isinstance(part, MixtureOfExperts):
+            distribute(part, mesh["ep"])
+            fully_shard(part.experts, mesh=mesh["efsdp"])
+        fully_shard(part, mesh=replica)
+    fully_shard(run.model, mesh=replica)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for start in (0, 3, 6):
+        losses += run.train(3, start)
+        for param in run.model.parameters():
+            dist.all_reduce(mean := local(param).detach() / 2, group=mesh["replicate"].get_group())
+            local(param).data.copy_(mean)
+    return losses, run.weights()
+
+
+def local_steps(folder: Path, fragments: int) -> Facts:
+    """Replicas of whole mixtures of experts; LoCo from a checkpoint in the middle of a round."""
+    facts: dict[str, Any] = {"stock": by_hand()}
+    saved, stamps = list[Tensor](), list[Any]()
+    for way, compressor in {"dense": Dense(), "loco": LOCO, "again": LOCO}.items():
+        run = Run("hsdp")
+        outer = LocalSGD(every=3) if way == "dense" else DiLoCo(every=3, fragments=fragments)
+        session = run.compress(compressor, outer=outer)
+        if way == "again":
+            for param, value in zip(run.model.parameters(), saved, strict=True):
+                local(param).data.copy_(value)
+            session.load(folder / "checkpoint", stamps[0])
+            session.resume()
+        before = session.sync.sent_nbytes
+        losses = [] if way == "again" else run.train(5)
+        if way == "loco":
+            with session.save(folder / "checkpoint") as stamp, session.shared_weights(validates=False):
+                saved = run.weights()
+            stamps = [stamp]
+            dist.broadcast_object_list(stamps)
+        losses += run.train(4, 5)
+        rounds = [
+            sum(message.total_nbytes for each in plan.rounds for message in each.messages)
+            for plan in session.sync.plans()
+        ]
+        facts[way] = losses, run.weights()
+        facts[f"{way} bytes"] = session.sync.sent_nbytes - before, 3 * sum(rounds)
+        session.finish()
+        facts[f"{way} ended"] = run.weights()
+        session.close()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, facts["loco ended"])
+    return facts | {"everyone": everyone}
+
+
+@scenarios(local_steps, world_size=4, fragments=(1, 2), slow=all_but(fragments=2))
+def test_local_steps(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert rank["dense"][0] == pytest.approx(rank["stock"][0], rel=1e-6)
+        assert apart(rank["dense"][1], rank["stock"][1]) < 1e-5
+        assert rank["again"][0] == rank["loco"][0][5:]
+        assert apart(rank["again"][1], rank["loco"][1]) == 0.0
+        assert apart(rank["loco ended"], rank["everyone"][number ^ 2]) == 0.0
+        for way in ("dense", "loco"):
+            sent, planned = rank[f"{way} bytes"]
+            assert planned <= sent <= planned + 4096
+
+
 def refused(folder: Path) -> Facts:
     """What serves one mesh, and meshes that do not go together."""
-    facts = {"outer": raised(lambda: Run("hsdp").compress(outer=DiLoCo(every=2)))}
+    facts: dict[str, Any] = {
+        "whole model": raised(lambda: Run("hsdp").compress(ExDyna(exempt=()), outer=DiLoCo(every=2)))
+    }
+    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "one"))
+    mesh, model = whole["replicate", "shard"], net()
+    distribute(model[1], whole["replicate"])
+    fully_shard(model[1].experts, mesh=whole["shard", "one"])
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    facts["outer"] = raised(lambda: compress(model, optimizer, outer=DiLoCo(every=2)))
     model = net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model[1], mesh=mesh["shard"])
@@ -442,7 +520,8 @@ def refused(folder: Path) -> Facts:
 @scenarios(refused, world_size=4)
 def test_refused(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "outer= serves models whose parameters are all on one mesh" in rank["outer"]
+        assert "outer= needs replicas that train by themselves, and the ranks" in rank["outer"]
+        assert "experts on another mesh are sent in parts" in rank["whole model"]
         assert "and its parameters are whole" in rank["whole"]
         assert "nothing synchronizes 1.experts.up" in rank["left out"]
 

@@ -56,10 +56,10 @@ def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch:
         monkeypatch.setattr("lowbit_strategy.local_steps.round_plan.BUCKET_NUMEL", bucket_numel)
         ranks = Replicas(OUTER_RULES[name], OUTER_RULES[name].compressor())
         fragment = ranks.outers[0].fragments[0]
-        parts = [part for _, part in fragment.buckets]
+        parts = [part for _, _, part in fragment.buckets]
         assert (len(parts) > 1) == (bucket_numel == 40 and len(fragment.params) > 1)
         assert [index for part in parts for index in range(part.start, part.stop)] == list(range(fragment.numel))
-        assert [layout.last for layout, _ in fragment.buckets] == [False] * (len(parts) - 1) + [True]
+        assert [layout.last for _, layout, _ in fragment.buckets] == [False] * (len(parts) - 1) + [True]
         for seed in range(32):
             ranks.step(seed)
         ranks.finish()
@@ -208,7 +208,7 @@ def test_eager_updates_are_those_published() -> None:
 def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
     """256 elements of a matrix whose rows have 64: a stride would take a few of its columns."""
     specs = [TensorSpec("weight", (256, 64))]
-    fragment = Fragment(specs, {"weight": torch.zeros(256, 64)})
+    fragment = Fragment([specs], {"weight": torch.zeros(256, 64)})
     assert len(set((fragment.sample % 64).tolist())) > 48
 
 
