@@ -190,6 +190,7 @@ class Session:
         """
         if not self._is_open and optimizer is not None and self._use.moves_nothing(optimizer):
             return False
+        self.weights_changed()
         counted = self._close_step(optimizer, scaler)
         self._meet()
         return counted
@@ -239,8 +240,7 @@ class Session:
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
         """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
-        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds, and under
-        FSDP2 if the loop never calls `end_step`, all have to save.
+        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds all have to save.
 
         1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
@@ -303,8 +303,7 @@ class Session:
 
     def weights_changed(self) -> None:
         """Weights were changed between a forward and its backward pass: the next gather sends them. On all ranks."""
-        if self.sync.weights is not None:
-            self.sync.weights.invalidate()
+        self.sync.weights_changed()
 
     def weights_unchanged(self) -> None:
         """No optimizer steps on what was reduced: the weights serve the next micro-batch too. On all ranks."""
@@ -369,7 +368,11 @@ class Session:
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0
-        if optimizer in self.ended_by and not in_backward():  # others may step in it: the next pass ends the step
+        if in_backward():  # others may step in it: the next pass ends the step
+            return
+        if self.owns(optimizer):
+            self.weights_changed()
+        if optimizer in self.ended_by:
             self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:

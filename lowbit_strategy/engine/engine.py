@@ -420,8 +420,14 @@ class GradientSync:
         Raises and returns the same as `close_step`.
         """
         counted = self.close_step(stepped)
+        self.weights_changed()
         self.listeners.meet()
         return counted
+
+    def weights_changed(self) -> None:
+        """An optimizer has stepped: under FSDP2 the next gather sends. On all ranks."""
+        if self.weights is not None:
+            self.weights.invalidate()
 
     def close_step(self, stepped: Iterable[str] | None = None) -> bool:
         """What this rank does alone of `end_step`; with a loss scaler that may skip the step, all ranks call it.

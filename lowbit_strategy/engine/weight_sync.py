@@ -164,13 +164,13 @@ class WeightSync:
             module.gather.restore(None)
 
     def end_step(self) -> None:
-        """The step is over.
+        """The step is over. Its end may be noticed later, on some ranks sooner than on others, when weights of the next
+        one have been gathered: who changes weights calls `invalidate`.
 
         Raises:
             RuntimeError: More or fewer bytes were sent than was promised; or, on CUDA, in the step before a rank sent a
                 message of another layout.
         """
-        self.invalidate()
         rank = self.comms[0].rank
         self.flags.raise_if_broken(rank)
         promised = [module.promised_nbytes for module in self.modules.values()]

@@ -19,11 +19,13 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.control import Bounds, Controller, GraVAC, Guard, Static
-from lowbit_strategy.custom_loop import CHECKPOINT_KEY, attach_ddp, compress, prepare
+from lowbit_strategy.custom_loop import CHECKPOINT_KEY, attach_ddp, attach_fsdp, compress, prepare
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.accelerated import make, prepared, train
 from testing.training.comparing import fingerprint
+from testing.training.plain import batch, wrap
+from testing.training.regression import mlp
 
 PLUGIN = LowBitPlugin(LoCo(bits=4))
 LADDER = tuple(LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
@@ -218,6 +220,38 @@ def test_one_rank_saves_while_a_step_is_open(facts: list[Facts]) -> None:
         assert rank["steps"] == [10] * 3
         assert rank["levels"][0] == rank["levels"][1] == rank["levels"][2] != {}
         assert rank["observed"] == [8] * 3
+
+
+def never_ended_shards(folder: Path) -> Facts:
+    """The same where FSDP2 shards the model, and what ranks keep of weights is older than the optimizer's step."""
+    prints = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        net = mlp()
+        made = prepare(net, LADDER[1], scatter=True)
+        model = wrap("fsdp", net)
+        session = attach_fsdp(model, made)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        session.resume()
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            session.begin_step()
+            loss.backward()
+            optimizer.step()
+            if saves and dist.get_rank() == 0 and step in (1, 2):
+                with session.save(folder / "alone.pt"):
+                    pass
+                time.sleep(0.1)
+        session.finish()
+        prints.append(fingerprint(net))
+        session.close()
+    return {"same": prints[0] == prints[1]}
+
+
+@scenarios(never_ended_shards)
+def test_one_rank_saves_its_part_while_a_step_is_open(facts: list[Facts]) -> None:
+    assert all(rank["same"] for rank in facts)
 
 
 def failed(folder: Path) -> Facts:

