@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -39,17 +40,26 @@ class _Commands(TyperGroup):
         try:
             function, text = load(COMMANDS[cmd_name], f"lowbit {cmd_name}"), None
         except MissingPart as error:
-            function, text = _missing(str(error)), str(error)
+            function, text = _missing(error), str(error)
             settings = {"allow_extra_args": True, "ignore_unknown_options": True}
         alone = typer.Typer(**_LOOKS)
         alone.command(cmd_name, context_settings=settings, help=text)(function)
         return typer.main.get_command(alone)
 
+    def invoke(self, ctx: Any) -> Any:
+        """What a command's user has to change is a message, and ends it with status 2."""
+        try:
+            return super().invoke(ctx)
+        except MissingPart as error:
+            print(error, file=sys.stderr)
+        except ValueError as error:
+            print(f"lowbit {ctx.invoked_subcommand}: {error}", file=sys.stderr)
+        raise SystemExit(2)
 
-def _missing(text: str) -> Callable[[], None]:
-    def fail() -> None:
-        typer.echo(text, err=True)
-        raise typer.Exit(2)
+
+def _missing(error: MissingPart) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
+        raise error
 
     return fail
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -29,13 +27,3 @@ def inform(message: str, *values: object) -> None:
         _log.info(message, *values)
     else:
         print(message % values, file=sys.stderr)
-
-
-@contextlib.contextmanager
-def errors_of(command: str) -> Iterator[None]:
-    """A `ValueError` is a message to the user of a sub-command of `lowbit`, and ends it with status 2."""
-    try:
-        yield
-    except ValueError as error:
-        print(f"lowbit {command}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None

@@ -45,7 +45,7 @@ def show(records: dict[str, dict[str, Any]], console: Console) -> None:
         table.add_row(
             f"{label} ({strategy})",
             f"{record['validation'][-1][1]:.4f}",
-            f"{record['sent_nbytes_per_step'] / 2**20:.2f} MiB",
+            f"{record['sent_nbytes_per_step'] / 1e6:.2f} MB",
             f"{statistics.median(record['step_ms'][WARMUP_STEPS:]):.0f} ms",
         )
     console.print(table)

@@ -284,7 +284,7 @@ PRIVATE_NAMES["accelerate"] = _listed(
     a step is over when its optimizer has stepped; schedulers rebind a patched attribute, so the class of prepared \
     optimizers is changed instead
       overridden accelerate.optimizer:AcceleratedOptimizer.step(self, closure)
-    FSDP on CPU is replaced by DDP there (accelerate/options.py)
+    FSDP on CPU is replaced by DDP there (accelerate/supported.py)
       set accelerate.state:PartialState._shared_state
     its commands refuse a configuration file with a section; SageMaker's jobs cannot have one
       overridden accelerate.commands.config.config_args:ClusterConfig.process_config(config_dict)

@@ -42,10 +42,10 @@ def draw_losses(axes: Any, runs: dict[str, Any]) -> None:
 
 def draw_bytes(axes: Any, runs: dict[str, Any]) -> None:
     for strategy, (label, color) in LABELS.items():
-        mib = runs[strategy]["sent_nbytes_per_step"] / 2**20
-        axes.bar(label.replace(", ", ",\n"), mib, color=color, width=0.6)
-        axes.text(label.replace(", ", ",\n"), mib, f"{mib:.2f}", ha="center", va="bottom")
-    axes.set(ylabel="MiB per step and rank", title="Gradient bytes")
+        megabytes = runs[strategy]["sent_nbytes_per_step"] / 1e6
+        axes.bar(label.replace(", ", ",\n"), megabytes, color=color, width=0.6)
+        axes.text(label.replace(", ", ",\n"), megabytes, f"{megabytes:.2f}", ha="center", va="bottom")
+    axes.set(ylabel="MB per step and rank", title="Gradient bytes")
     axes.grid(axis="x", visible=False)
 
 

@@ -8,20 +8,29 @@ accelerator = LowBitAccelerator(lowbit_plugin=LowBitPlugin(LoCo(bits=4)))      #
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
-from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.adaptation.model_control import MonitorOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.control.base import Controller, describe, labels
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 __all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]
 
+_NOT_CHOSEN = LoCo()
+
 
 @configuration
-class LowBitPlugin(PluginOptions):
+class LowBitPlugin(SyncOptions):
     """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
 
     It also has the options of `SyncOptions`.
@@ -38,6 +47,33 @@ class LowBitPlugin(PluginOptions):
     Raises:
         ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
+
+    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN, kw_only=False)
+    controller: Controller | None = None
+    monitor: MonitorOptions | None = None
+    record: bool | str | Path = True
+    num_steps: int | None = None
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compressor is _NOT_CHOSEN:
+            object.__setattr__(self, "compressor", self.default_compressor)
+        for name in ("num_steps", "steps_per_epoch"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+
+    def sync_options(self) -> SyncOptions:
+        """The fields that are about synchronization."""
+        return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
+
+    def hyper_parameters(self) -> dict[str, str]:
+        """What trackers show and filter runs by."""
+        found = {"lowbit/compressor": describe(self.compressor)}
+        if self.controller is not None:
+            levels = ", ".join(labels(self.controller.levels))
+            found = {"lowbit/controller": type(self.controller).__name__, "lowbit/levels": levels}
+        return found if self.outer is None else found | {"lowbit/outer": type(self.outer).__name__}
 
     def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:
         """Compress the gradients of the models that `accelerator` prepares from now on.

@@ -9,19 +9,21 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl, ProgressClock
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.telemetry.run_record import for_model
+
+if TYPE_CHECKING:
+    from lowbit_strategy.accelerate import LowBitPlugin
 
 
 class TrainingClock:
@@ -130,7 +132,7 @@ class AdaptiveBinding:
         accumulates: The loop uses ``accelerator.accumulate``.
     """
 
-    def __init__(self, plugin: PluginOptions, accelerator: Accelerator, numbers: Mapping[Session, int]) -> None:
+    def __init__(self, plugin: LowBitPlugin, accelerator: Accelerator, numbers: Mapping[Session, int]) -> None:
         self.plugin = plugin
         self.accelerator = accelerator
         self.clock = TrainingClock(accelerator, plugin.num_steps, plugin.steps_per_epoch)

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
-from lowbit_strategy.accelerate.options import PluginOptions, check_accelerator, choose_shard_size
+from lowbit_strategy.accelerate.supported import check_accelerator, choose_shard_size
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.assembly import warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
@@ -47,6 +47,9 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.parameters import handshake, to_plain
+
+if TYPE_CHECKING:
+    from lowbit_strategy.accelerate import LowBitPlugin
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
@@ -66,7 +69,7 @@ class Binding:
     """
 
     def __init__(
-        self, plugin: PluginOptions, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
+        self, plugin: LowBitPlugin, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")

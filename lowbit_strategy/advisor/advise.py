@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.advisor.cluster import ANY_RATE, count, read_bench, rounded
-from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
     "steps: per cent more to the same loss, measured at the best learning rate and\n"
@@ -77,31 +76,30 @@ def advise(
 ) -> None:
     """Predict the step time of every sensible set-up, and say whether to use one, not to, or to measure first."""
     given = {"link": link, "latency": latency, "inside": intra, "compute": compute, "memory": memory}
-    with errors_of("advise"):
-        number = _number(params, model, hf_config)
-        from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
-        from lowbit_strategy.advisor.inputs import find_machine, gather, is_far
+    number = _number(params, model, hf_config)
+    from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
+    from lowbit_strategy.advisor.inputs import find_machine, gather, is_far
 
-        measured = None if bench is None else read_bench(bench)
-        known = None if machine is None else find_machine(machine)
-        assumed = []
-        if measured is not None and measured.nodes * measured.ranks_per_node > 1:
-            nodes, ranks_per_node = nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
-        if nodes is None:
-            nodes = 2
-            assumed.append("2 nodes")
-        if ranks_per_node is None:
-            ranks_per_node = 8 if known is None else known["gpus"]
-            assumed += ["8 ranks on each"] if known is None else []
-        workload = _workload(number, model, hf_config, nodes, ranks_per_node, tensor_parallel, precision)
-        on_cpu = cpu or (measured is not None and measured.cluster.gloo)
-        situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu, rdma=rdma)
-        situation = situation.at({"link": 1 / tensor_parallel})  # each part's messages have as much of it
-        if on_cpu:
-            far = is_far(situation.cluster.inter_node.latency_s)
-            workload = replace(workload, device_type="cpu", far=far)
-        found = setup_options(workload, situation)
-        verdict = decide(found, workload, situation, close=close)
+    measured = None if bench is None else read_bench(bench)
+    known = None if machine is None else find_machine(machine)
+    assumed = []
+    if measured is not None and measured.nodes * measured.ranks_per_node > 1:
+        nodes, ranks_per_node = nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
+    if nodes is None:
+        nodes = 2
+        assumed.append("2 nodes")
+    if ranks_per_node is None:
+        ranks_per_node = 8 if known is None else known["gpus"]
+        assumed += ["8 ranks on each"] if known is None else []
+    workload = _workload(number, model, hf_config, nodes, ranks_per_node, tensor_parallel, precision)
+    on_cpu = cpu or (measured is not None and measured.cluster.gloo)
+    situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu, rdma=rdma)
+    situation = situation.at({"link": 1 / tensor_parallel})  # each part's messages have as much of it
+    if on_cpu:
+        far = is_far(situation.cluster.inter_node.latency_s)
+        workload = replace(workload, device_type="cpu", far=far)
+    found = setup_options(workload, situation)
+    verdict = decide(found, workload, situation, close=close)
     sources = situation.sources(assumed, nodes, ranks_per_node)
     sources += "" if bench is None else f", in {bench}"
     if as_json:
@@ -123,13 +121,12 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
-    with errors_of("estimate"):
-        number = _number(params, model, hf_config)
-        ranks = ranks_per_node or 8
-        workload = _workload(number, model, hf_config, nodes or 2, ranks, tensor_parallel, precision)
-        from lowbit_strategy.advisor.advice import kept, setup_options
+    number = _number(params, model, hf_config)
+    ranks = ranks_per_node or 8
+    workload = _workload(number, model, hf_config, nodes or 2, ranks, tensor_parallel, precision)
+    from lowbit_strategy.advisor.advice import kept, setup_options
 
-        found = setup_options(workload)
+    found = setup_options(workload)
     if as_json:
         ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in kept(workload)]
         print(json.dumps({"choices": [_as_dict(each, workload) for each in found], "loco_fsdp_keeps": ways}, indent=1))

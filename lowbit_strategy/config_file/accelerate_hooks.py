@@ -105,7 +105,7 @@ def hand_on(args: argparse.Namespace) -> None:
     source = getattr(args, SECTION, None) or os.environ.get(VARIABLE)
     if not source:
         return
-    from lowbit_strategy.accelerate.options import AXES, check_served
+    from lowbit_strategy.accelerate.supported import AXES, check_served
     from lowbit_strategy.config_file.section import export, read_section
 
     section = read_section(source)

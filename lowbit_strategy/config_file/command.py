@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from lowbit_strategy.inform import errors_of
-
 
 def config(
     config_file: Annotated[
@@ -20,8 +18,7 @@ def config(
     ] = "{compressor: loco, bits: 4}",
 ) -> None:
     """Check a section, and add it to a configuration file of accelerate launch."""
-    with errors_of("config"):
-        from lowbit_strategy.config_file.section import add_section, read_section
+    from lowbit_strategy.config_file.section import add_section, read_section
 
-        add_section(config_file, read_section(section))
+    add_section(config_file, read_section(section))
     typer.echo(f"Written: {config_file}. Train with: accelerate launch --config_file {config_file} train.py")

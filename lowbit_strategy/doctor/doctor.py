@@ -20,7 +20,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_strategy import autoload
-from lowbit_strategy.inform import errors_of
 from lowbit_strategy.leaves import RULES, need
 from lowbit_strategy.register import COMPRESSORS
 from lowbit_strategy.version import __version__
@@ -74,8 +73,7 @@ def doctor(
 ) -> None:
     """Report what this machine will use, and what would not work. With a script: what of it would be compressed."""
     if script or config is not None:
-        with errors_of("doctor"):
-            _of_job(config, num_processes, script, module=module)
+        _of_job(config, num_processes, script, module=module)
         return
     findings = list(examine())
     console = Console()

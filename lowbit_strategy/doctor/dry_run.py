@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.accelerate.options import AXES, check_served
+from lowbit_strategy.accelerate.supported import AXES, check_served
 from lowbit_strategy.attach.prepare import checked, on_ranks
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.autoload import VARIABLE

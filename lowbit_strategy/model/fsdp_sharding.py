@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, param_groups, shard_records
-from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.options.sizes import size
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -334,6 +334,6 @@ def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -
         if param.sharded_param.requires_grad
     )
     return (
-        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {binary_size(nbytes)} on every"
+        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {size(nbytes)} on every"
         f' rank; accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
     )

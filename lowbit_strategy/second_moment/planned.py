@@ -11,7 +11,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
@@ -121,6 +121,6 @@ class Squares(Extra):
             return NoSquares().lines(plan)
         sent = step_nbytes(plan.extra, "flat", "inter-node")
         return [
-            f"  second moment: for Adam ranks exchange squares, {binary_size(sent)}/step, and keep at most"
-            f" {binary_size(plan.memory.extra)} per rank"
+            f"  second moment: for Adam ranks exchange squares, {size(sent)}/step, and keep at most"
+            f" {size(plan.memory.extra)} per rank"
         ]

@@ -13,7 +13,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
-from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
@@ -98,18 +98,18 @@ class Report:
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
-                f" {binary_size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
+                f" {size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
             )
         if sent := plan.sent_nbytes:
             per_step, mean = sent / plan.every, ""
             fp32, bf16 = plan.uncompressed_nbytes(4), plan.uncompressed_nbytes(2)
             if rounds is not None:
-                lines.append(f"  {rounds.label}: a rank sends {binary_size(sent)} per round of {plan.every} steps")
+                lines.append(f"  {rounds.label}: a rank sends {size(sent)} per round of {plan.every} steps")
                 mean = " on average"
             lines.append(
-                f"  sent by a rank {binary_size(per_step)}/step{mean};"
-                f" fp32 {binary_size(fp32)} ({fp32 / per_step:.1f}x),"
-                f" bf16 {binary_size(bf16)} ({bf16 / per_step:.1f}x)"
+                f"  sent by a rank {size(per_step)}/step{mean};"
+                f" fp32 {size(fp32)} ({fp32 / per_step:.1f}x),"
+                f" bf16 {size(bf16)} ({bf16 / per_step:.1f}x)"
             )
             lines += self._levels()
         else:
@@ -119,17 +119,17 @@ class Report:
         if plan.coding is not None and plan.topology.num_peers > 1:
             lines += self._weights(plan.coding)
         if rounds is not None:
-            lines.append(f"  memory per rank: {binary_size(memory.rounds)} for {rounds.keeps}")
+            lines.append(f"  memory per rank: {size(memory.rounds)} for {rounds.keeps}")
         lines += plan.companion.lines(plan)
         lines.append(
-            f"  memory per rank: {binary_size(memory.residuals)} for residuals,{self._copies()}"
-            f" at most {binary_size(self.buffer_nbytes)} for messages"
+            f"  memory per rank: {size(memory.residuals)} for residuals,{self._copies()}"
+            f" at most {size(self.buffer_nbytes)} for messages"
         )
         return "\n".join(lines)
 
     def _copies(self) -> str:
         copies = self.plan.memory.copies
-        return f" {binary_size(copies)} for copies of them," if copies else ""
+        return f" {size(copies)} for copies of them," if copies else ""
 
     def _levels(self) -> list[str]:
         """What travels inside a node and what between nodes; nothing where there is one node."""
@@ -138,15 +138,15 @@ class Report:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
         kind = "exact gradients" if topology.coding is None else f"gradients, summed from {topology.coding.label}"
-        inside = f" and {binary_size(exact)}/step of {kind}" if exact else ""
+        inside = f" and {size(exact)}/step of {kind}" if exact else ""
         why = f"; one level, because {topology.obstacle or 'two_level=False'}" if topology.node_size is None else ""
-        between = binary_size(plan.between_nbytes)
-        return [f"  between nodes {between}/step, inside a node {binary_size(near)}/step{inside}{why}"]
+        between = size(plan.between_nbytes)
+        return [f"  between nodes {between}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self, used: WeightCoding) -> list[str]:
         """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""
         plan = self.plan
-        sent = binary_size(plan.sent_nbytes + step_nbytes(plan.weights))
+        sent = size(plan.sent_nbytes + step_nbytes(plan.weights))
         lines = [f"  weights: {_describe_weights(plan, used)}; {sent}/step in all"]
         exact = [name or "the model" for name, layout in plan.modules.items() if not layout.coded]
         if exact and used != Exact():
@@ -167,10 +167,10 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
     }
     units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
     kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
-    memory = f"{binary_size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
+    memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
     ours = plan.topology.has_nodes and coding != Exact()  # FSDP2's own gathers are not counted by node
-    between = f" ({binary_size(internode_nbytes(units))} between nodes)" if ours else ""
-    return f"{coding.label}, {keeps[coding.keep]}, {binary_size(step_nbytes(units))}/step{between}, {memory}"
+    between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
+    return f"{coding.label}, {keeps[coding.keep]}, {size(step_nbytes(units))}/step{between}, {memory}"
 
 
 def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:

@@ -17,7 +17,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weight_codings import Exact
-from lowbit_strategy.options.sizes import binary_size
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
@@ -168,8 +168,8 @@ def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> st
     waited = "" if step.waited_s is None else f", {step.waited_s:.2g} s of it waiting for {what}"
     return (
         f"a step takes {step.seconds:.3g} s{waited} (median of steps {WARM_STEPS + 1} to {WARM_STEPS + TIMED_STEPS} on"
-        f" rank 0), and a rank sends {binary_size(sent_nbytes)}; float32 would send {binary_size(fp32)},"
-        f" bfloat16 {binary_size(bf16)}"
+        f" rank 0), and a rank sends {size(sent_nbytes)}; float32 would send {size(fp32)},"
+        f" bfloat16 {size(bf16)}"
     )
 
 

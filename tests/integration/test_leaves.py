@@ -224,6 +224,14 @@ def test_the_core_trains_without_it_and_its_name_says_what_is_missing(names: tup
         assert leaf.says in said
 
 
+def test_doctor_says_what_reads_configuration_files(tmp_path: Path) -> None:
+    """What is missing shows only when the command is at work."""
+    folder = without([LEAVES["configuration files"]], tmp_path)
+    done = run(folder, "-c", command("doctor", "--config", "job.yaml"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("lowbit doctor --config needs lowbit_strategy.config_file"), done.stderr
+
+
 CORE_TESTS = ("attach", "checkpoint", "codecs", "collectives", "control", "engine", "hooks", "methods", "model", "plan",
               "ranks", "telemetry")  # fmt: skip
 

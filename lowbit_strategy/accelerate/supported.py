@@ -1,67 +1,19 @@
-"""How compression is used under Accelerate, in addition to the compressor; which set-ups are supported."""
+"""Which of Accelerate's set-ups are served, and how they are made so."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import os
-from dataclasses import field
-from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from lowbit_strategy.adaptation.model_control import MonitorOptions
-from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.control.base import Controller, describe, labels
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.options.checks import check_positive
-from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
 
-_NOT_CHOSEN = LoCo()
 _log = logging.getLogger("lowbit_strategy")
-
-
-@configuration
-class PluginOptions(SyncOptions):
-    """The fields of `lowbit_strategy.accelerate.LowBitPlugin`, which describes them.
-
-    Raises:
-        ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
-    """
-
-    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN, kw_only=False)
-    controller: Controller | None = None
-    monitor: MonitorOptions | None = None
-    record: bool | str | Path = True
-    num_steps: int | None = None
-    steps_per_epoch: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compressor is _NOT_CHOSEN:
-            object.__setattr__(self, "compressor", self.default_compressor)
-        for name in ("num_steps", "steps_per_epoch"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-
-    def sync_options(self) -> SyncOptions:
-        """The fields that are about synchronization."""
-        return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
-
-    def hyper_parameters(self) -> dict[str, str]:
-        """What trackers show and filter runs by."""
-        found = {"lowbit/compressor": describe(self.compressor)}
-        if self.controller is not None:
-            levels = ", ".join(labels(self.controller.levels))
-            found = {"lowbit/controller": type(self.controller).__name__, "lowbit/levels": levels}
-        return found if self.outer is None else found | {"lowbit/outer": type(self.outer).__name__}
-
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 AXES = ("sp_size", "tp_size")  # of Accelerate's parallelism, which may not be served

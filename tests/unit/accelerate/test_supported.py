@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.accelerate.options import check_served
+from lowbit_strategy.accelerate.supported import check_served
 
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", "MULTI_GPU"])
