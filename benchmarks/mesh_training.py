@@ -140,7 +140,9 @@ def wrapped(layout: Layout, seed: int) -> tuple[nn.Module, DeviceMesh, DeviceMes
     return model, mesh["dp"], same, mesh["cp"] if layout is Layout.cp else None
 
 
-def train(layout: Layout, compressed: bool, steps: int, seed: int, weights: str | None = None) -> dict[str, Any]:
+def train(
+    layout: Layout, compressed: bool, steps: int, seed: int, weights: str | None = None, balance: float = 0.0
+) -> dict[str, Any]:
     if layout is Layout.ep:
         torch.manual_seed(seed)
         model, different, beside = with_experts(GPT(width=64, depth=2, heads=4, context=CONTEXT))
@@ -163,7 +165,8 @@ def train(layout: Layout, compressed: bool, steps: int, seed: int, weights: str 
     for step in range(steps):
         tokens, targets = own(different.size() * step + different.get_local_rank(), standard_library("train"))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
+        uneven = [part.imbalance for part in model.modules() if isinstance(part, MixtureOfExperts)]
+        (loss + balance * sum(uneven) if balance else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -190,9 +193,12 @@ def train(layout: Layout, compressed: bool, steps: int, seed: int, weights: str 
     return found
 
 
-def both(rank: int, world_size: int, layout: Layout, steps: int, seed: int, weights: str | None) -> dict[str, Any]:
+def both(
+    rank: int, world_size: int, layout: Layout, steps: int, seed: int, weights: str | None, balance: float
+) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"stock": train(layout, False, steps, seed), "loco": train(layout, True, steps, seed, weights)}
+    stock = train(layout, False, steps, seed, balance=balance)
+    return {"stock": stock, "loco": train(layout, True, steps, seed, weights, balance)}
 
 
 def main(
@@ -200,13 +206,15 @@ def main(
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 200,
     seed: Annotated[int, typer.Option(help="seed of the first weights; data stay the same")] = 0,
     weights: Annotated[str | None, typer.Option(help="how FSDP2's travel, such as exact; default: LoCo's")] = None,
+    balance: Annotated[float, typer.Option(help="weight of the experts' load-balancing loss")] = 0.0,
     json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
         "benchmarks/results/mesh_training.json"
     ),
 ) -> None:
     """Train with LoCo and without."""
-    ranks = run_ranks(both, 4, layout, steps, seed, weights, timeout=1500)
+    ranks = run_ranks(both, 4, layout, steps, seed, weights, balance, timeout=1500)
     result: dict[str, Any] = {"steps": steps, "layout": layout.value, "seed": seed, "weights": weights}
+    result["balance"] = balance
     for way in ("stock", "loco"):
         each = [rank[way] for rank in ranks]  # of tensor-parallel ranks two have the same losses
         result[way] = {

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
@@ -83,6 +83,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
         self._marks: Tensor | None = None  # of what is being reduced
         self._is_read_at_once = False
+        self._has_waiting = False  # gradients of passes that were not reduced, which a pipeline reduces at its end
         self._clock = clock_of(self._sync)
         self.on_reduced: Callable[[], None] = lambda: None
 
@@ -98,10 +99,15 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         """What attributes of the parameter group have to be while FSDP2 reduces, from what the user has set."""
 
     def _post_backward(self, stock: Callable[..., Any], *args: Any) -> Any:
-        """What FSDP2 does once backward is through with a module. Parameters without a gradient get zeros before."""
+        """What FSDP2 does once backward is through with a module. Parameters without a gradient get zeros before.
+
+        A pipeline calls it at its end, of an evaluation as well, which had no backward pass.
+        """
         group = self._param_group
         params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-        if not group.reduce_grads or not any(hasattr(param, "_unsharded_param") for param in params):
+        has_gradients, self._has_waiting = in_backward() or self._has_waiting, not group.reduce_grads
+        has_gradients = has_gradients and any(hasattr(param, "_unsharded_param") for param in params)
+        if not (group.reduce_grads and has_gradients):
             return stock(*args)
         absent = {self._names[id(param)] for param in params if not _fill(param)}
         # before hooks are held back: the same on all ranks

@@ -38,7 +38,14 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token goes to one expert, on whatever rank of `group` that is. `group` None: this rank has all of them."""
+    """Every token goes to one expert, on whatever rank of `group` that is. `group` None: this rank has all of them.
+
+    Attributes:
+        imbalance: The load-balancing loss of the last pass, 1 where all experts get as much: Fedus et al., "Switch
+            Transformers", 2021, arXiv 2101.03961, equation 4 without alpha.
+    """
+
+    imbalance: Tensor
 
     def __init__(self, width: int = WIDTH, num: int = NUM_EXPERTS) -> None:
         super().__init__()
@@ -54,6 +61,7 @@ class MixtureOfExperts(nn.Module):
         share, chosen = shares.max(-1)
         order = chosen.argsort(stable=True)
         sorted_tokens, num_each = tokens[order], torch.bincount(chosen, minlength=self.num)
+        self.imbalance = self.num * (num_each / len(tokens)) @ shares.mean(0)
         if self.group is None:
             outs = self.experts(sorted_tokens, num_each.tolist())
         else:

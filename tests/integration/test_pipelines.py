@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lowbit_strategy import Dense
-from lowbit_strategy.custom_loop import compress
+from lowbit_strategy import Dense, DiLoCo, LoCo
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.custom_loop import adapt, compress, monitor
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.meshes import LOCO, WIDTH, Block, Run, equal, place_in
 
@@ -171,3 +176,68 @@ def test_resumed_stages(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["same"]
         assert set(rank["steps"]) == {6}
+
+
+def attended(folder: Path, layout: str) -> Facts:
+    """Evaluations, a monitor and a checkpoint change nothing, with a controller and a norm over all stages; nor does
+    going on from the checkpoint.
+    """
+    shape = (2, 2, 1) if layout == "fsdp" else (2, 1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "shard", "replicate"))
+    at, dims = mesh["pp"].get_local_rank(), mesh["shard"] if layout == "fsdp" else mesh["replicate", "shard"]
+    path, stamps = folder / "checkpoint", list[Any]()
+    heavy = LoCo(bits=2, block_size=32, exempt=())
+    found: dict[str, Any] = {}
+    for way in ("plain", "watched", "resumed"):
+        torch.manual_seed(at)
+        part: Any = nn.Sequential(Block(), Block())
+        for block in (*part, part):
+            fully_shard(block, mesh=dims)
+        optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
+        session = compress(part, optimizer, LOCO, outer=DiLoCo(every=3) if layout == "rounds" else None)
+        control = adapt(session.sync, Accordion(light=LOCO, heavy=heavy, interval=2, unit="steps"))
+        if way == "watched":
+            monitor(session.sync, None, every_n_steps=2, record=folder / str(at))
+        if way == "resumed":
+            model_state, optimizer_state = get_state_dict(part, optimizer)
+            dcp.load({f"model {at}": model_state, f"optimizer {at}": optimizer_state}, checkpoint_id=path)
+            set_state_dict(part, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+            session.load(f"{path}-{at}", stamps[2 * at])
+            session.resume()
+        stage = PipelineStage(part, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        run: Any = Schedule1F1B(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+
+        def pass_through(call: Any, seed: int, stage: Any = stage) -> None:
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * seed + place_in(dims)))
+            call(*([x] if stage.is_first else []), **({"target": x.roll(1, 1)} if stage.is_last else {}))
+
+        for step in range(4 if way == "resumed" else 0, 8):
+            pass_through(run.step, step)
+            square = get_total_norm([each.grad for each in part.parameters()]).full_tensor().square()
+            dist.all_reduce(square, group=mesh["pp"].get_group())
+            clip_grads_with_norm_(part.parameters(), 0.1, square.sqrt())
+            optimizer.step()
+            optimizer.zero_grad()
+            if way != "watched":
+                continue
+            with session.shared_weights():
+                part.eval()
+                pass_through(run.eval, 100)
+                part.train()
+            if step == 3:
+                with session.save(f"{path}-{at}") as stamp, session.shared_weights(validates=False):
+                    model_state, optimizer_state = get_state_dict(part, optimizer)
+                    dcp.save({f"model {at}": model_state, f"optimizer {at}": optimizer_state}, checkpoint_id=path)
+                stamps = [None] * 4
+                dist.all_gather_object(stamps, stamp)
+        found[way] = Run(part, optimizer, dims).weights(), dict(control.levels)
+        session.close()
+    return found
+
+
+@scenarios(attended, world_size=4, layout=("fsdp", "hsdp", "rounds"), slow=lambda layout, world_size: layout == "hsdp")
+def test_attended_stages(facts: list[Facts]) -> None:
+    for rank in facts:
+        for way in ("watched", "resumed"):
+            assert equal(rank["plain"][0], rank[way][0])
+            assert rank["plain"][1] == rank[way][1] != {}
