@@ -139,7 +139,7 @@ def resumed(folder: Path, layout: str) -> Facts:
     if dist.get_rank() == 0:
         torch.save(stamp, folder / "stamp.pt")
     straight = run.train(session, 3, start=4)
-    weights, levels = run.weights(), dict(control.levels)
+    weights, levels = (place_in(run.mesh), session.sync.ranks.column, run.weights()), dict(control.levels)
     session.close()
     again = wrapped(layout, outermost=to)
     session = compress(again.model, again.optimizer, LOCO, **options)
@@ -149,24 +149,25 @@ def resumed(folder: Path, layout: str) -> Facts:
     place, column = place_in(again.mesh), session.sync.ranks.column
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, weights)
-    same = equal(everyone[2 * place + column], again.weights())
+    at, before = next((at, each) for at, (*where, each) in enumerate(everyone) if where == [place, column])
+    same = equal(before, again.weights())
     session.close()
     return {
         "losses": (straight, back),
         "same": same,
-        "place": (place, column),
+        "at": at,
         "levels": levels,
         "files": len(list(folder.glob("*.lowbit/*.pt"))),
     }
 
 
 @scenarios(
-    resumed, world_size=4, layout=("fsdp", "hsdp", "other dims", "local steps"), slow=all_but(layout="other dims")
+    resumed, world_size=4, layout=("fsdp", "hsdp", "cp", "other dims", "local steps"), slow=all_but(layout="other dims")
 )
 def test_resumed(facts: list[Facts]) -> None:
     for rank in facts:
         _, back = rank["losses"]
-        straight, _ = facts[2 * rank["place"][0] + rank["place"][1]]["losses"]
+        straight, _ = facts[rank["at"]]["losses"]
         assert straight == back
         assert rank["same"]
         assert rank["levels"] == facts[0]["levels"] != {}
