@@ -61,7 +61,7 @@ def load(target: str, asked_for: str) -> Any:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not f"{module}.".startswith(f"{missing}.") or not missing.startswith(PACKAGE):
+        if missing.partition(".")[0] != PACKAGE:
             raise
         raise _missing(missing, asked_for) from None
 

@@ -21,6 +21,7 @@ from lowbit_strategy import LoCo, preset
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.fitting.memory import memory_of as planned_memory
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -115,8 +116,8 @@ def memory(device: torch.device) -> Figures:
 def announced_nbytes(sync: GradientSync) -> int:
     """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
     report = build_report(sync)
-    memory = report.plan.memory
-    return memory.residuals + memory.copies + report.buffer_nbytes + memory.weights
+    memory = planned_memory(report.plan)
+    return memory.residuals + memory.copies + memory.temporary + memory.weights
 
 
 def no_more_than_announced(kind: str, ours: Figures, plain: Figures, figures: Figures) -> None:

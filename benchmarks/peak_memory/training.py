@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, policy_of, shard_module
@@ -106,11 +107,11 @@ def _train(case: Case, device: torch.device, *, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
     found: dict[str, Any] = {"peak": peak(device), "parameters": sum(each.numel() for each in net.parameters())}
     if session is not None:
-        plan = session.sync.plan()
-        found["memory"] = asdict(plan.memory)
-        found["beyond"] = plan.memory.total
+        memory = memory_of(session.sync.plan())
+        found["memory"] = asdict(memory)
+        found["beyond"] = memory.total
         if case.accumulate == "local":  # in the place of the shard that stock keeps
-            found["beyond"] += plan.memory.accumulating * (1 - 1 / case.world_size)
+            found["beyond"] += memory.accumulating * (1 - 1 / case.world_size)
         weights = session.sync.weights
         found["held"] = {
             "residuals": session.sync.state.nbytes,

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import rounded
@@ -23,6 +23,8 @@ from lowbit_strategy.advisor.workload import (
     topology_for,
     uncompressed,
 )
+from lowbit_strategy.fitting.memory import Memory, memory_of
+from lowbit_strategy.fitting.ways import MemoryOption, Setup, memory_options
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import default_weights
 from lowbit_strategy.plan.gradients import Layout
@@ -77,7 +79,6 @@ ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
 _RULES = "lowbit_strategy.local_steps:OUTER_RULES"
-_WAYS = "lowbit_strategy.fitting.ways"
 _OF_SQUARES = "lowbit_strategy.second_moment.planned:Squares"
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
@@ -128,10 +129,15 @@ class SetupOption:
         plan = self.plan
         return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.extra) / plan.every
 
+    @property
+    def memory(self) -> Memory:
+        """What compression keeps."""
+        return Memory() if self.measured is None else memory_of(self.plan)
+
     def held_nbytes(self, workload: Workload) -> int:
         """What a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
         ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.layout]
-        return round(workload.numel * self.held_per_param / ranks) + self.plan.memory.total
+        return round(workload.numel * self.held_per_param / ranks) + self.memory.total
 
     def fits(self, workload: Workload, situation: Situation) -> bool:
         """Whether that leaves room for activations."""
@@ -147,18 +153,13 @@ def _leaving(transfers: Sequence[TransferGroup]) -> float:
     )
 
 
-def kept(workload: Workload) -> list[Any]:
-    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to: ways of `fitting`, if that
-    is installed.
-    """
-    if not leaves.is_present(f"{_WAYS}:memory_options"):
-        return []
+def kept(workload: Workload) -> list[MemoryOption]:
+    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
     compressor = PRESETS["loco"]
-    setup = leaves.load(f"{_WAYS}:Setup", "memory")(
+    setup = Setup(
         specs=workload.specs, topology=topology_for(workload, "fsdp"), layout="fsdp", modules=workload.modules
     )
-    coding = default_weights(compressor)
-    return list(leaves.load(f"{_WAYS}:memory_options", "memory")(compressor, coding, setup, may_recode=True))
+    return list(memory_options(compressor, default_weights(compressor), setup, may_recode=True))
 
 
 def setup_options(workload: Workload, situation: Situation | None = None) -> list[SetupOption]:

@@ -229,7 +229,7 @@ def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
         "sent_nbytes": choice.plan.sent_nbytes,
         "in_series": choice.plan.in_series,
         "memory_nbytes": choice.held_nbytes(workload),
-        "kept_nbytes": asdict(choice.plan.memory),
+        "kept_nbytes": asdict(choice.memory),
         "break_even_nbytes_per_s": choice.break_even,
     }
 

@@ -16,7 +16,7 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.messages import Level, TransferGroup
-from lowbit_strategy.plan.plan import Memory, StepPlan, make_plan
+from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
@@ -229,7 +229,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
         itemsize: Bytes of an element of the gradients.
         weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
     """
-    own = replace(plan, rounds=(), extra=(), round_plan=None, memory=Memory())
+    own = replace(plan, rounds=(), extra=(), round_plan=None)
     if plan.topology.world_size == 1:
         silent = [
             tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)

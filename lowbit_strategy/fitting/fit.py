@@ -13,10 +13,10 @@ from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import gathered
+from lowbit_strategy.fitting.memory import Memory
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.inform import inform
 from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.plan import Memory
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import Layout, ParamGroup
-from lowbit_strategy.plan.plan import Memory, make_plan
+from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology
 
@@ -149,7 +150,7 @@ def memory_option(
     return MemoryOption(
         compressor=compressor,
         weights=weights,
-        memory=plan.memory,
+        memory=memory_of(plan),
         extra=setup.extra,
         copies=setup.copies,
         differs=differs,

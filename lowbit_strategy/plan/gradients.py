@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
@@ -39,7 +38,7 @@ def node_transfer(
         layout: What wraps the model.
         exact: Parameters whose sums are exact where those of others are codes.
     """
-    num_inside, rows = topology.num_parts, {name: _rows(specs[name], topology, layout) for name in names}
+    num_inside, rows = topology.num_parts, {name: node_rows(specs[name], topology, layout) for name in names}
     numel = sum(map(math.prod, rows.values()))
     whole, mean = num_inside * numel * itemsize, numel * itemsize
     in_series = len(pieces_of_rows(numel, num_inside * itemsize))
@@ -62,12 +61,7 @@ def node_transfer(
     return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief)
 
 
-def part_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], topology: Topology, layout: Layout) -> int:
-    """Elements of a bucket's largest part, padding included."""
-    return sum(math.prod(_rows(specs[name], topology, layout)) for name in names)
-
-
-def _rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
+def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
     """How many rows of how many elements a rank has for each rank of its node, of one parameter."""
     if layout == "hsdp":
         return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
@@ -75,7 +69,6 @@ def _rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, in
     return (1, part.ranges[0][1]) if part.part_row_numel is None else (topology.num_peers, part.part_row_numel)
 
 
-_WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
 DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
 # Of those that are compressed. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
 # overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
@@ -134,11 +127,11 @@ class ReductionPlan:
     exact: frozenset[str] = frozenset()
 
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether parameters are sharded: all of them are, or none."""
         return any(spec.sharded for spec in islice(self.specs.values(), 1))
 
-    def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
+    def coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
         """The codecs of the parameters that have any, and the elements of a rank's row."""
         return [
             (pair, self.specs[name].row_numel(self.topology.num_peers, pair.block_size))
@@ -161,8 +154,8 @@ class ReductionPlan:
         others, level = peers - 1, peer_level(self.topology)
         internode_fraction = self.topology.peers_internode_fraction()
         messages: list[Message] = []
-        rows = self._coded_rows(names)
-        for hop in ("uplink",) if self._is_sharded else ("uplink", "downlink"):
+        rows = self.coded_rows(names)
+        for hop in ("uplink",) if self.is_sharded else ("uplink", "downlink"):
             sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
             marks = num_marked if hop == "uplink" else 0
             if sizes or marks:
@@ -177,7 +170,7 @@ class ReductionPlan:
                         internode_fraction=internode_fraction,
                     )
                 )
-        for method, members in self._reduced(names).items():
+        for method, members in self.reduced(names).items():
             messages.append(
                 Message(
                     level,
@@ -197,7 +190,7 @@ class ReductionPlan:
             for name in names
         )
 
-    def _reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
+    def reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
         """The parameters of each `Reducer`."""
         reduced: dict[Reducer, list[TensorSpec]] = {}
         for name in names:
@@ -207,43 +200,17 @@ class ReductionPlan:
 
     def padding_nbytes(self, names: Sequence[str]) -> int:
         """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
-        return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
+        return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self.reduced(names).values()))
 
     def memory(self, names: Sequence[str], num_marked: int = 0) -> tuple[int, int]:
         """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
-        peers, rows = self.topology.num_peers, self._coded_rows(names)
+        peers, rows = self.topology.num_peers, self.coded_rows(names)
         if not (rows or num_marked):
             return 0, 0
         row = message_nbytes((pair.uplink.wire_nbytes(row_numel) for pair, row_numel in rows), num_marked)
         shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
-        own = 0 if self._is_sharded or peers <= 2 else row  # of two ranks it lies where the first message was
-        return 2 * peers * row + own, 0 if self._is_sharded else 4 * shard
-
-    def working_nbytes(self, max_in_flight: Iterable[Sequence[str]], device_type: str) -> int:
-        """Temporary memory for what no kernel codes.
-
-        Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they
-        need for the elements that they reduce at once.
-        """
-        run = PART_NUMEL[device_type == "cuda"]
-        longest = 0
-        for pair, row_numel in self._coded_rows(self.methods):
-            if not (pair.uplink.in_one_pass and (self._is_sharded or pair.downlink.in_one_pass)):
-                longest = max(longest, row_numel, min(run, self.topology.num_peers * row_numel))
-        return longest * _WORKING_NBYTES + max(
-            (round(self._reducing_nbytes(names)) for names in max_in_flight), default=0
-        )
-
-    def _reducing_nbytes(self, names: Sequence[str]) -> float:
-        copied = 4 if self._is_sharded else 0  # rows of several ranks are put together first
-        return max(
-            (
-                sum((method.temporary_nbytes + copied) * spec.numel for spec in members)
-                for method, members in self._reduced(names).items()
-                if method.temporary_nbytes
-            ),
-            default=0.0,
-        )
+        own = 0 if self.is_sharded or peers <= 2 else row  # of two ranks it lies where the first message was
+        return 2 * peers * row + own, 0 if self.is_sharded else 4 * shard
 
 
 def summed(what: str, numel: int, topology: Topology) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,15 +70,6 @@ class TransferGroup:
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
 
 
-def under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:
-    """Peak buffer memory with at most `max_in_flight` transfers in flight."""
-    traveling = [
-        sum(transfer.buffer_nbytes for transfer in transfers[first : first + max_in_flight])
-        for first in range(len(transfers))
-    ]
-    return max(traveling, default=0) + max((transfer.brief_nbytes for transfer in transfers), default=0)
-
-
 def step_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
     """Promised bytes of a step."""
     return round(sum(transfer.repeats * transfer.nbytes(*levels) for transfer in transfers))
@@ -94,9 +85,3 @@ def internode_nbytes(transfers: Iterable[TransferGroup], *levels: Level) -> int:
             if not levels or message.level in levels
         )
     )
-
-
-def ahead_nbytes(transfer: TransferGroup) -> int:
-    """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
-    own = (message for message in transfer.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
-    return sum(message.total_nbytes for message in own)

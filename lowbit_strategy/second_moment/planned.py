@@ -117,10 +117,11 @@ class Squares(Extra):
         return (4 if copies else 2) * numel + 2 * own + own // 8
 
     def lines(self, plan: StepPlan) -> list[str]:
-        if not plan.memory.extra:
+        kept = self.kept_nbytes(plan.assignments, plan.specs, plan.topology, copies=plan.copies)
+        if not kept:
             return NoSquares().lines(plan)
         sent = step_nbytes(plan.extra, "flat", "inter-node")
         return [
             f"  second moment: for Adam ranks exchange squares, {size(sent)}/step, and keep at most"
-            f" {size(plan.memory.extra)} per rank"
+            f" {size(kept)} per rank"
         ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowbit_strategy import leaves
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -20,6 +21,7 @@ from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _LONGEST_PHASE = 1 << 20
+_MEMORY = "lowbit_strategy.fitting.memory:lines"
 
 
 @dataclass(slots=True)
@@ -83,13 +85,8 @@ class Report:
         at = bisect.bisect_left(steps, True, key=lambda step: self.compressor.phase(step) != now)
         return steps[at] if at < len(steps) else None
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Memory for messages on this rank, and for coding them where no kernel does, at most."""
-        return self.plan.memory.messages + self.plan.memory.working
-
     def render(self) -> str:
-        plan, memory, rounds = self.plan, self.plan.memory, self.plan.round_plan
+        plan, rounds = self.plan, self.plan.round_plan
         what = "reduce-scatter" if plan.scatter else "all-reduce"
         kind, period = ("gradient", "step") if rounds is None else (rounds.sends, "round")
         ranks = describe_ranks(plan.topology)
@@ -118,18 +115,10 @@ class Report:
             lines.append(f"  until step {step}, where the compressor's next phase begins")
         if plan.coding is not None and plan.topology.num_peers > 1:
             lines += self._weights(plan.coding)
-        if rounds is not None:
-            lines.append(f"  memory per rank: {size(memory.rounds)} for {rounds.keeps}")
         lines += plan.companion.lines(plan)
-        lines.append(
-            f"  memory per rank: {size(memory.residuals)} for residuals,{self._copies()}"
-            f" at most {size(self.buffer_nbytes)} for messages"
-        )
+        if leaves.is_present(_MEMORY):
+            lines += leaves.load(_MEMORY, "memory")(plan)
         return "\n".join(lines)
-
-    def _copies(self) -> str:
-        copies = self.plan.memory.copies
-        return f" {size(copies)} for copies of them," if copies else ""
 
     def _levels(self) -> list[str]:
         """What travels inside a node and what between nodes; nothing where there is one node."""

@@ -27,6 +27,7 @@ from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.telemetry.startup_report import render_reports
@@ -542,7 +543,7 @@ def second_moments(folder: Path, layout: str) -> Facts:
         exact = exact or values
         found[way] = [float((a.sum() / b.sum()).log().abs()) for a, b in zip(values, exact, strict=True) if b.numel()]
         if session is not None:
-            found["kept"] = [plan.memory.extra for plan in session.sync.plans()]
+            found["kept"] = [memory_of(plan).extra for plan in session.sync.plans()]
             session.close()
     return found | {"experts": [i for i, (name, _) in enumerate(run.model.named_parameters()) if "experts" in name]}
 

@@ -17,6 +17,7 @@ from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.telemetry.observe import Observer
@@ -49,7 +50,7 @@ def sharded(folder: Path) -> Facts:
     return {
         "held": held,
         "observed": observer.last.weights_nbytes,
-        "announced": announced.buffer_nbytes,
+        "announced": memory_of(announced.plan).temporary,
         "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
         "weights": step_nbytes(announced.plan.weights),
         "counted": sync.weights.step_nbytes,
@@ -69,7 +70,7 @@ def in_buckets(folder: Path) -> Facts:
         model(torch.randn(4, 4 * WIDTH)).square().mean().backward()
         held.append(session.sync.buffers.nbytes)
         session.end_step()
-    facts = {"held": max(held), "announced": build_report(session.sync).buffer_nbytes}
+    facts = {"held": max(held), "announced": memory_of(session.sync.plan()).temporary}
     session.close()
     return facts
 
@@ -116,9 +117,9 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
         held[name] = _held_nbytes() - before
         if session is not None:
             report = build_report(session.sync)
-            kept = report.plan.memory.weights
-            memory = report.plan.memory
-            announced = memory.residuals + memory.copies + report.buffer_nbytes + kept
+            memory = memory_of(report.plan)
+            kept = memory.weights
+            announced = memory.residuals + memory.copies + memory.temporary + kept
             session.close()
         del net, module, prepared, session
     return {"measured": held[weights] - held["stock"], "announced": announced, "kept": kept}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowbit_strategy import Auto, LoCo, WeightCode
 from lowbit_strategy.custom_loop import Session, compress
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.fitting.ways import Setup, memory_options
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.methods._base.compressor import assign_all
@@ -64,7 +65,7 @@ def limited(folder: Path) -> Facts:
             "losses": model.losses,
             "print": fingerprint(model),
             "residual": sync.state.nbytes / numel,
-            "kept": sync.plan().memory.weights / numel,
+            "kept": memory_of(sync.plan()).weights / numel,
             "warned": [str(each.message) for each in caught if "without its residual" in str(each.message)],
             "log": [line for line in lines if "to fit into" in line],
         }
@@ -131,7 +132,7 @@ def uneven(folder: Path) -> Facts:
     session = compress(run.model, run.optimizer, Auto())
     choice: Any = session.choice
     assigned = assign_all(choice._all[0].compressor, list(session.sync.specs.values()))
-    choice._room = between(session.sync.plan(assigned).memory.total) * 1e9
+    choice._room = between(memory_of(session.sync.plan(assigned)).total) * 1e9
     run.train(session, 16)
     facts["tried"] = [each.name for each, _ in choice._tried]
     session.close()

@@ -16,6 +16,7 @@ from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of
@@ -68,7 +69,7 @@ def measure(session: Any, step: Any, steps: int = 1) -> Facts:
         "weights": None if sync.weights is None else sync.weights.step_nbytes,
         "planned weights": step_nbytes(plan.weights),
         "residuals": sync.state.nbytes,
-        "planned residuals": plan.memory.residuals,
+        "planned residuals": memory_of(plan).residuals,
     }
     session.close()
     return facts

@@ -9,6 +9,7 @@ from torch import nn
 from lowbit_strategy import PRESETS, DiLoCo, LoCo, WeightCode
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.doctor.dry_run import Planned, plan
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def test_bytes_and_memory_of_a_large_model(scatter: bool) -> None:
     assert report.plan.sent_nbytes == pytest.approx(hops * per_hop, rel=1e-3)
     assert report.plan.uncompressed_nbytes(4) == pytest.approx(hops * 7 / 8 * 4 * (matrices + vectors), rel=1e-6)
     owner = 0 if scatter else matrices / 8
-    assert report.plan.memory.residuals == pytest.approx((matrices + owner) * (1 + 2 / 128), rel=0.15)
+    assert memory_of(report.plan).residuals == pytest.approx((matrices + owner) * (1 + 2 / 128), rel=0.15)
     assert {group.kind: group.num_tensors for group in report.groups} == {"compressed": 2, "exempt": 3}
     assert f"over 8 ranks, kernels: {report.kernels}" in report.render()
 

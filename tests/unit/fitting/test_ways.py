@@ -10,6 +10,7 @@ import torch
 from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.fitting.fit import allowed_nbytes
+from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.fitting.ways import Setup, choose, memory_option, memory_options
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
@@ -195,4 +196,4 @@ def test_the_plan_tells_in_how_many_pieces_a_large_module_goes() -> None:
     assert inside.in_series == pytest.approx(8.4e9 / 2**28, abs=2)
     assert far.in_series == near.in_series == pytest.approx(2.14e9 / 2**28, abs=2)
     assert between.in_series == 1
-    assert plan.memory.messages < 5e9
+    assert memory_of(plan).messages < 5e9

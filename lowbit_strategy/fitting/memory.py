@@ -1,0 +1,205 @@
+"""What a plan keeps in memory on one rank, in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowbit_strategy.codecs.packed import PART_NUMEL
+from lowbit_strategy.collectives.comm import Comm, LocalComm
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.options.sizes import size
+from lowbit_strategy.plan.gradients import ReductionPlan, node_rows
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, TransferGroup
+from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.plan.weight_bytes import kept_nbytes
+
+BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
+_WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank keeps in addition to parameters, gradients and the optimizer's state, in bytes, by purpose.
+
+    Args:
+        residuals: What methods keep from step to step.
+        copies: Copies of residuals before the step.
+        weights: What stays of FSDP2's weights between gathers.
+        messages: While they are under way, at most.
+        working: Temporary, where no kernel codes, and of turns.
+        rounds: What is kept from round to round, where ranks meet in rounds.
+        extra: What is kept for exchanges in addition to gradients.
+        accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
+            FSDP2 a rank otherwise holds its shard of them.
+    """
+
+    residuals: int = 0
+    copies: int = 0
+    weights: int = 0
+    messages: int = 0
+    working: int = 0
+    rounds: int = 0
+    extra: int = 0
+    accumulating: int = 0
+
+    @property
+    def temporary(self) -> int:
+        """For messages on this rank, and for coding them where no kernel does, at most."""
+        return self.messages + self.working
+
+    @property
+    def total(self) -> int:
+        """Sum of all but `accumulating`, which depends on how the loop accumulates."""
+        return self.residuals + self.copies + self.weights + self.rounds + self.extra + self.temporary
+
+
+def memory_of(plan: StepPlan) -> Memory:
+    """What one rank keeps."""
+    reduction, rounds, specs = plan.reduction, plan.round_plan, plan.specs
+    residuals = _residual_nbytes(reduction)
+    unsharded = sum(each.itemsize * specs[name].whole_numel for each in plan.reduced for name in each.names)
+    waits = plan.layout == "ddp" and any(method.whole_model for method in reduction.methods.values())
+    coded = [tuple(specs)] if waits else [each.names for each in plan.reduced]
+    max_in_flight = len(plan.gradients) if waits else _max_buckets_in_flight(plan)
+    return Memory(
+        residuals=residuals,
+        copies=residuals if plan.copies else 0,
+        weights=0 if plan.coding is None else kept_nbytes(plan.coding, plan.modules, plan.topology, plan.layout),
+        messages=_messages_nbytes(plan, unsharded, max_in_flight) + _second_mean_nbytes(plan),
+        working=_working_nbytes(reduction, coded, plan.device_type)
+        + (0 if rounds is None else rounds.working_nbytes(specs)),
+        rounds=0 if rounds is None else rounds.kept_nbytes(specs),
+        extra=plan.companion.kept_nbytes(plan.assignments, specs, plan.topology, copies=plan.copies),
+        accumulating=0 if plan.layout == "ddp" else unsharded,
+    )
+
+
+def lines(plan: StepPlan) -> list[str]:
+    """Lines of the start-up report."""
+    memory, rounds = memory_of(plan), plan.round_plan
+    copies = f" {size(memory.copies)} for copies of them," if memory.copies else ""
+    return [
+        *([] if rounds is None else [f"  memory per rank: {size(memory.rounds)} for {rounds.keeps}"]),
+        f"  memory per rank: {size(memory.residuals)} for residuals,{copies}"
+        f" at most {size(memory.temporary)} for messages",
+    ]
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _max_buckets_in_flight(plan: StepPlan) -> int:
+    """Buckets in flight at most, where no method waits for the whole model.
+
+    DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
+    ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
+    is left over may exist at the same time. Far ranks have all of them under way.
+    """
+    if plan.topology.far:
+        return len(plan.gradients)
+    return 2 + max((transfer.in_series for transfer in plan.gradients), default=0) if plan.layout == "ddp" else 1
+
+
+def _messages_nbytes(plan: StepPlan, unsharded: int, max_in_flight: int) -> int:
+    """Peak memory of messages. `unsharded`: bytes of the whole gradients; `max_in_flight`: buckets in flight."""
+    topology, is_sharded = plan.topology, plan.layout == "fsdp"
+    nbytes = _under_way_nbytes(plan.gradients, max_in_flight)
+    nbytes += _under_way_nbytes(plan.rounds, len(plan.rounds) if topology.far else BUCKETS_OF_A_ROUND)
+    nbytes += _under_way_nbytes(plan.weights, len(plan.weights) if is_sharded and topology.far else 1)
+    nbytes += _under_way_nbytes(plan.extra, 1)
+    if topology.far:
+        everything = (*plan.gradients, *plan.rounds, *plan.weights, *plan.extra)
+        nbytes += sum(_ahead_nbytes(transfer) for transfer in everything)
+    if is_sharded and topology.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
+        nbytes += unsharded // topology.world_size + (unsharded if topology.node_size is None else 0)
+    return nbytes
+
+
+def _under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) -> int:
+    """Peak buffer memory with at most `max_in_flight` transfers in flight."""
+    traveling = [
+        sum(transfer.buffer_nbytes for transfer in transfers[first : first + max_in_flight])
+        for first in range(len(transfers))
+    ]
+    return max(traveling, default=0) + max((transfer.brief_nbytes for transfer in transfers), default=0)
+
+
+def _ahead_nbytes(transfer: TransferGroup) -> int:
+    """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
+    own = (message for message in transfer.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
+    return sum(message.total_nbytes for message in own)
+
+
+def _second_mean_nbytes(plan: StepPlan) -> int:
+    """Memory of a second mean under FSDP2 with two levels on GPUs: one travels while the next is formed."""
+    if plan.layout != "fsdp" or plan.device_type != "cuda" or plan.topology.num_parts == 1:
+        return 0
+    rows = {name: math.prod(node_rows(spec, plan.topology, plan.layout)) for name, spec in plan.specs.items()}
+    means = [each.itemsize * sum(rows[name] for name in each.names) for each in plan.reduced]
+    buffers = [each.buffer_nbytes for each in plan.gradients]
+    overlapping = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]
+    return max([*buffers, *overlapping], default=0) - max(buffers, default=0)
+
+
+# -- coding -----------------------------------------------------------------------------------------------------------
+
+
+def _working_nbytes(reduction: ReductionPlan, coded: Iterable[Sequence[str]], device_type: str) -> int:
+    """Temporary memory for what no kernel codes.
+
+    Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they need for
+    the elements that they reduce at once.
+
+    Args:
+        reduction: Who reduces what.
+        coded: Names of what is reduced at once.
+        device_type: Where gradients are coded.
+    """
+    run = PART_NUMEL[device_type == "cuda"]
+    longest = 0
+    for pair, row_numel in reduction.coded_rows(reduction.methods):
+        if not (pair.uplink.in_one_pass and (reduction.is_sharded or pair.downlink.in_one_pass)):
+            longest = max(longest, row_numel, min(run, reduction.topology.num_peers * row_numel))
+    reducing = (round(_reducing_nbytes(reduction, names)) for names in coded)
+    return longest * _WORKING_NBYTES + max(reducing, default=0)
+
+
+def _reducing_nbytes(reduction: ReductionPlan, names: Sequence[str]) -> float:
+    copied = 4 if reduction.is_sharded else 0  # rows of several ranks are put together first
+    return max(
+        (
+            sum((method.temporary_nbytes + copied) * spec.numel for spec in members)
+            for method, members in reduction.reduced(names).items()
+            if method.temporary_nbytes
+        ),
+        default=0.0,
+    )
+
+
+# -- residuals --------------------------------------------------------------------------------------------------------
+
+
+def _residual_nbytes(reduction: ReductionPlan) -> int:
+    """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
+    comm = LocalComm(reduction.topology.num_peers)
+    served: dict[Method, dict[str, TensorSpec]] = {}
+    for name, method in reduction.methods.items():
+        served.setdefault(method, {})[name] = reduction.specs[name]
+    return sum(_store_nbytes(method, members, comm) for method, members in served.items())
+
+
+def _store_nbytes(method: Method, specs: Mapping[str, TensorSpec], comm: Comm) -> int:
+    meta = torch.device("meta")
+    if method.whole_model:
+        return method.make_store(specs, comm, meta).nbytes
+    equal: dict[object, list[TensorSpec]] = {}
+    for spec in specs.values():
+        equal.setdefault((spec.shape, spec.ranges), []).append(spec)
+    return sum(
+        len(members) * method.make_store({members[0].name: members[0]}, comm, meta).nbytes for members in equal.values()
+    )
