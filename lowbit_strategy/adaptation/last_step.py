@@ -53,7 +53,7 @@ class LastStep:
         return {"names": self.names, "seconds": self.seconds, "rows": rows, "place": [world.rank, world.world_size]}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """In another layout the first rank takes what all have measured."""
+        """If the layout is another one the first rank takes what all have measured."""
         self.forget()
         rest = iter(states)
         own = next(rest)

@@ -118,7 +118,7 @@ def plan(
             of local steps the report is about those that come after a synchronous part.
 
     Raises:
-        ValueError, RuntimeError: As `prepare` would on these nodes.
+        ValueError, RuntimeError: What `prepare` would raise on these nodes.
     """
     prepared = checked(module, compressor, options, scatter=planned.scatter)
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes

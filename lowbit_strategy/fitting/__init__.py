@@ -1,1 +1,1 @@
-"""`memory=`: what compression keeps has to fit."""
+"""`memory=`: what compression keeps, and what of it fits."""

@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """For messages on this rank, and for coding them where no kernel does, at most."""
+        """What messages take on this rank, and coding them where no kernel does, at most."""
         return self.messages + self.working
 
     @property

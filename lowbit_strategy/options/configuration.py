@@ -13,6 +13,7 @@ from typing_extensions import dataclass_transform
 from lowbit_strategy.options.conversion import Source, convert_all, or_name, types_of, unknown_option
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -58,14 +59,14 @@ def configuration(cls: type[T]) -> type[T]:
     return cls
 
 
-def takes_options_of(source: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_options_of(source: type) -> Callable[[F], F]:
     """Show the fields of a configuration as arguments of a constructor that takes them in its ``**kwargs``.
 
     They stand in one place, the configuration, and editors, LightningCLI and ``inspect.signature`` see them here too.
     The constructor calls `take_options`.
     """
 
-    def show(initialize: Callable[..., None]) -> Callable[..., None]:
+    def show(initialize: F) -> F:
         own = inspect.signature(initialize)
         kinds = types_of(source)
         shown = [

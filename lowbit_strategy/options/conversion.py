@@ -14,6 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
+
 # What other libraries and publications call an option, and its name here.
 _ELSEWHERE = {
     "compress_ratio": "density",
@@ -68,7 +71,7 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
     return TypeError(f"{of} has no option {name!r}{hint} Known: {', '.join(names)}")
 
 
-def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., None]:
+def refusing_unknown_options(initialize: F) -> F:
     """A constructor written by hand, with the same error for options that it does not have."""
     known = [name for name in inspect.signature(initialize).parameters if name != "self"]
 
@@ -78,10 +81,7 @@ def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., N
             raise unknown_option(type(self).__name__, unknown, known)
         initialize(self, *values, **options)
 
-    return __init__
-
-
-T = TypeVar("T")
+    return __init__  # type: ignore[return-value]
 
 
 class Source(enum.Enum):
@@ -164,7 +164,7 @@ def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[A
     """Convert several values, given name, value and type of each; see `convert`.
 
     Raises:
-        ValueError: As for `convert`; faults of all values are named.
+        ValueError: The same as of `convert`; faults of all values are named.
     """
     try:
         return _parts(parts, source)
@@ -176,7 +176,7 @@ def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
     """Parts of one value: place, value and type of each.
 
     Raises:
-        Faults: Of all parts.
+        Faults: Parts are wrong; all of them are named.
     """
     made: list[Any] = []
     faults: list[tuple[str, str]] = []

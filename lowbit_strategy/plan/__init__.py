@@ -1,6 +1,6 @@
-"""What a set-up sends and keeps, as numbers: messages, bytes and memory, computed here and nowhere else.
+"""What a set-up sends, as numbers: messages and bytes, computed here and nowhere else.
 
 A `StepPlan` follows from compressor, weights, parameters, sharding and ranks. It needs no process group and
 takes no memory, so that it can be made for any model on any number of ranks. The engine's byte check, the start-up
-report, dry runs and monitors read it.
+report and dry runs read it.
 """

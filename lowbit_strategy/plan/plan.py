@@ -19,7 +19,7 @@ from lowbit_strategy.ranks.ranks import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one rank sends, and what it keeps follows from (`lowbit_strategy.fitting`).
+    """What one rank sends, and everything that its bytes and memory follow from.
 
     Args:
         topology: The ranks.

@@ -96,7 +96,7 @@ class StepMeasure:
         Args:
             widths: Numbers in a row, by figure. A parameter without one has zeros.
             facts: This rank's, in addition.
-            names: Of which parameters; None: of all.
+            names: The parameters; None: all.
         """
         names, device = list(self._sync.specs) if names is None else names, self._sync.device
         parts = []

@@ -218,9 +218,6 @@ class Observer(BucketObserver, StepListener):
         self._last_end = end
 
     def _sum_up(self, seconds: float | None) -> None:
-        self.last = self._summarize(seconds)
-
-    def _summarize(self, seconds: float | None) -> Observation:
         sync, names = self.sync, list(self.sync.specs)
         own, left = self.own_sent_nbytes, sum(comm.between_nodes(sent) for comm, sent in self._sent.items())
         facts = [_seconds(self._codes), _seconds(self._waits), own, seconds or 0.0, left]
@@ -232,7 +229,7 @@ class Observer(BucketObserver, StepListener):
         rows = torch.cat([scaled, torch.tensor(nbytes, dtype=torch.float64)[:, None]], dim=1)
         sums = dict(zip(names, rows.tolist(), strict=True))
         groups = grouped(names, self.group_by)
-        return Observation(
+        self.last = Observation(
             step=self._step,
             total=self._figures(names, sums),
             groups={group: self._figures(members, sums) for group, members in groups.items()},

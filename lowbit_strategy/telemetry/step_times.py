@@ -161,7 +161,7 @@ def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> st
     Args:
         step: The median of those that were timed.
         sent_nbytes: What this rank sent in one of them, gradients and weights.
-        plans: Of the run.
+        plans: The plans of the run, by who reduces.
     """
     fp32, bf16 = (sum(uncompressed_nbytes(plan, dtype) for plan in plans) for dtype in (torch.float32, torch.bfloat16))
     what = "gradients" if plans[0].coding in (None, Exact()) else "gradients and weights"
