@@ -227,13 +227,24 @@ def compress(
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:
-    """A backward pass begins a step; gradients may be cleared until then. The session lives as long as the model."""
+    """A backward pass begins a step; gradients may be cleared until then. The session lives as long as the model.
+
+    Under DDP the pass may be one rank's own, through the module itself: there ranks meet when DDP has gradients.
+    """
     weak = weakref.ref(session)
-    held = None if isinstance(model, DistributedDataParallel) else session  # DDP holds it until it is gone itself
+    is_ddp = isinstance(model, DistributedDataParallel)
+    held = None if is_ddp else session  # DDP holds it until it is gone itself
 
     def begin() -> None:
         current = weak() if held is None else held
         if current is not None and not current.is_closed:
-            current.begin_step(scaler)
+            current.begin_pass()
+            if not is_ddp:
+                current.begin_reducing(scaler)
 
+    def begin_late() -> None:
+        if (current := weak()) is not None:
+            current.begin_reducing(scaler)
+
+    session.sync.begin_late = begin_late
     before_backward(model, begin)

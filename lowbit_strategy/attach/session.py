@@ -153,6 +153,11 @@ class Session:
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
         """
+        self.begin_pass(loss)
+        self.begin_reducing(scaler)
+
+    def begin_pass(self, loss: torch.Tensor | None = None) -> None:
+        """What a rank does of `begin_step` for a backward pass that may be its own: 1 to 3."""
         if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
@@ -165,6 +170,9 @@ class Session:
                 raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
             self.extend()
         self.pace.begin_backward(loss)
+
+    def begin_reducing(self, scaler: Any = None) -> None:
+        """What ranks do together of `begin_step`, at the latest when DDP has the first gradients of a pass: 4."""
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun), rates=self._use.rates)

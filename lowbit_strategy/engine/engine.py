@@ -76,6 +76,7 @@ class GradientSync:
         extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
         steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
+        begin_late: Called under DDP when gradients arrive before `begin_step`, which it may call.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
         follower: Who follows gradients to the optimizers' steps.
         extra: What ranks exchange in addition to gradients.
@@ -106,6 +107,7 @@ class GradientSync:
         self.part_state: dict[str, PartState] = {}
         self.steps_per_reduction = 1
         self.rounds: Rounds | None = None
+        self.begin_late: Callable[[], None] = lambda: None
         self.follower, self.extra = Follower(), Extra()
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributions import Normal
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.custom_loop import compress
+from lowbit_strategy import LoCo
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.custom_loop import adapt, compress
 from testing.processes.scenarios import Facts, all_but, none, scenarios
 from testing.training.comparing import fingerprint
 
@@ -159,3 +161,36 @@ def test_a_step_begins_whatever_way_the_loss_was_reached(facts: list[Facts]) -> 
         assert found["dense"] == found["None"]
         assert found["loco"] != found["None"]
         assert found == facts[0]
+
+
+def alone(folder: Path) -> Facts:
+    """Rank 0 asks for gradients past DDP, which stock synchronizes with nobody, between steps at which controllers
+    decide together.
+    """
+    prints = []
+    for asks in (False, True):
+        torch.manual_seed(1)
+        net = TwoMethods()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        model = DistributedDataParallel(net)
+        session = compress(model, optimizer, "loco")
+        levels = LoCo(bits=8), LoCo(bits=2)
+        adapt(session.sync, Accordion(light=levels[0], heavy=levels[1], interval=2, unit="steps"))
+        for step in range(5):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + torch.distributed.get_rank()))
+            if asks and torch.distributed.get_rank() == 0:
+                net(x).square().mean().backward()
+                optimizer.zero_grad()
+            torch.distributed.barrier()
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        prints.append((fingerprint(net), session.sync.step_index))
+    return {"prints": prints}
+
+
+@scenarios(alone)
+def test_a_backward_pass_of_one_rank_alone_waits_for_nobody(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["prints"][0] == rank["prints"][1]
+        assert rank == facts[0]
