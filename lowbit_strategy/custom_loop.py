@@ -32,7 +32,7 @@ from lowbit_strategy.attach.prepare import checked, compare, prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
-from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.backward import before_backward
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_fields, level_metrics
 from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
-from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform

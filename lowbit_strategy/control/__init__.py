@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy import leaves
 from lowbit_strategy.control.accordion import Accordion as Accordion
-from lowbit_strategy.control.accordion import AccordionBatch as AccordionBatch
 from lowbit_strategy.control.base import (
     Controller,
     Decision,
@@ -20,38 +19,37 @@ from lowbit_strategy.control.base import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.guard import Bounds as Bounds
-from lowbit_strategy.control.guard import Guard as Guard
-from lowbit_strategy.control.schedule import Phase as Phase
-from lowbit_strategy.control.schedule import Schedule as Schedule
-from lowbit_strategy.control.static import Static as Static
+from lowbit_strategy.control.bounds import Bounds as Bounds
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
 if TYPE_CHECKING:
+    from lowbit_strategy.control.zoo.accordion_batch import AccordionBatch as AccordionBatch
     from lowbit_strategy.control.zoo.adaqs import AdaQS as AdaQS
     from lowbit_strategy.control.zoo.gravac import GraVAC as GraVAC
+    from lowbit_strategy.control.zoo.guard import Guard as Guard
+    from lowbit_strategy.control.zoo.schedule import Phase as Phase
+    from lowbit_strategy.control.zoo.schedule import Schedule as Schedule
+    from lowbit_strategy.control.zoo.static import Static as Static
 
-# One import and one line here for each; of the zoo the line alone.
-CONTROLLERS: dict[str, Callable[..., Controller]] = {
-    "accordion": Accordion,
-    "accordion_batch": AccordionBatch,
-    "guard": Guard,
-    "schedule": Schedule,
-    "static": Static,
-}
-_ZOO = {
+CONTROLLERS: dict[str, Callable[..., Controller]] = {"accordion": Accordion}
+_ZOO = {  # one line for each; nothing is imported where it is not there
+    "accordion_batch": "lowbit_strategy.control.zoo.accordion_batch:AccordionBatch",
     "adaqs": "lowbit_strategy.control.zoo.adaqs:AdaQS",
     "gravac": "lowbit_strategy.control.zoo.gravac:GraVAC",
+    "guard": "lowbit_strategy.control.zoo.guard:Guard",
+    "schedule": "lowbit_strategy.control.zoo.schedule:Schedule",
+    "static": "lowbit_strategy.control.zoo.static:Static",
 }
 CONTROLLERS |= {name: leaves.load(target, name) for name, target in _ZOO.items() if leaves.is_present(target)}
+_TARGETS = {each.rpartition(":")[2]: each for each in (*_ZOO.values(), "lowbit_strategy.control.zoo.schedule:Phase")}
 __all__ = [
     "CONTROLLERS",
+    "Accordion",
     "Bounds",
     "Controller",
     "Decision",
     "EndToEnd",
     "Energy",
-    "Phase",
     "Probe",
     "Progress",
     "State",
@@ -59,16 +57,15 @@ __all__ = [
     "Telemetry",
     "group_of",
     "register_controller",
-    *(controller.__name__ for controller in CONTROLLERS.values()),
+    *(name for name, target in _TARGETS.items() if leaves.is_present(target)),
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """A controller of the zoo."""
-    target = next((each for each in _ZOO.values() if each.endswith(f":{name}")), None)
-    if target is None:
+    """A name of the zoo."""
+    if name not in _TARGETS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return leaves.load(target, name)
+    return leaves.load(_TARGETS[name], name)
 
 
 def register_controller(name: str, controller: Callable[..., Controller]) -> None:

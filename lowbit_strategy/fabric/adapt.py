@@ -11,7 +11,7 @@ from torch import nn
 from lowbit_strategy import custom_loop
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.control.base import Controller, GroupBy
-from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry.observe import Observer
 

@@ -10,7 +10,7 @@ from typing import Any
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.control.base import Controller, GroupBy, Progress
-from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.observe import Observation

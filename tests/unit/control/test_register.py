@@ -10,7 +10,7 @@ import pytest
 from lowbit_strategy import Compressor, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.control import CONTROLLERS, Controller, Decision, State, Static, Telemetry, register_controller
+from lowbit_strategy.control import CONTROLLERS, Accordion, Controller, Decision, State, Telemetry, register_controller
 from lowbit_strategy.options.conversion import Source, convert
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2)
@@ -50,6 +50,6 @@ def test_a_file_names_a_registered_controller() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="there is a controller called 'static' already"):
-        register_controller("static", Alternating)
-    assert CONTROLLERS["static"] is Static
+    with pytest.raises(ValueError, match="there is a controller called 'accordion' already"):
+        register_controller("accordion", Alternating)
+    assert CONTROLLERS["accordion"] is Accordion

@@ -18,7 +18,7 @@ from lowbit_strategy.control import (
     Static,
     group_of,
 )
-from lowbit_strategy.control.guard import Reading
+from lowbit_strategy.control.bounds import Reading
 from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run
 
