@@ -30,8 +30,8 @@ from torch import nn
 from benchmarks.runs import ChangedSetting, ResultsFile, Runs, warmup_then_cosine
 from benchmarks.simulated import DENSE, Exchange, parse, training, validation_loss
 from benchmarks.small_models import Convolutional, make_model
-from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.second_moment.planned import needs_squares

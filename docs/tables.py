@@ -25,9 +25,9 @@ from lowbit_strategy.local_steps.interval import AdaComm, Quadratic, Seconds, St
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor
-from lowbit_strategy.methods.composed import Composed
 from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.weight_codings import WEIGHTS
+from lowbit_strategy.methods.zoo.composed import Composed
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan

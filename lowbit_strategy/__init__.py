@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from lowbit_strategy.local_steps import *  # noqa: F403
 
     # table: compressor_imports
-    from lowbit_strategy.methods.composed import Partition as Partition
-    from lowbit_strategy.methods.composed import WarmUp as WarmUp
     from lowbit_strategy.methods.dense import Dense as Dense
     from lowbit_strategy.methods.dgc import DGC as DGC
     from lowbit_strategy.methods.efsignsgd import EFSignSGD as EFSignSGD
     from lowbit_strategy.methods.exdyna import ExDyna as ExDyna
-    from lowbit_strategy.methods.exdyna import MiCRO as MiCRO
     from lowbit_strategy.methods.loco import LoCo as LoCo
     from lowbit_strategy.methods.powersgd import PowerSGD as PowerSGD
     from lowbit_strategy.methods.qsgd import QSGD as QSGD
@@ -36,6 +33,8 @@ if TYPE_CHECKING:
     from lowbit_strategy.methods.zoo.adacomp import AdaComp as AdaComp
     from lowbit_strategy.methods.zoo.atomo import ATOMO as ATOMO
     from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK as ChunkTopK
+    from lowbit_strategy.methods.zoo.composed import Partition as Partition
+    from lowbit_strategy.methods.zoo.composed import WarmUp as WarmUp
     from lowbit_strategy.methods.zoo.deft import DEFT as DEFT
     from lowbit_strategy.methods.zoo.eden import EDEN as EDEN
     from lowbit_strategy.methods.zoo.ef21 import EF21 as EF21
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ as GradiVeQ
     from lowbit_strategy.methods.zoo.gspar import GSpar as GSpar
     from lowbit_strategy.methods.zoo.gtopk import GTopK as GTopK
+    from lowbit_strategy.methods.zoo.micro import MiCRO as MiCRO
     from lowbit_strategy.methods.zoo.natural import NaturalCompression as NaturalCompression
     from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD as OneBitSGD
     from lowbit_strategy.methods.zoo.rotate import Rotate as Rotate

@@ -65,9 +65,9 @@ def compile_all(device: torch.device) -> Figures:
 def bytes_of_rows(device: torch.device) -> Figures:
     """Rotation, which LoCo without a residual has, and the largest of chunks. On a CPU in Triton's interpreter."""
     if device.type == "cuda":
-        from lowbit_strategy.kernels.triton import rotation, sparse
+        from lowbit_strategy.methods.zoo.kernels.triton import chunk_top_k, rotation
 
-        wrong = check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) + check_chunks(sparse, "cuda")
+        wrong = check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) + check_chunks(chunk_top_k, "cuda")
     else:
         lines = python("-W", "ignore", "-m", "testing.kernels.triton_worker", "rows", "0", "1", timeout=280)
         wrong = [line for line in lines.splitlines() if line != "cases: 2"]

@@ -13,7 +13,7 @@ from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
 from benchmarks.gpu_acceptance.profiling import LAUNCHES_BAR, profiled
 from benchmarks.gpu_acceptance.training import train
 from lowbit_strategy import Dense, LoCo
-from lowbit_strategy.methods.composed import WarmUp
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from testing.processes.ranks import run_ranks
 
 STEPS = 12

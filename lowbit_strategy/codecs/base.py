@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -22,38 +21,6 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 
 _SEED = 0x5EED
 FEW_BITS = 3  # codes of one and two bits, and ternary ones, have fewer
-
-
-def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
-    """Whether ``|x - C(x)| < |x|`` held for each of some blocks that are hard for one code or another.
-
-    Otherwise a residual of such a block would grow with every step. True is no proof; False is one.
-
-    Args:
-        decoded: C, for float32 of `block_size` elements.
-        block_size: Elements that are coded together.
-    """
-    for x in hard_blocks(block_size):
-        error = (x.double() - decoded(x).double()).square().sum()
-        if not error < x.double().square().sum():
-            return False
-    return True
-
-
-def hard_blocks(block_size: int) -> Iterator[Tensor]:
-    """float32 [block_size]: one element alone, alone in noise, all equal, alternating, Gaussian, heavy tails."""
-    noise = torch.randn(block_size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
-    index = torch.arange(block_size, dtype=torch.float32)
-    alone = (index == block_size // 2).float()
-    yield alone
-    yield -alone
-    yield alone + 0.01 * noise
-    yield torch.ones_like(index)
-    yield 1.0 - 2.0 * (index % 2)
-    yield index + 1.0
-    yield noise
-    yield noise.pow(5)
-    yield torch.exp2(-(index % 100))
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -108,20 +75,9 @@ class Codec(ABC):
         """A few words for reports."""
         return type(self).__name__.removesuffix("Codec").lower()
 
-    def nearest(self) -> Codec:
-        """The code with the least error instead of no bias: what error feedback needs, since the error of an unbiased
-        code with few values is larger than its input. Itself where there is no such choice.
-        """
-        return self
-
     def decoded(self, x_N: Tensor) -> Tensor:
         """What the others decode of one tensor, float32 [N]."""
         return self.decode_sum(self.encode(x_N, seed=0)[None], x_N.numel())
-
-    @property
-    def contracts(self) -> bool:
-        """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; found out with some hard blocks."""
-        return contracts(self.decoded, max(self.block_size, 64))
 
     @property
     def keeps_zeros(self) -> bool:
@@ -143,10 +99,6 @@ class Codec(ABC):
     @abstractmethod
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
-
-    def stateless(self) -> Codec:
-        """This codec, without what a `StatefulCodec` keeps."""
-        return self
 
     @property
     def has_few_bits(self) -> bool:
@@ -313,11 +265,3 @@ class StatefulCodec(Codec):
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         self.codec.decode_sum_(wire_WB, out, segments, {}, alpha)
-
-    def stateless(self) -> Codec:
-        """The codec alone, without its residual: for wrappers, which have a rule of their own.
-
-        Raises:
-            ValueError: It has no codec that could serve alone.
-        """
-        raise ValueError(f"{self.label!r} has no codec of its own: wrap a quantizer such as QSGD, LoCo or OneBitSGD")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -39,11 +39,6 @@ class BlockCodec(BucketCodec):
     @property
     def block_size(self) -> int:
         return self.fmt.block_size
-
-    def nearest(self) -> BlockCodec:
-        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # in every block signs fit best at its mean
-            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
-        return replace(self, rounding="nearest")
 
     def decoded(self, x_N: Tensor) -> Tensor:
         """Encode and decode by the reference: no kernel is built or compiled for it."""

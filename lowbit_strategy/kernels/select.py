@@ -1,4 +1,4 @@
-"""Selection by magnitude: thresholds, counts, exact top-k, samples, chunks. The public ops.
+"""Selection by magnitude: thresholds, counts, exact top-k, samples. The public ops.
 
 All work on float32, 1-D, contiguous; results do not depend on the backend or the number of threads.
 """
@@ -15,7 +15,6 @@ from lowbit_strategy.kernels.native import sparse as native
 from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.reference.rng import sample_positions
 
-CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 MAX_INT32_NUMEL = 2**31 - 1
 _PIECE_NUMEL = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
 _SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
@@ -30,7 +29,10 @@ class OverflowedSum(ArithmeticError):
     """Finite numbers have a sum that is not; it has been written."""
 
 
-def _check(x: Tensor) -> None:
+def check_vector(x: Tensor) -> None:
+    """Raises:
+    TypeError: Not what the ops of this file take.
+    """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         raise TypeError(f"selection works on contiguous 1-D float32 tensors, got {x.dtype} of shape {tuple(x.shape)}")
 
@@ -53,7 +55,7 @@ def select_above(
         OverflowedSum: Not all sums are finite.
     """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
-        _check(x)
+        check_vector(x)
     is_long = x.numel() > MAX_INT32_NUMEL
     is_native = not is_long and backends.is_native(x.device)
     if addend is not None and not (is_native and _is_plain(x, addend)):
@@ -85,7 +87,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
 
     With `addend`, of the same size, ``|x + addend|`` there.
     """
-    _check(x)
+    check_vector(x)
     if num >= x.numel():
         return x.abs() if addend is None else (x + addend).abs_()
     if _is_plain(x, addend) and backends.is_native(x.device):
@@ -125,7 +127,7 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
         OverflowedSum: Not all sums are finite.
     """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
-        _check(x)
+        check_vector(x)
     if k > x.numel():
         raise ValueError(f"top_k: k is {k} but there are only {x.numel()} elements")
     if _is_small(x, k) and _is_plain(x, addend):
@@ -222,33 +224,6 @@ def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
     free = is_free.nonzero().view(-1)[: k - candidates.numel()]
     indices = torch.cat([candidates.long(), free]).sort().values
     return indices, x.index_select(0, indices)
-
-
-def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of each chunk of 4,096 elements; of equal ones the first, NaN before all numbers.
-
-    Shapes are fixed by the arguments' shapes: the host waits for nothing.
-
-    Args:
-        x: float32 [M * 4096].
-        kept_M: int32, how many of each chunk, 0 to `room`.
-        room: Entries per chunk, at most 4,096.
-
-    Returns:
-        Positions in the chunk, int16 [M, room], ascending, and their values, float32; zeros beyond `kept_M`.
-    """
-    _check(x)
-    if x.numel() != kept_M.numel() * CHUNK_NUMEL or kept_M.dtype != torch.int32 or not 0 < room <= CHUNK_NUMEL:
-        raise ValueError(
-            f"chunk_top_k takes {CHUNK_NUMEL} elements per entry of kept_M (int32) and room for 1 to {CHUNK_NUMEL},"
-            f" got {x.numel()} elements, {kept_M.numel()} entries of {kept_M.dtype} and room={room}"
-        )
-    positions = torch.zeros(kept_M.numel(), room, dtype=torch.int16, device=x.device)
-    values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=x.device)
-    if not kept_M.numel():
-        return positions, values
-    backends.implementation("sparse", backends.choose(x.device)).chunk_top_k(x, kept_M, positions, values)
-    return positions, values
 
 
 class Sum:

@@ -64,11 +64,11 @@ ENTRIES: dict[str, Entry] = {
     "loco4": _of("loco:LoCo"),
     "loco_ternary": _of("loco:LoCo", **_TWO_BITS | {"codebook": "ternary_unit_gain"}),
     "loco_uniform": _of("loco:LoCo", codebook="uniform"),  # as published
-    "micro": _of("exdyna:MiCRO"),
+    "micro": _of("zoo.micro:MiCRO"),
     "multiscale": _of("zoo.sharedscale:MultiScale"),
     "naturalcompression": _of("zoo.natural:NaturalCompression"),
     "onebitsgd": _of("zoo.onebitsgd:OneBitSGD"),
-    "partition": _of("composed:Partition"),
+    "partition": _of("zoo.composed:Partition"),
     "powersgd": _of("powersgd:PowerSGD"),
     "qsgd": _of("qsgd:QSGD"),
     "randomk": _of("randomk:RandomK"),
@@ -82,6 +82,6 @@ ENTRIES: dict[str, Entry] = {
     "terngrad": _of("zoo.sharedscale:TernGrad"),
     "threelc": _of("zoo.threelc:ThreeLC"),
     "topk": _of("topk:TopK"),
-    "warmup": _of("composed:WarmUp"),
+    "warmup": _of("zoo.composed:WarmUp"),
 }
 CLASSES = {entry.class_name: entry.target for entry in ENTRIES.values()}

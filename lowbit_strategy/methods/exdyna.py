@@ -150,16 +150,3 @@ class ExDyna(CommonPositions):
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
-
-
-@configuration
-class MiCRO(ExDyna):
-    """`ExDyna` with partitions of fixed size: simpler, but uneven where large gradients are close together.
-
-    References:
-        Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
-        Training", 2023, arXiv 2310.00967. From the definition, not from the authors' code.
-    """
-
-    name: ClassVar[str] = "micro"
-    balances: ClassVar[bool] = False

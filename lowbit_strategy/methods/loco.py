@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from lowbit_strategy import leaves
 from lowbit_strategy.codecs.base import Arena, Codec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.blocks import encode_
 from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, unbiased_lloyd_max
@@ -71,9 +71,6 @@ class LoCoCodec(StatefulCodec):
     @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
-
-    def stateless(self) -> Codec:
-        return self.codec
 
     def arenas(self) -> dict[str, Arena]:
         return residual_arenas(self.residual)
@@ -249,6 +246,9 @@ class LoCo(TwoPrecisionCompressor):
         return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))
 
 
-def _unbiased(codes: BlockFormat) -> RotatedCodec:
+def _unbiased(codes: BlockFormat) -> Codec:
     """A hop without a residual."""
-    return RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED)
+    rotated: Codec = leaves.load("lowbit_strategy.methods.zoo.rotated:RotatedCodec", "residual='none'")(
+        BlockCodec(codes, "stochastic"), ROTATED
+    )
+    return rotated

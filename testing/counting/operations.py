@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
-from lowbit_strategy.kernels import backends, rotation
+from lowbit_strategy.kernels import backends
+from lowbit_strategy.methods.zoo.kernels import chunk_top_k, rotation
 
 STOCK = "stock"  # FSDP2 as it is
 ALONE = "alone"  # the model on one rank
@@ -54,12 +55,14 @@ def _counting() -> Iterator[_Counted]:
 
     def kernels(stem: str, backend: backends.Backend) -> SimpleNamespace:
         found = vars(implementation(stem, backend))
-        return SimpleNamespace(
-            **{name: launched(found[name]) for name in ("encode_", "decode_sum_", "chunk_top_k") if name in found}
-        )
+        return SimpleNamespace(**{name: launched(found[name]) for name in ("encode_", "decode_sum_")})
 
-    rotate = launched(rotation.rotate_rows)
-    with patch.object(backends, "implementation", kernels), patch.object(rotation, "rotate_rows", rotate), counted:
+    of_the_zoo = [(rotation, "rotate_rows"), (chunk_top_k, "reference"), (chunk_top_k, "in_c")]
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(backends, "implementation", kernels))
+        for module, name in of_the_zoo:
+            patches.enter_context(patch.object(module, name, launched(getattr(module, name))))
+        patches.enter_context(counted)
         yield counted
 
 

@@ -18,7 +18,6 @@ from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_l
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods.composed import Partition, WarmUp
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
@@ -26,6 +25,7 @@ from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.signsgd import SignSGD
 from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
+from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from lowbit_strategy.methods.zoo.eden import EDEN
 from lowbit_strategy.methods.zoo.ef21 import EF21
 from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback

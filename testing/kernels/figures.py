@@ -12,10 +12,11 @@ import torch
 
 from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
-from lowbit_strategy.kernels.triton import dense, rotation
+from lowbit_strategy.kernels.triton import dense
 from lowbit_strategy.kernels.triton.blocks import loops_of
 from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch
-from lowbit_strategy.kernels.triton.sparse import CHUNK
+from lowbit_strategy.methods.zoo.kernels.chunk_top_k import CHUNK_NUMEL
+from lowbit_strategy.methods.zoo.kernels.triton import rotation
 from testing.kernels import offline
 from testing.kernels.offline import Resources
 
@@ -113,7 +114,7 @@ WORKS: dict[str, Work] = {
     "rotation of 32": Work(
         lambda arch: offline.rotate_resources(32, inverse=False, arch=arch), rotation.LAUNCH.tile(32), 8
     ),
-    "largest of chunks": Work(lambda arch: offline.chunk_top_k_resources(arch=arch), CHUNK, 4, (31,)),
+    "largest of chunks": Work(lambda arch: offline.chunk_top_k_resources(arch=arch), CHUNK_NUMEL, 4, (31,)),
 }
 
 

@@ -22,11 +22,13 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.triton import blocks, dense, encode, rotation
+from lowbit_strategy.kernels.triton import blocks, dense, encode
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import Launch, device_format
-from lowbit_strategy.kernels.triton.sparse import CHUNK, NUM_WARPS, chunk_top_k_kernel
+from lowbit_strategy.methods.zoo.kernels.chunk_top_k import CHUNK_NUMEL
+from lowbit_strategy.methods.zoo.kernels.triton import rotation
+from lowbit_strategy.methods.zoo.kernels.triton.chunk_top_k import NUM_WARPS, chunk_top_k_kernel
 
 _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8"}
 _ALIGNED = [["tt.divisibility", 16]]
@@ -135,8 +137,8 @@ def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch
 
 def chunk_top_k_resources(*, arch: int) -> Resources:
     types = {"x": "*fp32", "positions": "*i16", "values": "*fp32", "kept": "*i32", "room": "i32"}
-    launch = Launch(elements_per_thread=CHUNK // (32 * NUM_WARPS), num_warps=NUM_WARPS, vector=4)
-    return _compile(chunk_top_k_kernel, types, {"CHUNK": CHUNK}, launch, arch)
+    launch = Launch(elements_per_thread=CHUNK_NUMEL // (32 * NUM_WARPS), num_warps=NUM_WARPS, vector=4)
+    return _compile(chunk_top_k_kernel, types, {"CHUNK": CHUNK_NUMEL}, launch, arch)
 
 
 def rotate_resources(size: int, *, inverse: bool, arch: int) -> Resources:

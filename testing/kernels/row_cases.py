@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.reference import sparse as reference_select
-from lowbit_strategy.kernels.rotation import rotate_rows, signs
+from lowbit_strategy.methods.zoo.kernels.chunk_top_k import reference
+from lowbit_strategy.methods.zoo.kernels.rotation import rotate_rows, signs
 
 ROTATIONS = ((1, 2), (5, 32), (300, 32), (33, 128), (3, 512), (1, 512))
 LARGE_ROTATIONS = ((131_077, 32), (4097, 512))  # many programs, and a rest
@@ -49,10 +49,10 @@ def check_chunks(fast: Any, device: str) -> list[str]:
     wrong = []
     for name, x, kept_M, room in chunk_cases():
         results = []
-        for module, where in ((reference_select, "cpu"), (fast, device)):
+        for choose_, where in ((reference, "cpu"), (fast.chunk_top_k, device)):
             positions = torch.zeros(kept_M.numel(), room, dtype=torch.int16, device=where)
             values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=where)
-            module.chunk_top_k(x.to(where), kept_M.to(where), positions, values)
+            choose_(x.to(where), kept_M.to(where), positions, values)
             results.append({"positions": positions.cpu(), "values": values.cpu().view(torch.int32)})
         wanted, found = results
         wrong += [f"{name}: {what} differ" for what in wanted if not torch.equal(wanted[what], found[what])]

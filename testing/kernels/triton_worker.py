@@ -14,8 +14,9 @@ import sys
 import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from lowbit_strategy.kernels.triton import blocks, dense, rotation, sparse
+from lowbit_strategy.kernels.triton import blocks, dense
 from lowbit_strategy.kernels.triton.layout import device_format, encode_launch
+from lowbit_strategy.methods.zoo.kernels.triton import chunk_top_k, rotation
 from testing.kernels.cases import (
     check_case,
     check_dense,
@@ -45,7 +46,7 @@ def main(which: str, part: int, num_parts: int) -> None:
         print(*wrong, "cases: 2", sep="\n")
         return
     if which == "rows":
-        wrong = check_rotations(rotation, "cpu") + check_chunks(sparse, "cpu")
+        wrong = check_rotations(rotation, "cpu") + check_chunks(chunk_top_k, "cpu")
         print(*wrong, "cases: 2", sep="\n")
         return
     chosen = {"quick": quick_cases, "core": core_cases, "other": other_cases}[which]()[part::num_parts]

@@ -46,15 +46,15 @@ def test_dense_messages_are_the_references() -> None:
 
 
 def test_rotations_are_the_references() -> None:
-    from lowbit_strategy.kernels.triton import rotation
+    from lowbit_strategy.methods.zoo.kernels.triton import rotation
 
     assert check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) == []
 
 
 def test_the_largest_of_chunks_are_the_references() -> None:
-    from lowbit_strategy.kernels.triton import sparse
+    from lowbit_strategy.methods.zoo.kernels.triton import chunk_top_k
 
-    assert check_chunks(sparse, "cuda") == []
+    assert check_chunks(chunk_top_k, "cuda") == []
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -26,13 +26,14 @@ from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.flat_model import FlatModel
 from lowbit_strategy.methods.dgc import DGC
-from lowbit_strategy.methods.exdyna import ExDyna, MiCRO
+from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.methods.zoo.adacomp import AdaComp
 from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
 from lowbit_strategy.methods.zoo.gtopk import GTopK
+from lowbit_strategy.methods.zoo.micro import MiCRO
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
 from lowbit_strategy.model.fsdp_sharding import sharded_groups

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import native
-from lowbit_strategy.kernels.native import function, isa, run, run_on_elements
+from lowbit_strategy.kernels.native import function, isa, run_on_elements
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
-
-_CHUNK = 4096
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -27,13 +25,6 @@ def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> 
         x.data_ptr(), _address(addend), x.numel(), num, hash32(seed), magnitudes.data_ptr()
     )
     return magnitudes
-
-
-def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
-    kept_M, room = kept_M.contiguous(), positions_MK.shape[1]
-    choose, name = function("lowbit_chunk_top_k"), isa().encode()
-    addresses = kept_M.data_ptr(), room, positions_MK.data_ptr(), values_MK.data_ptr()
-    run(lambda first, last: choose(name, x.data_ptr(), first, last, *addresses), kept_M.numel(), _CHUNK)
 
 
 def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:

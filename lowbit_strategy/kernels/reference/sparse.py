@@ -28,20 +28,6 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return order[:k].sort().values
 
 
-def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
-    """The `kept_M` largest magnitudes of each chunk: positions ascending, of equal ones the first, NaN before all."""
-    chunk = x.numel() // kept_M.numel()
-    x_MC = x.view(-1, chunk)
-    keys_MC = x_MC.view(torch.int32) & 0x7FFFFFFF
-    room = positions_MK.shape[1]
-    order_MK = keys_MC.argsort(dim=1, descending=True, stable=True)[:, :room]
-    is_free_MK = torch.arange(room, device=x.device) >= kept_M[:, None]
-    chosen_MK = order_MK.masked_fill(is_free_MK, chunk).sort(1).values
-    chosen_MK.masked_fill_(is_free_MK, 0)
-    positions_MK.copy_(chosen_MK)
-    values_MK.copy_(x_MC.gather(1, chosen_MK).masked_fill(is_free_MK, 0.0))
-
-
 BLOCK_BITS = 16
 
 

@@ -36,10 +36,6 @@ class Reducer(Method):
     def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return True  # what is not chosen is zero, and so are products with a row of zeros
 
-    def nearest(self) -> Reducer:
-        """The variant with the least error instead of no bias, for use with feedback; see `Codec.nearest`."""
-        return self
-
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         """State by parameter name; none by default.
 

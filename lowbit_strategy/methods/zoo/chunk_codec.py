@@ -12,7 +12,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import BucketCodec, Codec, DenseCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
+from lowbit_strategy.methods.zoo.contraction import nearest
+from lowbit_strategy.methods.zoo.kernels.chunk_top_k import CHUNK_NUMEL, chunk_top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ChunkCodec(BucketCodec):
         return min(tail, max(1, round(tail * self.density)))
 
     def nearest(self) -> ChunkCodec:
-        return ChunkCodec(self.density, self.values.nearest())
+        return ChunkCodec(self.density, nearest(self.values))
 
     @property
     def is_coarse(self) -> bool:

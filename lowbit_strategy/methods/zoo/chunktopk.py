@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype
 from lowbit_strategy.methods._base.sparse_residuals import Values, check_density, value_codec
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
+from lowbit_strategy.methods.zoo.contraction import nearest
 from lowbit_strategy.methods.zoo.errorfeedback import FeedbackReducer, check_decay
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -52,7 +53,7 @@ class GatheredReducer(Reducer):
         return self.codec.keeps_zeros
 
     def nearest(self) -> GatheredReducer:
-        return GatheredReducer(codec=self.codec.nearest())
+        return GatheredReducer(codec=nearest(self.codec))
 
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

@@ -18,12 +18,12 @@ from lowbit_strategy.kernels.codebooks import gaussian_codebook
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
-from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec, ResidualDtype
+from lowbit_strategy.methods.zoo.kernels.rotation import rotate
 from lowbit_strategy.options.configuration import configuration
 
 _SCALE_NBYTES = 2  # bfloat16

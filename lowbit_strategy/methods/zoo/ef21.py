@@ -17,7 +17,8 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import average_
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.zoo.wrapper import Wrapper, contracting
+from lowbit_strategy.methods.zoo.contraction import contracting, without_residual
+from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -134,7 +135,7 @@ class EF21(Wrapper):
         return wrapped
 
     def wrap_codec(self, codec: Codec) -> Codec:
-        return MarkovCodec(contracting(codec.stateless()))
+        return MarkovCodec(contracting(without_residual(codec)))
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         raise ValueError(f"EF21 needs a quantizer (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

@@ -13,11 +13,12 @@ from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec, StepCo
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype
 from lowbit_strategy.methods.qsgd import QSGD
-from lowbit_strategy.methods.zoo.wrapper import Wrapper, contracting
+from lowbit_strategy.methods.zoo.contraction import contracting
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
+from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -16,9 +16,9 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.residuals import ResidualDtype
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
 from lowbit_strategy.options.configuration import configuration
 
 _MEAN_NBYTES = 4  # both means, bfloat16

@@ -6,13 +6,13 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StatefulCodec
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods.loco import LoCoCodec
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.zoo.ef21 import MarkovCodec
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.options.configuration import configuration
 
@@ -49,7 +49,7 @@ class Rotate(Wrapper):
 
     def wrap_codec(self, codec: Codec) -> Codec:
         if isinstance(codec, LoCoCodec):
-            return FeedbackCodec(codec=self._rotated(codec.stateless()), beta=codec.beta, residual=codec.residual)
+            return FeedbackCodec(codec=self._rotated(codec.codec), beta=codec.beta, residual=codec.residual)
         if isinstance(codec, (FeedbackCodec, MarkovCodec)):
             return replace(codec, codec=self._rotated(codec.codec))
         if not isinstance(codec, StatefulCodec):

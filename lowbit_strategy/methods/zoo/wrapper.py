@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
-import torch
-from torch import Tensor
-
-from lowbit_strategy.codecs.base import Codec, StepContext, contracts
-from lowbit_strategy.collectives.comm import LocalComm, wait_for_all
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import REFERENCE, Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods.composed import Composed
+from lowbit_strategy.methods.zoo.composed import Composed
 from lowbit_strategy.options.configuration import configuration
-
-CodecOrReducer = TypeVar("CodecOrReducer", Codec, Reducer)
 
 
 @configuration
@@ -68,39 +60,3 @@ class Wrapper(Composed):
 
     @abstractmethod
     def wrap_reducer(self, reducer: Reducer) -> Reducer: ...
-
-
-def contracting(part: CodecOrReducer) -> CodecOrReducer:
-    """The nearest form of a codec or a reducer, which feedback can do with.
-
-    Raises:
-        ValueError: Its error can be larger than its input: a residual would grow with every step.
-    """
-    nearest = part.nearest()
-    if not _contracts(nearest):
-        advice = "use smaller blocks, more bits or another compressor"
-        if isinstance(part, Reducer):
-            advice = "use it without feedback (for random-k: RandomK(scale=False), which has feedback of its own)"
-        raise ValueError(
-            f"{part.label!r} can err by more than its input, so what has not been sent would grow with every step:"
-            f" {advice}"
-        )
-    return nearest
-
-
-@functools.cache
-def _contracts(part: Codec | Reducer) -> bool:
-    """A reducer is tried on one rank."""
-    if isinstance(part, Codec):
-        return part.contracts
-    size = 1024
-    spec, comm = TensorSpec("probe", (32, size // 32)), LocalComm()
-
-    def sent(x: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
-        view = ParamView(spec, 1, size, x=x.clone(), out=torch.zeros_like(x), sent=result)
-        state = part.init([spec], x.device)
-        wait_for_all(part.reduce([view], state, comm, StepContext(0, 0, 0)))
-        return result
-
-    return contracts(sent, size)

@@ -14,7 +14,7 @@ from lowbit_strategy import LoCo, TopK, WarmUp, fabric, lightning, lightning_fab
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
-from lowbit_strategy.methods.composed import Partition
+from lowbit_strategy.methods.zoo.composed import Partition
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]

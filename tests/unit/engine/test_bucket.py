@@ -15,13 +15,13 @@ from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import Partition
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.composed import Partition
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = (TensorSpec("a", (48, 64)), TensorSpec("b", (30, 40)), TensorSpec("c", (33, 21)), TensorSpec("bias", (37,)))

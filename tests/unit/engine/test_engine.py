@@ -10,12 +10,12 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 from testing.worlds.single import SPECS, engine, gradients, reduce_step

@@ -12,10 +12,10 @@ from torch import Tensor
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.echo import EchoComm, Operations
 

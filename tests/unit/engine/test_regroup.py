@@ -7,9 +7,9 @@ import torch
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 TWO = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)

@@ -17,7 +17,7 @@ from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
-from lowbit_strategy.methods.composed import WarmUp
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")

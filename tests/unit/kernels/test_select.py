@@ -13,7 +13,6 @@ from torch import Tensor
 from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.reference.rng import sample_positions
-from testing.kernels.row_cases import chunk_cases
 
 
 def _values(numel: int, seed: int = 0) -> Tensor:
@@ -144,24 +143,6 @@ def test_a_threshold_of_a_sample_is_near_the_quantile() -> None:
         threshold = select.largest_threshold(sample, round(density * sample.numel()))
         assert int((x.abs() >= threshold).sum()) == pytest.approx(density * x.numel(), rel=0.2)
     assert select.largest_threshold(torch.zeros(0), 1) == math.inf
-
-
-def test_chunk_top_k_is_the_definition(path: str) -> None:
-    for name, x, kept_M, room in chunk_cases():
-        positions, values = select.chunk_top_k(x, kept_M, room)
-        wanted, wanted_values = torch.zeros_like(positions), torch.zeros_like(values)
-        reference.chunk_top_k(x, kept_M, wanted, wanted_values)
-        assert torch.equal(positions, wanted), name
-        assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32)), name
-        for chunk in (0, 2, 3, 6):
-            top = reference.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
-            assert torch.equal(positions[chunk, : top.numel()].long(), top)
-
-
-def test_chunk_top_k_refuses_other_sizes() -> None:
-    for x, kept_M, room in ((4096, [1, 1], 1), (4095, [1], 1), (4096, [1], 0), (4096, [1], 4097)):
-        with pytest.raises(ValueError, match="chunk_top_k takes"):
-            select.chunk_top_k(torch.zeros(x), torch.tensor(kept_M, dtype=torch.int32), room)
 
 
 @pytest.mark.parametrize(("numel", "num"), [(2, 1), (100, 99), (101, 10), (70_001, 4096), (65_536, 1024)])

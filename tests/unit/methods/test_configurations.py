@@ -12,7 +12,6 @@ from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import Partition, WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
@@ -20,6 +19,7 @@ from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.methods.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from lowbit_strategy.methods.zoo.ef21 import EF21
 from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.zoo.natural import NaturalCompression

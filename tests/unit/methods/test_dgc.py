@@ -14,10 +14,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.sparse import top_k
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.momentum import MomentumCodec
-from lowbit_strategy.methods.composed import Partition, WarmUp
 from lowbit_strategy.methods.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.one_tensor import OneTensor, gaussian
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods.composed import Partition
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.zoo.composed import Partition
 from lowbit_strategy.model.parameters import fingerprint, handshake, to_plain
 from testing.processes.ranks import run_ranks
 

@@ -9,9 +9,9 @@ from torch import nn
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.doctor.dry_run import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.composed import WarmUp
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.telemetry.startup_report import Report
 from testing.worlds.single import engine
 

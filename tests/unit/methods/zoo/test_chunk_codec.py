@@ -12,8 +12,8 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
 
 SIZES = (0, 1, 99, 4096, 4097, 12_289)
 VALUES: dict[str, Codec] = {

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec, contracts, hard_blocks
+from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.kernels.codebooks import lloyd_max
 from lowbit_strategy.kernels.format import BlockFormat, ternary, uniform
+from lowbit_strategy.methods.zoo.contraction import contracts, hard_blocks, nearest, shrinks
 from lowbit_strategy.methods.zoo.eden import EdenCodec
 from lowbit_strategy.methods.zoo.natural import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 
 SHRINK: dict[str, Codec] = {
     "dense": DenseCodec(),
@@ -26,7 +27,7 @@ SHRINK: dict[str, Codec] = {
     "rotated": RotatedCodec(BlockCodec(uniform(2, 64))),
     "natural, 2 bits, nearest": NaturalCodec(2, 128).nearest(),
     "natural, 8 bits, nearest": NaturalCodec(8, 128).nearest(),
-    "fitted, 1 bit, nearest": BlockCodec(lloyd_max(1, 64)).nearest(),
+    "fitted, 1 bit, nearest": nearest(BlockCodec(lloyd_max(1, 64))),
 }
 GROW: dict[str, Codec] = {
     "stochastic 2 bits": BlockCodec(uniform(2, 128), "stochastic"),
@@ -52,7 +53,7 @@ def ratio(codec: Codec, x: Tensor) -> float:
 @pytest.mark.parametrize("name", SHRINK)
 def test_codes_that_shrink(name: str) -> None:
     codec = SHRINK[name]
-    assert codec.contracts
+    assert contracts(codec)
     generator = torch.Generator().manual_seed(1)
     size = max(codec.block_size, 64)
     for x in [*hard_blocks(size), *(torch.randn(size, generator=generator) ** power for power in (1, 2, 3, 7))]:
@@ -61,7 +62,7 @@ def test_codes_that_shrink(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROW)
 def test_codes_that_do_not(name: str) -> None:
-    assert not GROW[name].contracts
+    assert not contracts(GROW[name])
 
 
 def test_one_bit_codebooks_overshoot_on_blocks_with_one_element() -> None:
@@ -69,7 +70,7 @@ def test_one_bit_codebooks_overshoot_on_blocks_with_one_element() -> None:
     x = torch.zeros(64)
     x[5] = 1.0
     assert ratio(BlockCodec(lloyd_max(1, 64)), x) == pytest.approx(1.44, abs=0.01)
-    assert ratio(BlockCodec(lloyd_max(1, 64)).nearest(), x) < 1
+    assert ratio(nearest(BlockCodec(lloyd_max(1, 64))), x) < 1
 
 
 def test_natural_rounds_to_the_nearer_power() -> None:
@@ -82,9 +83,9 @@ def test_natural_rounds_to_the_nearer_power() -> None:
 
 
 def test_a_map_that_doubles_is_no_contraction() -> None:
-    assert contracts(lambda x: 0.5 * x, 32)
-    assert not contracts(lambda x: 2.0 * x, 32)
-    assert not contracts(torch.zeros_like, 32)
+    assert shrinks(lambda x: 0.5 * x, 32)
+    assert not shrinks(lambda x: 2.0 * x, 32)
+    assert not shrinks(torch.zeros_like, 32)
 
 
 @pytest.mark.parametrize(("name", "codec"), [*SHRINK.items(), *GROW.items(), ("eden", EdenCodec(2))])

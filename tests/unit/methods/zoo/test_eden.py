@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import hard_blocks
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
-from lowbit_strategy.kernels.rotation import hadamard, signs
+from lowbit_strategy.methods.zoo.contraction import contracts, hard_blocks
 from lowbit_strategy.methods.zoo.eden import EdenCodec
+from lowbit_strategy.methods.zoo.kernels.rotation import hadamard, signs
 
 SIZE = 128
 
@@ -63,7 +63,7 @@ def test_one_bit_is_drive() -> None:
 @pytest.mark.parametrize("bits", [1, 4])
 def test_the_nearest_form_shrinks_every_block(bits: int) -> None:
     codec = EdenCodec(bits, SIZE)
-    assert codec.nearest().contracts
+    assert contracts(codec.nearest())
     worst = hadamard(torch.eye(SIZE)[:1]).view(-1) * signs(SIZE, torch.device("cpu"))  # rotated: a single element
     assert share_and_error(codec, worst)[1] > 1.0 or bits > 1
     assert share_and_error(codec.nearest(), worst)[1] < 1.0

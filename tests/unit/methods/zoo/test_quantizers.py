@@ -15,15 +15,16 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.kernels.codebooks import lloyd_max
 from lowbit_strategy.kernels.format import ternary, uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
-from lowbit_strategy.kernels.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.signsgd import SignCodec
+from lowbit_strategy.methods.zoo.contraction import nearest
+from lowbit_strategy.methods.zoo.kernels.rotation import hadamard
 from lowbit_strategy.methods.zoo.natural import NaturalCodec
 from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 
 Z = 5.5
 DRAWS = 400
@@ -36,7 +37,7 @@ CODECS: dict[str, Codec] = {
     "natural 8": NaturalCodec(8, 64),
     "natural 3": NaturalCodec(3, 64),
     "natural 3, nearest": NaturalCodec(3, 64).nearest(),
-    "signs at the mean magnitude": BlockCodec(lloyd_max(1, 64)).nearest(),
+    "signs at the mean magnitude": nearest(BlockCodec(lloyd_max(1, 64))),
     "rotated": RotatedCodec(BlockCodec(uniform(4, 64), "nearest")),
     "rotated by 32": RotatedCodec(NaturalCodec(4, 64), 32),
     "fitted": BlockCodec(lloyd_max(2, 64)),

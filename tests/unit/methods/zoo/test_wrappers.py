@@ -11,12 +11,10 @@ import torch
 
 from lowbit_strategy.codecs.base import StatefulCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
@@ -25,8 +23,10 @@ from lowbit_strategy.methods.randomk import RandomK
 from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.zoo.ef21 import EF21, MarkovCodec
 from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback, FeedbackReducer
+from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from lowbit_strategy.methods.zoo.rotate import Rotate
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 from lowbit_strategy.methods.zoo.sharedscale import SharedScale, TernGrad
 from testing.sign_blocks import blocks, scaled_sign
 from testing.worlds.one_tensor import OneTensor, gaussian

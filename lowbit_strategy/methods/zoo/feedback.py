@@ -46,9 +46,6 @@ class FeedbackCodec(StatefulCodec):
     def residual_gain(self) -> float | None:
         return 1.0 - self.beta if self.decay == 1.0 else None
 
-    def stateless(self) -> Codec:
-        return self.codec
-
     def arenas(self) -> dict[str, Arena]:
         return residual_arenas(self.residual)
 

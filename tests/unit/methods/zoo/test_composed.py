@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods.composed import Partition, WarmUp
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 MATRIX = TensorSpec("layer.weight", (64, 64))

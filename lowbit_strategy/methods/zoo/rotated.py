@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods.zoo.kernels.rotation import rotate
 
 DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
@@ -49,13 +49,6 @@ class RotatedCodec(BucketCodec):
     @property
     def label(self) -> str:
         return f"{self.codec.label}, rotated by {self.rotation_size}"
-
-    def nearest(self) -> RotatedCodec:
-        return replace(self, codec=self.codec.nearest())
-
-    @property
-    def contracts(self) -> bool:
-        return self.codec.contracts  # a rotation keeps lengths
 
     @property
     def is_coarse(self) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE
 from lowbit_strategy.kernels.triton.layout import on
 
-CHUNK = 4096
 NUM_WARPS = 8  # 16 elements per thread: the chunk stays in registers
 
 
@@ -37,5 +36,11 @@ def chunk_top_k_kernel(x, kept, positions, values, room, CHUNK: tl.constexpr):
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
     with on(x.device):
         chunk_top_k_kernel[(kept_M.numel(),)](
-            x, kept_M, positions_MK, values_MK, positions_MK.shape[1], CHUNK=CHUNK, num_warps=NUM_WARPS
+            x,
+            kept_M,
+            positions_MK,
+            values_MK,
+            positions_MK.shape[1],
+            CHUNK=x.numel() // kept_M.numel(),
+            num_warps=NUM_WARPS,
         )

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.rotated import RotatedCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.rotation import rotate, signs
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.zoo.chunktopk import cosines
 from lowbit_strategy.methods.zoo.eden import EdenCodec
+from lowbit_strategy.methods.zoo.kernels.rotation import rotate, signs
+from lowbit_strategy.methods.zoo.rotated import RotatedCodec
 from testing.worlds.echo import Operations
 
 

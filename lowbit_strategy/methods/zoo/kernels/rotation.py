@@ -32,7 +32,7 @@ def rotate(x_KN: Tensor, *, inverse: bool = False) -> Tensor:
     """
     signs_N = signs(x_KN.shape[1], x_KN.device)
     if x_KN.shape[1] <= MAX_SIZE and backends.choose(x_KN.device) == "triton":
-        from lowbit_strategy.kernels.triton import rotation
+        from lowbit_strategy.methods.zoo.kernels.triton import rotation
 
         return rotation.rotate(x_KN, signs_N, inverse=inverse)
     return rotate_rows(x_KN, signs_N, inverse=inverse)
