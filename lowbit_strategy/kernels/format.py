@@ -22,7 +22,7 @@ SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their
 TERNARY_THRESHOLD = 0.7
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
-MAX_CODEBOOK = 32
+MAX_CODEBOOK = 16
 E2M1 = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values of the standard
 
 
@@ -48,8 +48,8 @@ class BlockFormat:
         block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
         scale_rule: ``absmax``: largest magnitude over the top value (nothing is clipped); ``rms``: root mean square;
             ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean magnitude.
-        codebook: Reconstruction values in units of the scale, ascending, at most 2**bits of them, each with at most 16
-            significant bits so that ``value * scale`` is exact in float32. None: the uniform grid
+        codebook: Reconstruction values in units of the scale, ascending: at most 2**bits and at most 16, each with
+            16 significant bits or fewer, so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
         thresholds: Decision points between neighboring values, in units of the scale, ascending: the code of y is the
             number of thresholds below y. Empty: halfway, which has the least error for these values.
@@ -79,8 +79,9 @@ class BlockFormat:
             if self.thresholds:
                 raise ValueError("thresholds need a codebook; the uniform grid rounds to the nearest value")
             return
-        if not 2 <= len(self.codebook) <= 2**self.bits or list(self.codebook) != sorted(set(self.codebook)):
-            raise ValueError(f"codebook must be 2 to {2**self.bits} ascending numbers, got {self.codebook}")
+        most = min(2**self.bits, MAX_CODEBOOK)
+        if not 2 <= len(self.codebook) <= most or list(self.codebook) != sorted(set(self.codebook)):
+            raise ValueError(f"codebook must be 2 to {most} ascending numbers, got {self.codebook}")
         if self.scale_rule == "absmax" and self.codebook[0] != -self.codebook[-1]:
             raise ValueError(
                 f"scale_rule 'absmax' needs a codebook that reaches as far below zero as above, got {self.codebook}"

@@ -25,7 +25,6 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 FITTED_2 = (-1.5078125, -0.453125, 0.453125, 1.5078125)
 FITTED_1 = (-0.796875, 0.796875)
 ODD = (-2.0, -0.875, 0.0, 0.75, 1.875)  # five codebook, not symmetric
-MANY = tuple((i - 15.5) / 8 for i in range(32))  # more than a kernel unrolls
 
 
 def codebook_format(bits: int, codebook: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
@@ -50,7 +49,6 @@ FORMATS: dict[str, BlockFormat] = {
     "fitted1-block1024": codebook_format(1, FITTED_1, 1024, "rms"),
     "fitted3-odd": codebook_format(3, ODD),
     "fitted4": codebook_format(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
-    "fitted5-many": codebook_format(5, MANY, 64),
     **{f"ternary-block{size}": ternary(size) for size in (32, 64, 128, 256)},
     "fitted3-absmax": codebook_format(3, (-2.0, -0.875, 0.0, 0.75, 2.0), rule="absmax"),
     "e2m1": e2m1(128),

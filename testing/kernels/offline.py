@@ -154,7 +154,6 @@ _TYPES = {  # of arguments that have the same one in all kernels
     "residual_scale": "*bf16",
     "segments": "*i64",
     "stride": "i64",
-    "table": "*fp32",
     "wire": "*u8",
 }
 

@@ -17,7 +17,6 @@ from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import (
     Launch,
     Program,
-    codebook_table,
     decode_launch,
     device_format,
     encode_launch,
@@ -51,7 +50,6 @@ class Common(NamedTuple):
 
     stride: tl.tensor
     alpha: tl.tensor
-    table: tl.tensor
     zero: tl.tensor
     groups: tl.tensor
     singles: tl.tensor
@@ -76,7 +74,7 @@ def add_sources(
         packed = packed + (load_codes(codes_at + at, rows, fmt, shape, PLAIN),)
         scales = scales + (load_scale(scales_at + at, rows, shape, fmt.code_nbytes % 2 != 0, PLAIN),)
     for s in tl.static_range(NUM):
-        totals = add_source(totals, packed[s], scales[s], common.table, common.zero, fmt)
+        totals = add_source(totals, packed[s], scales[s], common.zero, fmt)
     return totals
 
 
@@ -128,7 +126,6 @@ def decode_tile(
 def decode_sum_kernel(
     segment_of_tile,
     segments,
-    table,
     wire,
     stride,
     out,
@@ -147,7 +144,7 @@ def decode_sum_kernel(
     out += ahead(tl.load(row), tile, TILE)
     stride = stride.to(tl.int64)
     zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it, nor that all have it
-    common = Common(stride, alpha, table, zero, groups, singles)
+    common = Common(stride, alpha, zero, groups, singles)
     if is_plain(out, left, TILE):
         decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)
     else:
@@ -193,9 +190,7 @@ def encode_(
         constants = (device, *chosen.shapes(device), how)
         return Program(encode_kernel, tiles, x.device, constants, **chosen.options())
 
-    table = codebook_table(fmt, x.device)
     segments.kept(("encode", fmt, x.dtype, x.device, kept, how, launch), program).launch(
-        table,
         x,
         residual,
         residual_scale,
@@ -223,7 +218,6 @@ def decode_sum_(
         constants = (loops.unrolled, device, *chosen.shapes(device))
         return Program(decode_sum_kernel, tiles, out.device, constants, **chosen.options())
 
-    table = codebook_table(fmt, out.device)
     segments.kept(("decode", fmt, out.dtype, out.device, sources, stride, launch), program).launch(
-        table, wire_WB, stride, out, float(alpha), loops.groups, loops.singles
+        wire_WB, stride, out, float(alpha), loops.groups, loops.singles
     )

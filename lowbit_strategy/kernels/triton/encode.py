@@ -52,7 +52,6 @@ class StepArguments(NamedTuple):
     reset: tl.tensor
     seed: tl.tensor
     salt: tl.tensor
-    table: tl.tensor
     zero: tl.tensor
     flag: tl.tensor
 
@@ -93,12 +92,12 @@ def update(
     updated = ()
     for p in tl.static_range(len(values)):
         value = values[p]
-        if SIGNED_ZERO and fmt.codebook_size > 0:
+        if SIGNED_ZERO and len(fmt.codebook) > 0:
             value = tl.where(usable[:, None], value, 0.0)  # minus a value times 0 would be minus zero
         if not PLAIN:
             at = offsets(fmt.block, fmt, shape) + p * fmt.length
             value = tl.where(at < left, value, 0.0)
-        if fmt.codebook_size == 0 or fmt.e2m1:
+        if len(fmt.codebook) == 0 or fmt.e2m1:
             rest = add_product(h[p], value, -scale)  # integers of up to 8 bits times 8 bits
         else:
             rest = h[p] - value * scale[:, None]
@@ -208,7 +207,6 @@ def encode_tile(
 def encode_kernel(
     segment_of_tile,
     segments,
-    table,
     x,
     residual,
     residual_scale,
@@ -231,7 +229,7 @@ def encode_kernel(
     codes = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
     zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it
-    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, zero, flag)
+    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), zero, flag)
     first = tile * TILE
     if residual is not None:
         residual += block * fmt.block

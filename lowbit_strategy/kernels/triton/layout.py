@@ -19,8 +19,6 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, float_bits
 from lowbit_strategy.kernels.segments import Segments
 
-MAX_UNROLLED_CODEBOOK = 16  # more values than these are looked up in memory, in a loop
-
 
 class Plane(NamedTuple):
     """One bit plane of a format, as the device code needs it.
@@ -61,9 +59,8 @@ class DeviceFormat:
         planes: One of `Plane` for each bit plane.
         code_nbytes: Packed bytes of a block.
         padded_nbytes: `code_nbytes` rounded up to a power of two (only ternary codes need that).
-        codebook, thresholds: Empty on the uniform grid, and where there are too many to unroll.
+        codebook, thresholds: Empty on the uniform grid.
         steps: How far each value is from the next, if all are float32 numbers: values are then sums, not selected.
-        codebook_size: Number of reconstruction values, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantized.
         ternary: Three values, five codes to a byte.
         e2m1: Floats of 4 bits: codes and values are found by arithmetic.
@@ -85,7 +82,6 @@ class DeviceFormat:
     codebook: tuple[float, ...]
     thresholds: tuple[float, ...]
     steps: tuple[float, ...]
-    codebook_size: int
     zero_code: int
     zero_word: int
     ternary: bool
@@ -98,7 +94,6 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
     parts = 1 if fmt.is_ternary else 8 // min(fmt.planes)
     planes = _planes(fmt, parts)
     codebook = fmt.codebook or ()
-    unrolled = len(codebook) <= MAX_UNROLLED_CODEBOOK
     steps = tuple(b - a for a, b in pairwise(codebook))
     exact = all(struct.unpack("f", struct.pack("f", step))[0] == step for step in steps)
     return DeviceFormat(
@@ -113,10 +108,9 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         planes=planes,
         code_nbytes=fmt.code_nbytes,
         padded_nbytes=1 << (fmt.code_nbytes - 1).bit_length(),
-        codebook=codebook if unrolled else (),
-        thresholds=fmt.thresholds if unrolled else (),
-        steps=steps if unrolled and exact else (),
-        codebook_size=len(codebook),
+        codebook=codebook,
+        thresholds=fmt.thresholds,
+        steps=steps if exact else (),
         zero_code=fmt.zero_code,
         zero_word=signed(planes[0].zero_byte * 0x01010101),
         ternary=fmt.is_ternary,
@@ -140,14 +134,6 @@ def _planes(fmt: BlockFormat, parts: int) -> tuple[Plane, ...]:
         planes.append(Plane(width, shift, first_byte, spread, first_tensor, zero_byte))
         shift, first_byte, first_tensor = shift + width, first_byte + fmt.block_size * width // 8, first_tensor + spread
     return tuple(planes)
-
-
-@functools.lru_cache(maxsize=64)
-def codebook_table(fmt: BlockFormat, device: torch.device) -> torch.Tensor:
-    """float32 on `device`: thresholds, then codebook; a single zero where the kernels have no use for it."""
-    if fmt.codebook is None or len(fmt.codebook) <= MAX_UNROLLED_CODEBOOK:
-        return torch.zeros(1, device=device)
-    return torch.tensor((*fmt.thresholds, *fmt.codebook), dtype=torch.float32, device=device)
 
 
 class TileShape(NamedTuple):
@@ -276,7 +262,7 @@ def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dit
         return Launch(elements_per_thread=4 * max(4, fmt.parts), num_warps=4, vector=4)
     if fmt.parts == 1:
         return Launch(elements_per_thread=16, num_warps=4, vector=16)
-    if dithered and fmt.codebook_size > 0 and fmt.parts < 8:  # else the hashes and the codebook need every register
+    if dithered and len(fmt.codebook) > 0 and fmt.parts < 8:  # else the hashes and the codebook need every register
         return Launch(elements_per_thread=16, num_warps=4, vector=16 // fmt.parts)
     fits = 96 if fmt.words and not dithered else None
     return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts, max_registers=fits)

@@ -144,7 +144,7 @@ def e2m1_word(low, high):
 
 @triton.jit
 def code_field(code, PLANE: tl.constexpr, fmt: tl.constexpr):
-    number = bits_of(code + (fmt.qmax if fmt.codebook_size == 0 else ROUND))
+    number = bits_of(code + (fmt.qmax if len(fmt.codebook) == 0 else ROUND))
     return (number >> fmt.planes[PLANE].shift) & ((1 << fmt.planes[PLANE].width) - 1)
 
 

@@ -125,8 +125,8 @@ def quantize(h, scale, first, step, fmt: tl.constexpr, shape: tl.constexpr, STOC
     the first part alone); of E2M1 they are the values; otherwise they are the numbers of values, from 0.
     """
     scale_inverse, usable = inverse(scale, fmt.max_scale_bits)
-    if fmt.codebook_size > 0:
-        codes, values = nearest_values(h, scale_inverse, step.table, step.zero, fmt)
+    if len(fmt.codebook) > 0:
+        codes, values = nearest_values(h, scale_inverse, step.zero, fmt)
     else:
         key = stream_key(step.seed, step.salt, CODE_STREAM) if STOCHASTIC else 0
         codes, values = round_parts(h, scale_inverse, first, key, fmt, shape, STOCHASTIC)
@@ -187,7 +187,7 @@ def rounded_int8(y, fmt: tl.constexpr):
 
 
 @triton.jit
-def nearest_values(parts, scale_inverse, table, zero, fmt: tl.constexpr):
+def nearest_values(parts, scale_inverse, zero, fmt: tl.constexpr):
     """Codes and values of a codebook. Sums of 1 and of `steps` are exact."""
     codes, values = (), ()
     for p in tl.static_range(len(parts)):
@@ -196,7 +196,7 @@ def nearest_values(parts, scale_inverse, table, zero, fmt: tl.constexpr):
         if fmt.e2m1:
             value = nearest_e2m1(y, zero)
             code = value
-        elif len(fmt.codebook) > 0:
+        else:
             value = tl.full(y.shape, fmt.codebook[0], tl.float32)
             for i in tl.static_range(len(fmt.thresholds)):
                 above = tl.where(y > fmt.thresholds[i], 1.0, 0.0)
@@ -205,10 +205,6 @@ def nearest_values(parts, scale_inverse, table, zero, fmt: tl.constexpr):
                     value = tl.fma(above, tl.full(y.shape, fmt.steps[i], tl.float32), value)
                 else:
                     value = tl.where(y > fmt.thresholds[i], fmt.codebook[i + 1], value)
-        else:
-            for i in range(fmt.codebook_size - 1):
-                code += tl.where(y > tl.load(table + i), 1.0, 0.0)
-            value = tl.load(table + (fmt.codebook_size - 1) + code.to(tl.int32))
         codes = codes + (code,)
         values = values + (value,)
     return codes, values

@@ -112,12 +112,12 @@ def load_plane(pointer, rows, PLANE: tl.constexpr, fmt: tl.constexpr, shape: tl.
 
 
 @triton.jit
-def add_source(totals, packed, scale, table, zero, fmt: tl.constexpr):
+def add_source(totals, packed, scale, zero, fmt: tl.constexpr):
     """Totals + what one source's codes stand for: a tuple of float32 parts."""
     if fmt.words:
         sums = add_words(totals, packed[0], scale, zero, fmt)
     else:
-        sums = add_bytes(totals, packed, scale, table, zero, fmt)
+        sums = add_bytes(totals, packed, scale, zero, fmt)
     return sums
 
 
@@ -181,14 +181,14 @@ def interleaved(a, b, c, d):
 
 
 @triton.jit
-def add_bytes(totals, packed, scale, table, zero, fmt: tl.constexpr):
+def add_bytes(totals, packed, scale, zero, fmt: tl.constexpr):
     PARTS: tl.constexpr = fmt.parts
     sums = ()
     for p in tl.static_range(PARTS):
         if fmt.ternary:
             total = totals[p] + trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, fmt)
-        elif fmt.codebook_size > 0:
-            total = totals[p] + codebook_value(packed, p, scale, table, fmt)
+        elif len(fmt.codebook) > 0:
+            total = totals[p] + codebook_value(packed, p, scale, fmt)
         else:
             total = add_product(totals[p], integer(code_of(packed, p, fmt), 0, fmt.bits, fmt.qmax, zero), scale)
         sums = sums + (total,)
@@ -212,23 +212,19 @@ def plane_field(packed, P: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr)
 
 
 @triton.jit
-def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
+def codebook_value(packed, P: tl.constexpr, scale, fmt: tl.constexpr):
     """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
-    if len(fmt.codebook) == 0:
-        value = tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
-    else:
-        BITS: tl.constexpr = fmt.bits
-        products = ()
-        for i in tl.static_range(1 << BITS):
-            products = products + ((scale * fmt.codebook[min(i, fmt.codebook_size - 1)])[:, None],)
-        for bit in tl.static_range(BITS):
-            chosen = ()
-            for i in tl.static_range(len(products) // 2):
-                chosen = chosen + (tl.where((code & (1 << bit)) != 0, products[2 * i + 1], products[2 * i]),)
-            products = chosen
-        value = products[0]
-    return value
+    BITS: tl.constexpr = fmt.bits
+    products = ()
+    for i in tl.static_range(1 << BITS):
+        products = products + ((scale * fmt.codebook[min(i, len(fmt.codebook) - 1)])[:, None],)
+    for bit in tl.static_range(BITS):
+        chosen = ()
+        for i in tl.static_range(len(products) // 2):
+            chosen = chosen + (tl.where((code & (1 << bit)) != 0, products[2 * i + 1], products[2 * i]),)
+        products = chosen
+    return products[0]
 
 
 @triton.jit

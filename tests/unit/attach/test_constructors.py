@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit_strategy import LoCo, TopK, WarmUp, fabric, lightning, lightning_fabric, preset, pytorch_lightning
+from lowbit_strategy import LoCo, TopK, fabric, lightning, lightning_fabric, preset, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
-from lowbit_strategy.methods.zoo.composed import Partition
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]
@@ -78,9 +77,6 @@ def test_buckets_are_larger_on_cuda(cls: Any) -> None:
 
 def test_which_compressors_are_sparse() -> None:
     assert TopK().is_sparse
-    assert WarmUp(compressor=TopK(), steps=4).is_sparse
-    assert WarmUp(first=TopK(), steps=4).is_sparse
-    assert Partition(rules=(("a.*", TopK()),)).is_sparse
     assert preset("exdyna").is_sparse
     assert not LoCo().is_sparse
     assert not preset("powersgd").is_sparse

@@ -21,12 +21,12 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.composed import Partition
+from testing.compressors import ByName
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = (TensorSpec("a", (48, 64)), TensorSpec("b", (30, 40)), TensorSpec("c", (33, 21)), TensorSpec("bias", (37,)))
 EXACT = LoCo(bits=4, beta=0.0, residual="float32", reset_steps=None)
-MIXED = Partition(rules=(("a", EXACT), ("b", TopK(density=0.1)), ("c", PowerSGD(rank=2))), default=Dense())
+MIXED = ByName(chosen=(("a", EXACT), ("b", TopK(density=0.1)), ("c", PowerSGD(rank=2))))
 
 
 class Recorder:

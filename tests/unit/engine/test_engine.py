@@ -15,8 +15,8 @@ from lowbit_strategy.methods.exdyna import ExDyna
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
+from testing.compressors import Phased
 from testing.worlds.simulated import SimulatedWorld
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
@@ -177,7 +177,7 @@ def test_copies_follow_the_loss_scale(name: str, discard: str) -> None:
 
 
 def test_phases_change_when_a_step_begins() -> None:
-    sync = engine(WarmUp(compressor=EXACT, steps=2))
+    sync = engine(Phased(later=EXACT, steps=2))
     for step in range(4):
         grads = gradients(step)
         means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})

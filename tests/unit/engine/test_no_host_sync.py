@@ -15,8 +15,8 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
+from testing.compressors import Phased
 from testing.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -55,7 +55,7 @@ def test_old_and_new_state_are_never_in_a_gpus_memory_together(
     compressor: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, numel = bucket(scatter=False)
-    changes = WarmUp(compressor=LoCo(bits=2, codebook="fitted"), first=compressor, steps=1)
+    changes = Phased(later=LoCo(bits=2, codebook="fitted"), first=compressor, steps=1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     make_store, seen = CodecPair.make_store, []
 

@@ -9,7 +9,7 @@ from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
-from lowbit_strategy.methods.zoo.composed import WarmUp
+from testing.compressors import Phased
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 TWO = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
@@ -125,7 +125,7 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
 
 
 def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None:
-    compressor = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=2)
+    compressor = Phased(later=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=2)
     straight, saved = engine(compressor), engine(compressor)
     for step in range(2):
         reduce_step(straight, gradients(step))

@@ -17,11 +17,11 @@ from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
-from lowbit_strategy.methods.zoo.composed import WarmUp
+from testing.compressors import Phased
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
-TWO_PHASES = WarmUp(compressor=LoCo(bits=2, block_size=64), first=LoCo(block_size=64), steps=1)
+TWO_PHASES = Phased(later=LoCo(bits=2, block_size=64), first=LoCo(block_size=64), steps=1)
 
 
 def test_a_step_that_has_begun_is_not_regrouped_while_it_reduces() -> None:

@@ -53,7 +53,7 @@ def test_formats() -> None:
 
 @pytest.mark.parametrize("codebook_size", [0, 1, 64])
 def test_refuses(codebook_size: int) -> None:
-    with pytest.raises(ValueError, match="codebook_size must be from 2 to 32"):
+    with pytest.raises(ValueError, match="codebook_size must be from 2 to 16"):
         gaussian_codebook(codebook_size)
 
 

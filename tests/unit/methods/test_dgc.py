@@ -17,7 +17,6 @@ from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import preset
-from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.one_tensor import OneTensor, gaussian
 
@@ -173,10 +172,8 @@ def _optimizer(kind: str) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", ["momentum", "one group"])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_momentum_applied_twice_is_refused(kind: str, wrapped: bool) -> None:
-    dgc = DGC(momentum=0.9)
-    compressor = Partition(rules=(("*", dgc),), default=dgc) if wrapped else dgc
+def test_momentum_applied_twice_is_refused(kind: str) -> None:
+    compressor = DGC(momentum=0.9)
     with pytest.raises(ValueError, match=r"momentum is applied twice: 0.9 by the compressor and 0.9 by SGD"):
         compressor.check_optimizer(_optimizer(kind))
     compressor.check_optimizer(_optimizer("sgd"))
@@ -187,18 +184,9 @@ def test_momentum_with_adam_warns_and_without_is_silent() -> None:
         DGC(momentum=0.9).check_optimizer(_optimizer("adam"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for compressor in (DGC(), LoCo(), WarmUp(compressor=DGC())):
+        for compressor in (DGC(), LoCo()):
             for kind in ("sgd", "momentum", "one group", "adam"):
                 compressor.check_optimizer(_optimizer(kind))
-
-
-@pytest.mark.parametrize(
-    "mixed", [WarmUp(compressor=DGC(momentum=0.9)), Partition(rules=(("a*", DGC(momentum=0.9)),), default=LoCo())]
-)
-def test_momentum_for_some_parameters_or_phases_only_is_refused(mixed: WarmUp | Partition) -> None:
-    for kind in ("sgd", "momentum", "adam"):
-        with pytest.raises(ValueError, match=r"momentum 0 and 0.9 to different parameters or phases"):
-            mixed.check_optimizer(_optimizer(kind))
 
 
 def test_the_preset_warms_up_as_its_description_says() -> None:

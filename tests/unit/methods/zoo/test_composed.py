@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.methods.zoo.composed import Partition, WarmUp
 from testing.worlds.one_tensor import OneTensor, gaussian
 
@@ -51,3 +54,28 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     assert before is not None
     assert after is not None
     assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual
+
+
+def test_what_is_made_of_a_sparse_one_is_sparse() -> None:
+    assert WarmUp(compressor=TopK(), steps=4).is_sparse
+    assert WarmUp(first=TopK(), steps=4).is_sparse
+    assert Partition(rules=(("a.*", TopK()),)).is_sparse
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    return [torch.optim.SGD(parameters, lr=0.1, momentum=momentum) for momentum in (0.0, 0.9)] + [
+        torch.optim.AdamW(parameters)
+    ]
+
+
+def test_momentum_inside_is_checked_against_the_optimizers() -> None:
+    dgc = DGC(momentum=0.9)
+    without, with_momentum, adam = _optimizers()
+    with pytest.raises(ValueError, match=r"momentum is applied twice: 0.9 by the compressor and 0.9 by SGD"):
+        Partition(rules=(("*", dgc),), default=dgc).check_optimizer(with_momentum)
+    for optimizer in (without, with_momentum, adam):
+        WarmUp(compressor=DGC()).check_optimizer(optimizer)
+        for mixed in (WarmUp(compressor=dgc), Partition(rules=(("a*", dgc),), default=LoCo())):
+            with pytest.raises(ValueError, match=r"momentum 0 and 0.9 to different parameters or phases"):
+                mixed.check_optimizer(optimizer)
