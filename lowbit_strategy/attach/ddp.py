@@ -16,7 +16,7 @@ from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_en
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.inform import inform
@@ -82,15 +82,13 @@ def attach_ddp(
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         hook = DDPWiring(model, sync)
-        choice = prepared.compressor.begin(prepared, sync, hook, everyone)
+        choice = prepared.compressor.begin(prepared, sync, hook)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or rule.begins_in_steps):
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
-    session = make_session(
-        module, prepared, sync, everyone, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet
-    )
+    session = make_session(module, prepared, sync, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet)
     session.close_with(model)
     return session
 
@@ -122,9 +120,9 @@ def attach_replica(
     device = device_of(module, device)
     assert prepared.options.rounds is not None
     meet = prepared.options.rounds.registered(prepared, module, group)
-    ranks = Ranks.flat(LocalComm()).coming_and_going()
+    ranks = Ranks.flat(GroupComm(group)).coming_and_going()
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    return make_session(module, prepared, sync, group, ddp=ddp, meet=meet)
+    return make_session(module, prepared, sync, ddp=ddp, meet=meet)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:

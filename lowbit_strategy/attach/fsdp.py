@@ -120,9 +120,9 @@ def attach_fsdp(
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         wiring.give_back()
-        choice = prepared.compressor.begin(prepared, sync, wiring, everyone)
+        choice = prepared.compressor.begin(prepared, sync, wiring)
     digests = _digests(module, sync) if is_hsdp else []
-    return make_session(module, prepared, sync, everyone, hook=wiring, digests=digests, choice=choice, meet=meet)
+    return make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, meet=meet)
 
 
 def _ranks(

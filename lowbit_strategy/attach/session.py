@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +49,6 @@ class Session:
         sync: The engine.
         module: The model, without DDP around it.
         options: Those given to `prepare`.
-        group: All ranks: used to agree between steps. Unlike the engine's groups, it survives `close`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
         digests: Compare parameters, if they are to be compared.
         pace: When ranks meet; None: in every step.
@@ -67,7 +65,6 @@ class Session:
         module: nn.Module,
         options: SyncOptions,
         *,
-        group: dist.ProcessGroup | None,
         hook: Hook | None = None,
         digests: Iterable[ParameterDigest] = (),
         pace: EveryStep | None = None,
@@ -75,14 +72,14 @@ class Session:
         choice: Choice | None = None,
     ) -> None:
         self.sync = sync
-        self.options, self.group = options, group
+        self.options = options
         self.pace, self.shards = EveryStep() if pace is None else pace, shards
         self.choice = Choice() if choice is None else choice
         self._ranks = sync.all_ranks  # whose own groups `close` destroys
         self._digests = tuple(digests)
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
-        self._saver = ResidualSaver(sync, group)
+        self._saver = ResidualSaver(sync)
         self.num_loads, self.noticed_own_checkpoint = 0, False
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
@@ -284,7 +281,7 @@ class Session:
         self._scale.forget()  # the scaler is loaded as well
         if self.sync.weights is not None:
             self.sync.weights.restart()
-        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.group)
+        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.world.group)
         if isinstance(stamp_or_warning, str):
             self._warn(f"{stamp_or_warning}; continuing with residuals of zero on all ranks")
             self.sync.forget()
@@ -298,7 +295,6 @@ class Session:
             self.sync,
             path,
             stamp,
-            group=self.group,
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )

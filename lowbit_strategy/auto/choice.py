@@ -18,8 +18,6 @@ import statistics
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.auto.option import Auto
@@ -108,7 +106,6 @@ class AutoChoice(Choice):
         prepared: A configuration whose compressor is `Auto`.
         sync: The engine; nothing calls it yet.
         wiring: Switches between the framework's own communication and the engine's.
-        group: All ranks.
 
     Attributes:
         active: What is in force; None: the framework's own.
@@ -122,7 +119,6 @@ class AutoChoice(Choice):
         prepared: PreparedModel,
         sync: GradientSync,
         wiring: DDPWiring | FSDPWiring,
-        group: dist.ProcessGroup | None,
     ) -> None:
         assert isinstance(prepared.compressor, Auto)
         self.auto = prepared.compressor
@@ -133,7 +129,6 @@ class AutoChoice(Choice):
         self.trial_steps = 0
         self.trial_s = 0.0
         self.phase: Phase = "own"
-        self._group = group
         self._room: int | None = None
         if leaves.is_present(_ROOM):
             self._room = leaves.load(_ROOM, "memory")(prepared.options.memory, sync.device, sync.ranks)[0]
@@ -175,7 +170,7 @@ class AutoChoice(Choice):
 
     def _slowest(self) -> tuple[float, ...]:
         """Each timed step as long as it was on the rank where it took longest."""
-        everyone = gathered([step.seconds for step in self._clock.take()], self._group)
+        everyone = gathered([step.seconds for step in self._clock.take()], self.sync.ranks.world.group)
         return tuple(max(step) for step in zip(*everyone, strict=True))
 
     # -- trying ---------------------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ class AutoChoice(Choice):
     def _try_all(self) -> None:
         """The framework's own steps have been timed: begin to try what fits."""
         self._own, self._tried, self.trial_s = Timed("without compression", self._slowest()), [], 0.0
-        fits = zip(*gathered([self._fits(each) for each in self._all], self._group), strict=True)
+        fits = zip(*gathered([self._fits(each) for each in self._all], self.sync.ranks.world.group), strict=True)
         self._waiting = [each for each, on_ranks in zip(self._all, fits, strict=True) if all(on_ranks)]
         self._num_timed = num_timed(max(1, len(self._waiting)))
         self._try_another()
@@ -267,7 +262,7 @@ class AutoChoice(Choice):
 
     def _emptied(self) -> None:
         self._emptying += 1
-        if any(gathered(self._unsent(), self._group)) and self._emptying < _MOST_EMPTYING_STEPS:
+        if any(gathered(self._unsent(), self.sync.ranks.world.group)) and self._emptying < _MOST_EMPTYING_STEPS:
             self._begin(1, 1)
             return
         self.phase = "own"
@@ -347,6 +342,6 @@ class AutoChoice(Choice):
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""
-        if self.active is None and any(gathered(self._unsent(), self._group)):
+        if self.active is None and any(gathered(self._unsent(), self.sync.ranks.world.group)):
             self._empty()
             self._take(self._coding)

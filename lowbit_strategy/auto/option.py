@@ -36,6 +36,6 @@ class Auto(Chooser):
 
     quality: Literal["same", "close"] = "same"
 
-    def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Choice:
-        choice: Choice = leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring, group)
+    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Choice:
+        choice: Choice = leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring)
         return choice

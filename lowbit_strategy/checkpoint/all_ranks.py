@@ -156,11 +156,10 @@ class ResidualSaver:
 
     Args:
         sync: The engine.
-        group: Group of all ranks.
     """
 
-    def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:
-        self._sync, self._group = sync, group
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
         self._last: tuple[Any, ResidualFile] | None = None  # the last save, by its path and this rank's file
         self._is_written = True  # its checkpoint
         self._noticed = False  # that ranks do not save
@@ -173,7 +172,7 @@ class ResidualSaver:
 
     def begin_run(self) -> None:
         """What is saved from now on belongs together, and not to what was saved before. On all ranks."""
-        self._run = gathered(uuid.uuid4().hex[:8], self._group, "naming a run")[0]
+        self._run = gathered(uuid.uuid4().hex[:8], self._sync.ranks.world.group, "naming a run")[0]
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
@@ -261,7 +260,6 @@ def resume(
     path: Any,
     stamp: Stamp,
     *,
-    group: dist.ProcessGroup | None = None,
     on_world_size_change: OnWorldSizeChange,
     on_missing_residual: OnMissingResidual | None,
 ) -> None:
@@ -271,7 +269,6 @@ def resume(
         sync: The engine of the model that was saved.
         path: The checkpoint.
         stamp: The checkpoint's.
-        group: All ranks; None: the default group.
         on_world_size_change: See `capture.restore`.
         on_missing_residual: Where files are missing or cannot be used; as for `agree`.
 
@@ -281,11 +278,11 @@ def resume(
     """
     before = copy.deepcopy(_shared(sync))
     problem = _restore(sync, path, stamp, on_world_size_change)
-    if (warning := agree(problem, on_missing_residual, group)) is None:
+    if (warning := agree(problem, on_missing_residual, sync.ranks.world.group)) is None:
         return
     if sync.ranks.logs:
         _log.warning("%s; continuing with residuals of zero on all ranks", warning)
-    _start_from_zero(sync, stamp, before, group, can_read=problem is None)
+    _start_from_zero(sync, stamp, before, can_read=problem is None)
 
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Problem | None:
@@ -313,12 +310,11 @@ def _shared(sync: GradientSync) -> dict[str, Any]:
     return {"progress": progress, "extra": {name: part.state_dict() for name, part in sync.extra_state.items()}}
 
 
-def _start_from_zero(
-    sync: GradientSync, stamp: Stamp, before: dict[str, Any], group: dist.ProcessGroup | None, *, can_read: bool
-) -> None:
+def _start_from_zero(sync: GradientSync, stamp: Stamp, before: dict[str, Any], *, can_read: bool) -> None:
     """Counters and controllers continue, from the first of the ranks that could read them; residuals do not. Without
     such a rank, controllers are as before.
     """
+    group = sync.ranks.world.group
     readers = gathered(can_read, group, "agreeing on a checkpoint's residual files")
     shared = [before]
     if any(readers):

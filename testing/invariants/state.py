@@ -78,7 +78,7 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
     saving, sync = [], harness.sync()
     for step in range(4):
         if step == 2:
-            with ResidualSaver(sync, harness.comm.group).around(checkpoint, asynchronous=False) as stamp:
+            with ResidualSaver(sync).around(checkpoint, asynchronous=False) as stamp:
                 pass
         saving.append(fingerprint(harness.run(sync, harness.grads(step))))
     saving += _state(sync)

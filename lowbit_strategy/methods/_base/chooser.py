@@ -33,12 +33,11 @@ class Chooser(Compressor, ABC):
         return DENSE
 
     @abstractmethod
-    def begin(self, prepared: Any, sync: Any, wiring: Any, group: Any) -> Choice:
+    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Choice:
         """Begin to choose, for one model.
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.
             sync: The engine; nothing calls it yet.
             wiring: Switches between the framework's own communication and the engine's.
-            group: All ranks.
         """
