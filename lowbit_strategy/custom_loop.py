@@ -39,7 +39,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from lowbit_strategy.model.mesh import by_rows, is_hybrid, shard_group
+from lowbit_strategy.model.mesh import by_mesh, shard_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.telemetry.observe import Observer
 
@@ -209,9 +209,9 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
     else:
-        own, *_ = next(iter(by_rows(sharded_groups(model)).values()))
+        own = by_mesh(sharded_groups(model))[0][0]
         group = shard_group(own)
-        if sync_options.shard_size is None and is_hybrid(own):
+        if sync_options.shard_size is None and own.mesh.ndim > 1:
             sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
     prepared = checked(bare, compressor, sync_options, scatter=not is_ddp)
     compare(bare, prepared, group)

@@ -33,7 +33,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     shard_any,
     sharded_groups,
 )
-from lowbit_strategy.model.mesh import by_rows, data_ranks, give_replicas
+from lowbit_strategy.model.mesh import by_mesh, data_ranks, give_replicas
 from lowbit_strategy.options.configuration import take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
@@ -255,8 +255,7 @@ class FSDPConstructor(LowBitStrategy):
             ValueError: There are data loaders for other ranks already.
         """
         stock: Any = self
-        rows, (each, *_) = next(iter(by_rows(sharded_groups(module)).items()))
-        ranks = data_ranks(rows, each)
+        ranks = data_ranks(by_mesh(sharded_groups(module))[0][0])
         sampler = {"num_replicas": len(ranks), "rank": ranks.index(stock.global_rank)}
         if self._sizes_are_given and len(ranks) > stock._data_parallel_size:
             return

@@ -32,17 +32,13 @@ from lowbit_strategy.model.fsdp_sharding import (
     sharded_parameters,
 )
 from lowbit_strategy.model.mesh import (
-    Rows,
-    by_rows,
+    by_mesh,
     check_parts,
     describe_dims,
     give_replicas,
     group_of,
     has_other_parts,
-    is_hybrid,
-    mesh_like,
-    name_of,
-    rows_of,
+    mean_ranks,
     shard_group,
 )
 from lowbit_strategy.model.parameters import (
@@ -50,7 +46,7 @@ from lowbit_strategy.model.parameters import (
     local_part,
     named_parameters,
 )
-from lowbit_strategy.ranks.ranks import Ranks, Topology, find_topology, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 
 def attach_fsdp(
@@ -83,35 +79,30 @@ def attach_fsdp(
     reshard(module)  # a forward pass without a backward pass leaves it gathered
     check_held(module, groups)
     device = device_of(module, device)
-    by_mesh = by_rows(groups)
-    check_parts(by_mesh, groups)
-    (rows, own), *elsewhere = by_mesh.items()
-    of_own, replicas = own[0].param_group.mesh_info.mesh, None
-    if prepared.options.shard_size is not None and not is_hybrid(own[0]):
-        of_own = replicas = mesh_like(rows[0], device.type)  # they are asked for, and a mesh of one dim has none
-        rows = rows_of(replicas)
-    group = group_of([rank for row in rows for rank in row], shard_group(own[0]), device)
+    meshes = by_mesh(groups)
+    _check_shard_size(prepared.options, meshes[0], device)
+    if prepared.options.shard_size is not None and meshes[0][0].mesh.ndim == 1:
+        give_replicas([each for found in meshes for each in found])  # they are asked for, and this mesh has none
+        meshes = by_mesh(groups)
+    check_parts(meshes, groups)
+    own, *elsewhere = meshes
+    group = _mean_group(own, device)
     everyone = compare_with_all(module, prepared, group, device, mesh, has_scaler=has_scaler)
-    topology, is_hsdp = find_topology(group), of_own.ndim > 1
-    _check_shard_size(prepared.options, len(rows[0]), topology)
-    prepared = on_ranks(prepared, topology, len(rows[0]) if is_hsdp else None)
-    ranks = _ranks(prepared, group, device, everyone, of_own)
+    prepared, ranks = _on_mesh(prepared, own, device, everyone)
     others: dict[str, Ranks] = {}
-    for rows_too, found in elsewhere:
-        others |= dict.fromkeys(_names(module, found), _ranks_beside(prepared, rows_too, found, device, everyone))
+    for found in elsewhere:
+        others |= dict.fromkeys(_names(module, found), _on_mesh(prepared, found, device, everyone)[1])
     for part in prepared.parts if others else ():
         part.check_meshes(prepared, [ranks, *others.values()])
-    shared = {each.name for found in by_mesh.values() for each in found}
+    shared = {each.name for found in meshes for each in found}
     groups = [each for each in groups if each.name in shared]
-    prepared = replace(prepared, specs=_exchanged(module, groups, rows))
+    prepared = replace(prepared, specs=_exchanged(module, groups, mean_ranks(own[0])))
     rule = prepared.options.rounds
     meet = None if rule is None else rule.registered(prepared, module, group)
-    if is_hsdp:
+    if prepared.layout == "hsdp":
         if rule is not None and rule.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, others, device)
-    if replicas is not None:
-        give_replicas(groups, replicas)
     layouts = module_layouts(module, groups)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     check_whole_model(module, sync)
@@ -121,43 +112,26 @@ def attach_fsdp(
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         wiring.give_back()
         choice = prepared.compressor.begin(prepared, sync, wiring)
-    digests = _digests(module, sync) if is_hsdp else []
+    digests = _digests(module, sync) if prepared.layout == "hsdp" else []
     return make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, meet=meet)
 
 
-def _ranks(
+def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:
+    """The group of the ranks of one mesh."""
+    return group_of(mean_ranks(groups[0]), shard_group(groups[0]), device)
+
+
+def _on_mesh(
     prepared: PreparedModel,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[ShardedGroup],
     device: torch.device,
     everyone: dist.ProcessGroup | None,
-    mesh: DeviceMesh,
-) -> Ranks:
+) -> tuple[PreparedModel, Ranks]:
+    """The configuration on the ranks of one mesh, and they."""
+    mesh, group = groups[0].mesh, _mean_group(groups, device)
+    prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
     far, dims = prepared.options.far_links, describe_dims(mesh)
-    return make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
-
-
-def _ranks_beside(
-    prepared: PreparedModel,
-    rows: Rows,
-    found: Sequence[ShardedGroup],
-    device: torch.device,
-    everyone: dist.ProcessGroup | None,
-) -> Ranks:
-    """Who reduces what is on another mesh than the most parameters.
-
-    Raises:
-        ValueError: One of the two has replicas and the other has not.
-    """
-    size = len(rows[0]) if is_hybrid(found[0]) else None
-    if (size is None) != (prepared.layout != "hsdp"):
-        one, other = ("sharded", "replicated, too") if size is None else ("replicated, too", "sharded")
-        raise ValueError(
-            f"{name_of(found[0])} is {one}, and the rest of the model is {other} (HSDP): give fully_shard a mesh of"
-            " (replicas, ranks that shard) for both"
-        )
-    group = group_of([rank for row in rows for rank in row], shard_group(found[0]), device)
-    prepared = on_ranks(prepared, find_topology(group), size)
-    return _ranks(prepared, group, device, everyone, found[0].param_group.mesh_info.mesh)
+    return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
 
 
 def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
@@ -166,15 +140,15 @@ def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
     return [names[id(param.sharded_param)] for each in groups for param in each.param_group.fsdp_params]
 
 
-def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], rows: Rows) -> tuple[TensorSpec, ...]:
-    """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh."""
+def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
+    """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh of these."""
     shared = {id(param.sharded_param) for each in groups for param in each.param_group.fsdp_params}
     alone = {id(param.sharded_param) for each in sharded_groups(module) for param in each.param_group.fsdp_params}
     alone -= shared
     left = {
         name
         for name, param in sharded_parameters(module).items()
-        if id(param) in alone or (id(param) not in shared and has_other_parts(param, ((dist.get_rank(),),), rows))
+        if id(param) in alone or (id(param) not in shared and has_other_parts(param, [dist.get_rank()], ranks))
     }
     return tuple(spec for spec in describe_parameters(module) if spec.name not in left)
 
@@ -188,11 +162,14 @@ def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
     return [ParameterDigest(functools.partial(of, ranks), ranks.peers, sync.device) for ranks in sync.all_ranks]
 
 
-def _check_shard_size(options: SyncOptions, found: int, topology: Topology) -> None:
+def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], device: torch.device) -> None:
     """Raises:
     ValueError: The option says otherwise than the mesh of the model.
     """
-    asked = topology.ranks_per_node if options.shard_size == "node" else options.shard_size
+    asked, found = options.shard_size, groups[0].mesh.shape[-1]
+    if asked == "node":  # of all ranks, if the mesh has no replicas yet
+        group = _mean_group(groups, device) if groups[0].mesh.ndim > 1 else None
+        asked = find_topology(group).ranks_per_node
     if asked not in (None, found):
         raise ValueError(
             f"shard_size={options.shard_size!r} was asked for, and the model is sharded over {found} ranks: leave"

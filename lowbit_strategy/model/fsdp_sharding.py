@@ -41,6 +41,17 @@ class ShardedGroup:
     param_group: Any
     gathered_in_backward: bool
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Over which its gradients are a mean: the ranks that shard it; HSDP: (replicas, ranks that shard)."""
+        mesh: DeviceMesh = self.param_group.mesh_info.mesh
+        return mesh
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return f"module {self.name}" if self.name else "the model"
+
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What FSDP2 shards under `module`, in the order of its modules."""

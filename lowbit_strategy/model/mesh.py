@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, set_mesh
-from lowbit_strategy.ranks.groups import connected, new_group
+from lowbit_strategy.ranks.groups import connected, new_group, timeout_of
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
-Rows = tuple[tuple[int, ...], ...]
 CONTEXT_DIMS = ("cp", "context_parallel")
 
 
@@ -38,41 +36,50 @@ def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
     info: Any = each.param_group.mesh_info
     if not isinstance(info, FSDPMeshInfo):
         raise ValueError(
-            f"{name_of(each)} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap"
+            f"{each.label} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap"
             " the model in DistributedDataParallel, or call fully_shard with a mesh whose second dim is 1"
         )
     return info.shard_process_group
 
 
-def is_hybrid(each: ShardedGroup) -> bool:
-    """HSDP: whether the mesh of a module has a dim of replicas."""
-    mesh: DeviceMesh = each.param_group.mesh_info.mesh
-    return mesh.ndim > 1
+def mean_ranks(each: ShardedGroup) -> list[int]:
+    """The ranks over which gradients of a sharded module are a mean.
+
+    Raises:
+        ValueError: The module is replicated only, or its mesh is not in the order of ranks.
+    """
+    shard_group(each)
+    ranks: list[int] = each.mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"{each.label} is on the mesh {each.mesh.mesh.tolist()}, whose ranks are not in order, so that groups of it"
+            " would number them otherwise: give DeviceMesh ranks that increase along both dims, as init_device_mesh"
+            " does"
+        )
+    return ranks
 
 
-def by_rows(groups: Sequence[ShardedGroup]) -> dict[Rows, list[ShardedGroup]]:
-    """What FSDP2 shards, by the ranks over which its gradients are a mean, those of most ranks first; the same order on
-    all ranks. A row has one model together: HSDP has several.
+def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
+    """What FSDP2 shards, mesh by mesh, that of most ranks first; the same order on all ranks.
 
     What one rank has alone, such as experts of which each is on one rank, is left out: nothing of it is exchanged.
 
     Raises:
-        ValueError: Modules are replicated only, or a mesh is not in the order of ranks.
+        ValueError: See `mean_ranks`.
     """
-    found: dict[Rows, list[ShardedGroup]] = {}
+    found: dict[tuple[tuple[int, ...], int], list[ShardedGroup]] = {}
     for each in groups:
-        found.setdefault(_rows(each), []).append(each)
-    most = max(found, key=_num_ranks)
-    return {rows: found[rows] for rows in (most, *found) if rows == most or _num_ranks(rows) > 1}
+        found.setdefault((tuple(mean_ranks(each)), each.mesh.shape[-1]), []).append(each)
+    most = max(found, key=lambda key: len(key[0]))
+    return [found[key] for key in dict.fromkeys((most, *found)) if key == most or len(key[0]) > 1]
 
 
-def data_ranks(rows: Rows, each: ShardedGroup) -> list[int]:
+def data_ranks(each: ShardedGroup) -> list[int]:
     """This rank, and those over which the gradients of a group are a mean that have other data. Ranks that differ by a
     dim called ``cp`` or ``context_parallel`` have parts of the same sequences.
     """
-    ranks = [rank for row in rows for rank in row]
-    mesh: DeviceMesh = each.param_group.mesh_info.mesh
-    root: Any = mesh._get_root_mesh()
+    ranks = mean_ranks(each)
+    root: Any = each.mesh._get_root_mesh()
     own = (root.mesh == dist.get_rank()).nonzero()
     for dim, name in enumerate(root.mesh_dim_names or ()):
         if name in CONTEXT_DIMS:
@@ -81,101 +88,77 @@ def data_ranks(rows: Rows, each: ShardedGroup) -> list[int]:
     return ranks
 
 
-def _num_ranks(rows: Rows) -> int:
-    return sum(map(len, rows))
-
-
-def has_other_parts(param: nn.Parameter, rows: Rows, all_rows: Rows) -> bool:
-    """Whether the ranks of `all_rows` that are not among `rows`, which have this part of `param`, have other parts."""
+def has_other_parts(param: nn.Parameter, ranks: Sequence[int], all_ranks: Sequence[int]) -> bool:
+    """Whether those of `all_ranks` that are not among `ranks`, which have this part of `param`, have other parts."""
     if not isinstance(param, DTensor):
         return False
     mesh = param.device_mesh.mesh
-    own = torch.isin(mesh, torch.tensor([rank for row in rows for rank in row]))
-    reached = own
+    reached = torch.isin(mesh, torch.tensor(ranks))
     for dim, placement in enumerate(param.placements):
         if placement.is_shard():
             reached = reached.any(dim, keepdim=True).expand_as(mesh)
-    return {rank for row in all_rows for rank in row} <= set(mesh[reached].tolist())
+    return {*all_ranks} <= set(mesh[reached].tolist())
 
 
-def check_parts(found: Mapping[Rows, Sequence[ShardedGroup]], groups: Iterable[ShardedGroup]) -> None:
-    """What is not on the mesh of most ranks must be of a part of the model.
+def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[ShardedGroup]) -> None:
+    """What is not on the mesh of most ranks must be of a part of the model, with replicas if that has some.
 
     Args:
-        found: By `by_rows`.
+        meshes: By `by_mesh`.
         groups: All that FSDP2 shards.
 
     Raises:
         ValueError: It is not, and nothing would synchronize it over the other ranks.
     """
-    all_rows, of_most = next(iter(found.items()))
+    most, all_ranks = meshes[0][0], mean_ranks(meshes[0][0])
     for each in groups:
-        rows = _rows(each)
-        params = [param.sharded_param for param in each.param_group.fsdp_params]
-        if not all(has_other_parts(param, rows, all_rows) for param in params if rows != all_rows):
+        ranks, params = mean_ranks(each), [param.sharded_param for param in each.param_group.fsdp_params]
+        if ranks != all_ranks and not all(has_other_parts(param, ranks, all_ranks) for param in params):
             raise ValueError(
-                f"{name_of(each)} is sharded over the ranks {list(map(list, rows))} and {name_of(of_most[0])} over"
-                f" {list(map(list, all_rows))}, and its parameters are whole: shard it over the same ranks, or make its"
+                f"{each.label} is sharded over the ranks {each.mesh.mesh.tolist()} and {most.label} over"
+                f" {most.mesh.mesh.tolist()}, and its parameters are whole: shard it over the same ranks, or make its"
                 " parameters DTensors on the mesh of the other dims before, as for experts"
+            )
+    for each, *_ in meshes[1:]:
+        if each.mesh.ndim != most.mesh.ndim:
+            one, other = ("sharded", "replicated, too") if each.mesh.ndim == 1 else ("replicated, too", "sharded")
+            raise ValueError(
+                f"{each.label} is {one}, and the rest of the model is {other} (HSDP): give fully_shard a mesh of"
+                " (replicas, ranks that shard) for both"
             )
 
 
-def _rows(each: ShardedGroup) -> Rows:
-    shard_group(each)
-    return rows_of(each.param_group.mesh_info.mesh, name_of(each))
-
-
-def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
+def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> None:
     """Modules that are sharded over one dim of `mesh`, (replicas, ranks that shard one model), are on both: FSDP2's
     reduction is over replicas as well.
 
+    Args:
+        groups: They, and perhaps others.
+        mesh: None: all ranks, in rows as long as those of the modules.
+
     Raises:
-        ValueError: One is sharded over other ranks.
+        ValueError: One is sharded over other ranks, or their ranks do not follow each other.
     """
-    rows = rows_of(mesh)
-    sharded = [each for each in groups if not is_hybrid(each)]
+    sharded = [each for each in groups if each.mesh.ndim == 1]
+    if mesh is None:
+        mesh = _mesh_like(mean_ranks(sharded[0]), sharded[0].mesh.device_type)
+    rows = mesh.mesh.tolist()
     for each in sharded:
-        if (members := tuple(dist.get_process_group_ranks(shard_group(each)))) not in rows:
+        if (members := mean_ranks(each)) not in rows:
             raise ValueError(
-                f"{name_of(each)} is sharded over the ranks {list(members)}, which no row of the mesh"
-                f" {list(map(list, rows))} has: give fully_shard the mesh of (replicas, ranks that shard one model)"
+                f"{each.label} is sharded over the ranks {members}, which no row of the mesh"
+                f" {rows} has: give fully_shard the mesh of (replicas, ranks that shard one model)"
             )
     for each in sharded:
         set_mesh(each.param_group, HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
 
 
-def name_of(each: ShardedGroup) -> str:
-    """A name of the group, for errors."""
-    return f"module {each.name}" if each.name else "the model"
-
-
-def rows_of(mesh: DeviceMesh, where: str = "the model") -> Rows:
-    """The ranks of a mesh of data-parallel dims.
-
-    Raises:
-        ValueError: They do not follow each other.
-    """
-    rows: Rows = tuple(tuple(row) for row in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist())
-    ranks = [rank for row in rows for rank in row]
-    if ranks != sorted(ranks):
-        raise ValueError(
-            f"{where} is on the mesh {mesh.mesh.tolist()}, whose ranks are not in order, so that groups of it would"
-            " number them otherwise: give DeviceMesh ranks that increase along both dims, as init_device_mesh does"
-        )
-    return rows
-
-
-def mesh_like(row: Sequence[int], device_type: str) -> DeviceMesh:
-    """All ranks as a mesh of (replicas, ranks that shard), whose rows are as long as `row`, which is one of them.
-
-    Raises:
-        ValueError: It is none.
-    """
+def _mesh_like(row: list[int], device_type: str) -> DeviceMesh:
     world_size, size = dist.get_world_size(), len(row)
-    rows = tuple(tuple(range(start, start + size)) for start in range(0, world_size - size + 1, size))
-    if tuple(row) not in rows:
+    rows = [list(range(start, start + size)) for start in range(0, world_size - size + 1, size)]
+    if row not in rows:
         raise ValueError(
-            f"the model is sharded over the ranks {list(row)}, which do not follow each other, so that its replicas are"
+            f"the model is sharded over the ranks {row}, which do not follow each other, so that its replicas are"
             " not known: give fully_shard the mesh of (replicas, ranks that shard one model)"
         )
     return DeviceMesh(device_type, rows, mesh_dim_names=("replicate", "shard"))
@@ -238,10 +221,3 @@ def describe_dims(mesh: DeviceMesh | None) -> str:
     dims = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     inside = "".join(f", exact over {name}" for name, size in zip(own[1:], mesh.shape[1:], strict=True) if size > 1)
     return f"{' x '.join(dims)}, compressed over {own[0]}{inside}" if len(dims) > 1 else ""
-
-
-def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """None: it has none."""
-    backend: Any = (group or c10d._get_default_group())._get_backend(device)
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout

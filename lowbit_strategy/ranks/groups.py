@@ -96,6 +96,13 @@ def _without_splitting() -> Iterator[None]:
         default.bound_device_id = device
 
 
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """None: it has none."""
+    backend: Any = (group or c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
+
+
 def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """`group`, once all its ranks are connected.
 

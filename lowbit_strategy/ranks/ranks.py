@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.ordered import Gathering
-from lowbit_strategy.ranks.groups import connected, new_group
+from lowbit_strategy.ranks.groups import connected, new_group, timeout_of
 
 ShardSize = int | Literal["node"]
 
@@ -334,7 +333,7 @@ def make_ranks(
     size = topology.node_size
     members = dist.get_process_group_ranks(group)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)  # some backends have none
+    timeout = timeout_of(group, device)
     if device.type != "cpu" or backend.name() != "gloo" or len(members) == 1:
         far = False
     elif far is None:
