@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
@@ -21,9 +21,6 @@ from lowbit_strategy.adaptation.model_control import ModelControl, ProgressClock
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.telemetry.run_record import for_model
-
-if TYPE_CHECKING:
-    from lowbit_strategy.accelerate import LowBitPlugin
 
 
 class TrainingClock:
@@ -120,7 +117,7 @@ class AdaptiveBinding:
     """Called by the binding at an accelerator's moments; does nothing without a controller or a monitor.
 
     Args:
-        plugin: Configuration.
+        plugin: The `LowBitPlugin`.
         accelerator: Whose models are controlled.
         numbers: Numbers of all models that have been prepared.
 
@@ -132,7 +129,7 @@ class AdaptiveBinding:
         accumulates: The loop uses ``accelerator.accumulate``.
     """
 
-    def __init__(self, plugin: LowBitPlugin, accelerator: Accelerator, numbers: Mapping[Session, int]) -> None:
+    def __init__(self, plugin: Any, accelerator: Accelerator, numbers: Mapping[Session, int]) -> None:
         self.plugin = plugin
         self.accelerator = accelerator
         self.clock = TrainingClock(accelerator, plugin.num_steps, plugin.steps_per_epoch)

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
@@ -48,9 +48,6 @@ from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.parameters import handshake, to_plain
 
-if TYPE_CHECKING:
-    from lowbit_strategy.accelerate import LowBitPlugin
-
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
 
@@ -59,7 +56,7 @@ class Binding:
     """What `LowBitPlugin.attach` returns, and ``accelerator.lowbit`` from then on.
 
     Args:
-        plugin: Configuration.
+        plugin: The `LowBitPlugin`.
         accelerator: Has prepared nothing yet.
         fsdp_plugin: See `LowBitPlugin.attach`.
         of_section: The plugin is a `lowbit_config` section's: one of the script's own may take its place.
@@ -69,7 +66,7 @@ class Binding:
     """
 
     def __init__(
-        self, plugin: LowBitPlugin, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
+        self, plugin: Any, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
