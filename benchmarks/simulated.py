@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
@@ -60,16 +61,13 @@ class Exchange:
         self.layout = layout
         self.syncs = [
             GradientSync(
-                compressor,
-                self.specs,
-                Ranks.flat(comm),
-                torch.device("cpu"),
-                scatter=layout == "fsdp",
-                seed=seed,
-                follows_rate=follows_rate,
+                compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), scatter=layout == "fsdp", seed=seed
             )
             for comm in self.world.comms
         ]
+        self._rate = 1.0  # of the step
+        for sync in self.syncs if follows_rate else ():
+            FollowedRates(sync, lambda: {spec.name: self._rate for spec in self.specs})
         self.corrections = [SecondMoment(sync, model) for sync in self.syncs] if corrects else []
         at, entries = 0, []
         for spec in self.specs:
@@ -80,8 +78,9 @@ class Exchange:
 
     def mean(self, gradients: Sequence[Sequence[Tensor]], rate: float = 1.0) -> list[Tensor]:
         """Every parameter's mean gradient as rank 0 (FSDP2: its owners) has it, for a step at this learning rate."""
+        self._rate = rate
         for sync in self.syncs:
-            sync.begin_step(rates=lambda: {spec.name: rate for spec in self.specs})
+            sync.begin_step()
         if self.layout == "ddp":
             buffers = [torch.cat([g.reshape(-1) for g in rank]) for rank in gradients]
             self.world.reduce(self.syncs, self.bucket, buffers, buffers)

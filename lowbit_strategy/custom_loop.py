@@ -197,8 +197,8 @@ def compress(
             " too: wrap the model once, in DistributedDataParallel"
         )
     sync_options = SyncOptions(**options)
-    if sync_options.rounds is not None and sync_options.rounds.comes_and_goes:
-        raise ValueError("compress serves ranks that stay: for elastic call prepare and attach_replica")
+    if sync_options.comes_and_goes:
+        raise ValueError("compress serves ranks that stay: for others call prepare and attach_replica")
     compressor = LoCo() if compressor is None else as_compressor(compressor)
     check_optimizers(compressor, sync_options, optimizers)
     bare = model.module if isinstance(model, DistributedDataParallel) else model
@@ -246,5 +246,5 @@ def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> Non
         if (current := weak()) is not None:
             current.begin_reducing(scaler)
 
-    session.sync.begin_late = begin_late
+    session.sync.begin_late_with(begin_late)
     before_backward(model, begin)

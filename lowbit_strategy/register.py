@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lowbit_strategy.leaves import RULES, load
+from lowbit_strategy.leaves import NAMES, RULES, load
 from lowbit_strategy.methods.entries import ENTRIES
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def named(base: str) -> dict[str, Any]:
     from lowbit_strategy.methods.registry import AUTO, preset
 
     if base in RULES:
-        rule = load("lowbit_strategy.local_steps:OUTER_RULES", base)[base]
+        rule = load(NAMES["OUTER_RULES"], base)[base]
         return {"compressor": rule.compressor(), "outer": rule}
     return {"compressor": preset(AUTO if base == _AUTO else base)}
 

@@ -90,8 +90,8 @@ class Binding:
         self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
         self.sessions: list[Session] = []
         self.replica: Any = None  # what is called where replicas join and leave
-        if (rounds := plugin.rounds) is not None and rounds.comes_and_goes:
-            self.replica = rounds.adapter("accelerate").ReplicaBinding(lambda: self.sessions, plugin.seed)
+        if (adapter := plugin.adapter("accelerate")) is not None:
+            self.replica = adapter.ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         # All that anything has been attached to, in use or not.
@@ -163,7 +163,7 @@ class Binding:
                 self.adaptive.take_effect()
 
     def finish(self) -> None:
-        """Training ends on this rank; after local steps all ranks have the same weights then. On all ranks.
+        """Training ends on this rank; all have the same weights then. On all ranks.
 
         ``accelerator.end_training`` does it, and so does the HF Trainer.
         """
@@ -172,7 +172,7 @@ class Binding:
 
     @contextlib.contextmanager
     def shared_weights(self, *, validates: bool = True) -> Iterator[None]:
-        """A context in which models have the weights that all ranks share: to evaluate between local steps.
+        """A context in which models have the weights that all ranks share: to evaluate.
 
         Args:
             validates: Warn, once, if these are the weights that the last validation has seen. False: to save.

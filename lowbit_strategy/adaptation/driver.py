@@ -101,8 +101,8 @@ class AdaptiveDriver(BucketObserver, StepListener):
         """
         if sync.ranks.comes_and_goes:
             raise ValueError(
-                f"{type(self.controller).__name__} does not go with elastic: a replica that joins would not know what"
-                " has been decided. Leave one of them out"
+                f"{type(self.controller).__name__} does not go with replicas that join and leave: a new one would not"
+                " know what has been decided. Leave the controller out"
             )
         if self.controller.initial_accumulation is not None and ROUNDS_KEY in sync.rank_state:
             raise ValueError(
@@ -179,7 +179,8 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     def _choose_levels(self) -> None:
         """What the controller does not decide on gets the first level."""
-        self.sync.choose({name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs})
+        chosen = {name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs}
+        self.sync.use(self.sync.compressor, chosen)
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         probe = self._probe

@@ -78,7 +78,7 @@ ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
 # compression at once. Where compression paid although the likely figure said no, it was 1.65 or more.
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
-_RULES = "lowbit_strategy.local_steps:OUTER_RULES"
+_RULES = leaves.NAMES["OUTER_RULES"]
 _OF_SQUARES = "lowbit_strategy.second_moment.planned:Squares"
 _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import one_replica
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
-from lowbit_strategy.attach.rounds import EveryStep
 from lowbit_strategy.attach.session import Hook, Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Choice, Chooser
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.mesh import (
-    model_group,
-)
-from lowbit_strategy.model.parameters import (
-    handshake,
-    settings_facts,
-)
+from lowbit_strategy.model.mesh import model_group
+from lowbit_strategy.model.parameters import handshake, settings_facts
 from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
@@ -85,8 +82,6 @@ def make_engine(
         seed=options.seed,
         skips_overflow=has_scaler,
         keeps_copies=options.rollback,
-        max_residual=options.max_residual,
-        follows_rate=options.follows_rate,
     )
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()
@@ -104,39 +99,45 @@ def make_session(
     digests: Sequence[ParameterDigest] = (),
     choice: Choice | None = None,
     ddp: DistributedDataParallel | None = None,
-    meet: Callable[..., EveryStep] | None = None,
+    members: Any = None,
 ) -> Session:
-    """The session around a model's engine. `digests`: compare parameters; `meet`: lets ranks meet in rounds."""
+    """The session around a model's engine. `digests`: compare parameters; `members`: see `RoundRule.meet`."""
     options, ranks = prepared.options, sync.ranks
+    if options.max_residual is not None:
+        BoundedResiduals(sync, options.max_residual)
     if not ranks.alone:
         for part in prepared.parts:
             part.attach(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
     pace = None
-    if meet is not None and not ranks.alone:
-        pace = meet(module, sync, check_digest=compares, ddp=ddp)
-    session = Session(
-        sync,
-        module,
-        options,
-        hook=hook,
-        digests=digests if compares else (),
-        pace=pace,
-        shards=prepared.scatter,
-        choice=choice,
-    )
-    _report(sync, options)
+    if options.outer is not None and not ranks.alone:
+        pace = options.outer.meet(module, sync, members, check_digest=compares, ddp=ddp)
+    if compares:
+        sync.listeners.add(Comparison(sync, digests), StepPhase.RECORD)
+    session = Session(sync, module, options, hook=hook, pace=pace, choice=choice)
+    _report(sync, times_steps=pace is None)
     session.pace.attached(session, module)
     return session
 
 
-def _report(sync: GradientSync, options: SyncOptions) -> None:
+class Comparison(StepListener):
+    """Compares parameters over the ranks after steps, where gradients are reduced."""
+
+    def __init__(self, sync: GradientSync, digests: Sequence[ParameterDigest]) -> None:
+        self._sync, self.digests = sync, tuple(digests)
+
+    def end_step(self, *, counted: bool) -> None:
+        for digest in self.digests if counted and self._sync.rounds is None else ():
+            self._sync.listeners.together(functools.partial(digest.after_step, self._sync.step_index))
+
+
+def _report(sync: GradientSync, *, times_steps: bool) -> None:
     """Called last: only then the memory for messages is known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
     if sync.ranks.logs:
         inform("%s", render_reports(sync))
-        if options.rounds is None:
+        if times_steps:
             StepTimes(sync)
 
 

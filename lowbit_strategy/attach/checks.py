@@ -162,7 +162,7 @@ class ClippingWarning:
 
 def one_replica(options: SyncOptions) -> str:
     """What is logged if there is no other replica to exchange with."""
-    off = "" if options.rounds is None else f", and {type(options.rounds).__name__} takes no local steps"
+    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
     return (
         "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
         f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"

@@ -80,7 +80,6 @@ class LowBitStrategy:
 
     @property
     def loss_scaler(self) -> Any:
-        """The ``GradScaler``; None: there is none."""
         stock: Any = self
         precision = stock.precision_plugin if hasattr(stock, "precision_plugin") else stock.precision
         return getattr(precision, "scaler", None)

@@ -22,13 +22,8 @@ from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.mesh import (
-    describe_dims,
-)
-from lowbit_strategy.model.parameters import (
-    canonical_name,
-    named_parameters,
-)
+from lowbit_strategy.model.mesh import describe_dims
+from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
@@ -61,15 +56,13 @@ def attach_ddp(
     device = device_of(model, device)
     options, group = prepared.options, model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    rule = options.rounds
-    if rule is not None and rule.comes_and_goes:
+    if options.comes_and_goes:
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
-    meet = None if rule is None else rule.registered(prepared, model.module, group)
     everyone = compare_with_all(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
-    rule = rule if dist.get_world_size(group) > 1 else None
+    rule = options.outer if dist.get_world_size(group) > 1 else None
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
@@ -88,7 +81,7 @@ def attach_ddp(
         hook = DDPHook(model, sync)
     module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
     digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
-    session = make_session(module, prepared, sync, hook=hook, digests=[digest], choice=choice, ddp=model, meet=meet)
+    session = make_session(module, prepared, sync, hook=hook, digests=[digest], choice=choice, ddp=model)
     session.close_with(model)
     return session
 
@@ -115,14 +108,13 @@ def attach_replica(
 
     Raises:
         ValueError: The replica has several ranks.
-        ConnectionError: Nobody answers at the lighthouse's address.
+        ConnectionError: Nobody answers where they are to meet.
     """
     device = device_of(module, device)
-    assert prepared.options.rounds is not None
-    meet = prepared.options.rounds.registered(prepared, module, group)
+    members = prepared.options.registered(prepared, module, group)
     ranks = Ranks.flat(GroupComm(group)).coming_and_going()
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    return make_session(module, prepared, sync, ddp=ddp, meet=meet)
+    return make_session(module, prepared, sync, ddp=ddp, members=members)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
@@ -148,7 +140,6 @@ def _named(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]
 
 
 def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
-    """The communicator of the ranks that hold the same parameters under DDP."""
     return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.parameters import (
-    local_part,
-)
+from lowbit_strategy.model.parameters import local_part
 
 _SAMPLE = 512  # elements of a parameter
 
@@ -21,9 +19,6 @@ _MOST_DIFFERENT = 0.05  # of the signs, as rounding may change them
 class DeliveredSigns:
     """The signs of some elements of what a backward pass has delivered: scaling and clipping keep them, and what is
     made of several passes has others.
-
-    Args:
-        sync: The engine.
     """
 
     def __init__(self, sync: GradientSync) -> None:

@@ -8,20 +8,11 @@ from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.model.fsdp_sharding import check_held, sharded_groups, sharded_parameters
-from lowbit_strategy.model.parameters import (
-    describe_parameters,
-    keep_names,
-    named_parameters,
-    trainable_parameters,
-)
+from lowbit_strategy.model.parameters import describe_parameters, keep_names, named_parameters, trainable_parameters
 
 
 class Frozen:
-    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized.
-
-    Args:
-        module: The model.
-    """
+    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -37,11 +28,11 @@ class Frozen:
     def _identities(self) -> list[tuple[int, ...]]:
         """Identities of modules and parameters, found in a fraction of a millisecond."""
         modules = list(self._module.modules())
-        shards = [param for each in sharded_groups(self._module) for param in each.param_group.fsdp_params]
+        shards = [shard for each in sharded_groups(self._module) for shard in each.shards]
         found = [tuple(map(id, child._modules.values())) for child in modules]
         if not shards:
             return found + [tuple(map(id, child._parameters.values())) for child in modules]
-        return [*found, tuple(id(param.sharded_param) for param in shards)]
+        return [*found, tuple(map(id, shards))]
 
     def follow(self, *, is_served: bool) -> dict[str, nn.Parameter] | None:
         """All parameters by name (of sharded ones the shards) if they are others than before; otherwise None.
@@ -60,7 +51,7 @@ class Frozen:
         self._look_up()
         params = self._by_name
         if is_served:
-            known |= {id(p.sharded_param) for g in sharded_groups(self._module) for p in g.param_group.fsdp_params}
+            known |= {id(shard) for each in sharded_groups(self._module) for shard in each.shards}
         for name, param in params.items():
             if param.requires_grad and id(param) not in known:
                 raise RuntimeError(

@@ -24,13 +24,7 @@ from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.fsdp_sharding import (
-    ShardedGroup,
-    check_held,
-    reshard,
-    sharded_groups,
-    sharded_parameters,
-)
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, check_held, reshard, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mesh import (
     by_mesh,
     check_parts,
@@ -41,11 +35,7 @@ from lowbit_strategy.model.mesh import (
     mean_ranks,
     shard_group,
 )
-from lowbit_strategy.model.parameters import (
-    describe_parameters,
-    local_part,
-    named_parameters,
-)
+from lowbit_strategy.model.parameters import describe_parameters, local_part, named_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 
@@ -97,10 +87,9 @@ def attach_fsdp(
     shared = {each.name for found in meshes for each in found}
     groups = [each for each in groups if each.name in shared]
     prepared = replace(prepared, specs=_exchanged(module, groups, mean_ranks(own[0])))
-    rule = prepared.options.rounds
-    meet = None if rule is None else rule.registered(prepared, module, group)
+    members = prepared.options.registered(prepared, module, group)
     if prepared.layout == "hsdp":
-        if rule is not None and rule.comes_and_goes:  # all ranks share one model, which is one replica
+        if prepared.options.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, others, device)
     layouts = module_layouts(module, groups)
@@ -113,7 +102,7 @@ def attach_fsdp(
         wiring.give_back()
         choice = prepared.compressor.begin(prepared, sync, wiring)
     digests = _digests(module, sync) if prepared.layout == "hsdp" else []
-    return make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, meet=meet)
+    return make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, members=members)
 
 
 def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:
@@ -135,16 +124,14 @@ def _on_mesh(
 
 
 def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
-    """The parameters of these groups."""
     names = {id(param): name for name, param in sharded_parameters(module).items()}
-    return [names[id(param.sharded_param)] for each in groups for param in each.param_group.fsdp_params]
+    return [names[id(shard)] for each in groups for shard in each.shards]
 
 
 def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
     """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh of these."""
-    shared = {id(param.sharded_param) for each in groups for param in each.param_group.fsdp_params}
-    alone = {id(param.sharded_param) for each in sharded_groups(module) for param in each.param_group.fsdp_params}
-    alone -= shared
+    shared = {id(shard) for each in groups for shard in each.shards}
+    alone = {id(shard) for each in sharded_groups(module) for shard in each.shards} - shared
     left = {
         name
         for name, param in sharded_parameters(module).items()

@@ -15,10 +15,7 @@ from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.optimizer_hook import has_rate
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.parameters import (
-    local_part,
-    named_parameters,
-)
+from lowbit_strategy.model.parameters import local_part, named_parameters
 
 
 class GradientUse:
@@ -28,20 +25,14 @@ class GradientUse:
     optimizer steps the parameter. If it does on what the last pass delivered, scaled or clipped, those before were
     thrown away. If it does on something else, that was made of all of them (`DeliveredSigns`).
 
-    Args:
-        module: The model.
-        sync: Reduces.
-        check_optimizer: Raises a ValueError if an optimizer cannot be served.
-
     Attributes:
         stepped: Parameters that optimizers have stepped since the last step ended.
         ddp_of: Gives DDP around the model, if it is wrapped in it.
         optimizers: Gives the optimizers; unless set, those that have stepped.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync, check_optimizer: Callable[[Optimizer], None]) -> None:
+    def __init__(self, module: nn.Module, sync: GradientSync) -> None:
         self.stepped: set[str] = set()
-        self._check_optimizer = check_optimizer
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
@@ -61,7 +52,6 @@ class GradientUse:
         self._names = {id(param): name for name, param in params.items()}
 
     def owned_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """This model's parameters that `optimizer` steps."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(param)]: param for param in params if id(param) in self._names}
 
@@ -77,11 +67,9 @@ class GradientUse:
 
     @property
     def param_ids(self) -> set[int]:
-        """The identities of the parameters."""
         return set(self._names)
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether a parameter of `module` is one of this model's."""
         return any(id(param) in self._names for param in module.parameters())
 
     def moves_nothing(self, optimizer: Optimizer) -> bool:
@@ -97,13 +85,11 @@ class GradientUse:
         """Commit what it has stepped. An optimizer inside another one has stepped for both.
 
         Raises:
-            ValueError: It cannot be served.
             RuntimeError: DDP was told not to synchronize the gradients.
         """
         owned = self.owned_by(optimizer)
         if not owned:
             return
-        self._check_optimizer(optimizer)
         sync, transactions = self._sync, self._sync.transactions
         is_reduced = sync.rounds is None
         if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:

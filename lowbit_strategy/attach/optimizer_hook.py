@@ -27,7 +27,6 @@ def watch_optimizers(session: Any) -> None:
 
 
 def stop_watching(session: Any) -> None:
-    """The session is closed."""
     _watching.pop(session, None)
 
 

@@ -66,17 +66,13 @@ class PreparedModel:
     @property
     def copies_residuals(self) -> bool:
         """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
-        rounds = self.options.rounds
-        return self.options.rollback and (rounds is None or rounds.comes_and_goes)
+        options = self.options
+        return options.rollback and (options.outer is None or options.comes_and_goes)
 
     @property
     def extra(self) -> Extra:
         """What ranks exchange in addition to gradients."""
         return next((found for part in self.parts if (found := part.extra(self)) is not None), Extra())
-
-    def without_extra(self) -> PreparedModel:
-        """The same if nothing is exchanged in addition."""
-        return replace(self, parts=tuple(part.given_up() for part in self.parts))
 
 
 def prepare(
@@ -161,8 +157,8 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     node_size, layout = shard_size, prepared.layout if shard_size is None else "hsdp"
-    if shard_size is None and topology.obstacle is None and options.two_level is not False and options.rounds is None:
-        node_size = topology.ranks_per_node  # with an outer rule every rank steps by itself
+    if shard_size is None and topology.obstacle is None and options.two_level is not False and options.outer is None:
+        node_size = topology.ranks_per_node  # in rounds every rank steps by itself
     prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size))
     for part in prepared.parts:
         prepared = part.on_ranks(prepared)
@@ -170,5 +166,4 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:
-    """The options as plain values."""
     return vars(options) | to_plain("weights", options.weights)

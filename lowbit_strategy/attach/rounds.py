@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import register_other_names
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
 from lowbit_strategy.plan.rounds import RoundPlan
 
 
@@ -41,7 +42,7 @@ class EveryStep:
     @property
     def writes_checkpoints(self) -> bool:
         """Whether this process's ranks write checkpoints."""
-        return True
+        return self.replica is None or bool(self.replica.leads)
 
     def attached(self, session: Any, module: nn.Module) -> None:
         """The session is complete."""
@@ -51,16 +52,6 @@ class EveryStep:
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
         """More parameters are trained, and the engine knows them."""
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """It has stepped parameters of the model.
-
-        Raises:
-            ValueError: It cannot be served.
-        """
-
-    def count_samples(self, number: int) -> None:
-        """`number` more before the next optimizer step."""
 
     def begin_forward(self) -> None:
         """A forward pass in training begins."""
@@ -93,13 +84,7 @@ class EveryStep:
 
 
 class RoundRule(Part, ABC):
-    """An option by which ranks meet in rounds, with gradients that stay on their rank in between.
-
-    Attributes:
-        comes_and_goes: Ranks join and leave: each process, or node that shares one model, has its own world.
-    """
-
-    comes_and_goes: ClassVar[bool] = False
+    """An option by which ranks meet in rounds, with gradients that stay on their rank in between."""
 
     @property
     @abstractmethod
@@ -115,22 +100,23 @@ class RoundRule(Part, ABC):
         """A round. `every`: its optimizer steps; None: those of the first one."""
 
     @abstractmethod
-    def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Callable[..., EveryStep]:
-        """A model is about to be attached.
+    def meet(
+        self,
+        module: nn.Module,
+        sync: GradientSync,
+        members: Any,
+        *,
+        check_digest: bool,
+        ddp: DistributedDataParallel | None,
+    ) -> EveryStep:
+        """A model is attached. Returns what takes over when ranks meet.
 
         Args:
-            prepared: A `PreparedModel`.
             module: The model.
-            group: The ranks that this process knows.
-
-        Returns:
-            What takes over when ranks meet, called with the model and its engine, whose group nothing else uses between
-            steps; ``check_digest``: compare over the ranks now and then what they share; ``ddp``: around the model, if
-            it is wrapped.
-
-        Raises:
-            ValueError: The ranks do not share one model where they should.
-            ConnectionError: Nobody answers.
+            sync: Its engine, whose group nothing else uses between steps.
+            members: What `RoundMembers.registered` has returned; None: the ranks stay.
+            check_digest: Compare over the ranks now and then what they share.
+            ddp: Around the model, if it is wrapped.
         """
 
     def adapter(self, framework: str) -> Any:
@@ -138,23 +124,26 @@ class RoundRule(Part, ABC):
         return None
 
 
-class RoundMembers(ABC):
-    """An option that says which ranks meet in the rounds of a rule."""
+class RoundMembers(Part, ABC):
+    """An option by which those who meet join and leave: each process, or node with one model, has its own world."""
 
     @abstractmethod
-    def around(self, rule: RoundRule | None) -> RoundRule:
-        """`rule` for these ranks.
+    def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:
+        """A model is about to be attached: make it known to the others. Returns what a rule needs to meet them.
+
+        Args:
+            prepared: A `PreparedModel`.
+            module: The model.
+            group: The ranks that this process knows.
 
         Raises:
-            ValueError: It does not go with them, or there is none.
+            ValueError: The ranks do not share one model where they should.
+            ConnectionError: Nobody answers.
         """
 
-
-def _from_mapping(value: Any, source: Source) -> RoundMembers:
-    if not isinstance(value, Mapping):
-        raise Mismatch
-    made: RoundMembers = call(leaves.load("lowbit_strategy.elastic:Elastic", "elastic"), value, source)
-    return made
+    @abstractmethod
+    def adapter(self, framework: str) -> Any:
+        """In the place of `RoundRule.adapter`."""
 
 
 def _from_value(value: Any, source: Source) -> RoundRule:
@@ -163,7 +152,7 @@ def _from_value(value: Any, source: Source) -> RoundRule:
 
 
 def _known() -> Iterable[RoundRule]:
-    target = "lowbit_strategy.local_steps:OUTER_RULES"
+    target = leaves.NAMES["OUTER_RULES"]
     return leaves.load(target, "outer").values() if leaves.is_present(target) else ()
 
 
@@ -177,4 +166,3 @@ register_conversion(
         known=_known,
     ),
 )
-register_conversion(RoundMembers, Conversion(_from_mapping, "an instance of Elastic", "a mapping", (dict[str, Any],)))

@@ -29,11 +29,11 @@ from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Choice
-from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -50,9 +50,7 @@ class Session:
         module: The model, without DDP around it.
         options: Those given to `prepare`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
-        digests: Compare parameters, if they are to be compared.
         pace: When ranks meet; None: in every step.
-        shards: FSDP2 shards the model; it sees in every step which parameters are trainable.
         choice: Picks the compressor; None: it stays.
 
     Attributes:
@@ -66,17 +64,14 @@ class Session:
         options: SyncOptions,
         *,
         hook: Hook | None = None,
-        digests: Iterable[ParameterDigest] = (),
         pace: EveryStep | None = None,
-        shards: bool = False,
         choice: Choice | None = None,
     ) -> None:
         self.sync = sync
         self.options = options
-        self.pace, self.shards = EveryStep() if pace is None else pace, shards
+        self.pace = EveryStep() if pace is None else pace
         self.choice = Choice() if choice is None else choice
         self._ranks = sync.all_ranks  # whose own groups `close` destroys
-        self._digests = tuple(digests)
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
@@ -85,7 +80,9 @@ class Session:
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
-        self._use = GradientUse(module, sync, self.pace.check_optimizer)
+        self._use = GradientUse(module, sync)
+        if options.follows_rate:
+            FollowedRates(sync, self._use.rates)
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
@@ -99,6 +96,11 @@ class Session:
     @property
     def is_baseline(self) -> bool:  # steps are the framework's own: chosen, or being timed
         return self.choice.is_baseline
+
+    @property
+    def _is_in_ddp(self) -> bool:
+        """Which does not see that other parameters are trained than at set-up, unlike FSDP2."""
+        return self.sync.weights is None
 
     @property
     def replica(self) -> Any:
@@ -163,7 +165,7 @@ class Session:
         if self._num_passes == MANY_PASSES:
             self._warn(NO_STEP_HAS_ENDED)
         if unfrozen := self.frozen.newly_trainable():
-            if not (self.shards or self.is_in_rounds):
+            if self._is_in_ddp and not self.is_in_rounds:
                 raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
             self.extend()
         self.pace.begin_backward(loss)
@@ -172,7 +174,7 @@ class Session:
         """What ranks do together of `begin_step`, at the latest when DDP has the first gradients of a pass: 4."""
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
-        self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun), rates=self._use.rates)
+        self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
         self._use.note_delivered()
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
@@ -216,7 +218,7 @@ class Session:
             return True
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
-            why = why_nothing_was_sent(self._module, waits=not self.shards)
+            why = why_nothing_was_sent(self._module, waits=self._is_in_ddp)
             _log.warning("rank %d: %s", self.sync.ranks.rank, why)
         if stepped is None:
             self._use.settle_all()
@@ -225,8 +227,6 @@ class Session:
 
         def meet() -> None:
             self.sync.listeners.meet()
-            for digest in self._digests if synchronized and counted else ():
-                digest.after_step(self.sync.step_index)
             if synchronized:
                 self.pace.after_optimizer(optimizer)
             if counted:
@@ -362,13 +362,14 @@ class Session:
             inform("%d more parameters are trained now\n%s", len(specs), render_reports(self.sync))
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` steps a parameter of this model."""
         return bool(self._use.owned_by(optimizer))
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
         if self._use.moves_nothing(optimizer):
             return
+        if self.options.outer is not None and self.owns(optimizer):
+            self.options.outer.check_optimizer(optimizer)
         self._use.on_optimizer_step(optimizer)
         if self._use.stepped and self._num_passes:
             self._is_open, self._num_passes = True, 0
@@ -385,7 +386,6 @@ class Session:
 
     @property
     def param_ids(self) -> set[int]:
-        """The identities of the model's parameters."""
         return self._use.param_ids
 
     def close(self) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import torch.distributed as dist
+from torch import nn
+
+from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
 from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
@@ -12,6 +17,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 
 
 @configuration
@@ -84,19 +90,28 @@ class SyncOptions:
     second_moment: bool | None = None
 
     @property
-    def rounds(self) -> RoundRule | None:
-        """How ranks meet in rounds; None: they meet in every step."""
-        return self.outer if self.elastic is None else self.elastic.around(self.outer)
+    def comes_and_goes(self) -> bool:
+        """Whether those who meet join and leave, each with its own world."""
+        return self.elastic is not None
 
     @property
     def parts(self) -> list[Part]:
         """What options bring."""
-        return made_parts(self) if self.rounds is None else [*made_parts(self), self.rounds]
+        return [*made_parts(self), *(part for part in (self.elastic, self.outer) if part is not None)]
+
+    def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:
+        """See `RoundMembers.registered`; None where ranks stay."""
+        return None if self.elastic is None else self.elastic.registered(prepared, module, group)
+
+    def adapter(self, framework: str) -> Any:
+        """A module with what the adapter of that name calls where ranks meet in rounds; None: there is nothing."""
+        part = self.elastic or self.outer
+        return None if part is None else part.adapter(framework)
 
     @property
     def default_compressor(self) -> Compressor:
         """The compressor if the user chooses none."""
-        return LoCo() if self.rounds is None else self.rounds.compressor()
+        return LoCo() if self.outer is None else self.outer.compressor()
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -123,3 +138,13 @@ class SyncOptions:
             )
         for part in self.parts:
             part.check_layout(self, scatter=scatter)
+
+
+def _elastic(value: Any, source: Source) -> RoundMembers:
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    made: RoundMembers = call(leaves.load(leaves.NAMES["Elastic"], "elastic"), value, source)
+    return made
+
+
+register_conversion(RoundMembers, Conversion(_elastic, "an instance of Elastic", "a mapping", (dict[str, Any],)))

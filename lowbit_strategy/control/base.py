@@ -130,7 +130,7 @@ class Decision:
         warnings: Logged each time they are given.
         accumulation: Batches accumulated into one optimizer step; None: unchanged.
         learning_rate_factor: Multiplies the scheduler's learning rate.
-        every: Optimizer steps per round of local steps from now on; None: the outer rule's.
+        every: Optimizer steps of a round from now on, where ranks meet in rounds; None: as planned.
     """
 
     state: State

@@ -146,7 +146,7 @@ def plan(
         reduced=reduced,
         coding=prepared.weights,
         modules=modules,
-        round_plan=None if options.rounds is None else options.rounds.planned(),
+        round_plan=None if options.outer is None else options.outer.planned(),
         extra=prepared.extra,
         copies=prepared.copies_residuals,
     )

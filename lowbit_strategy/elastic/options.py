@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import import_module
+from typing import Any
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
+from lowbit_strategy.attach.rounds import RoundMembers
 from lowbit_strategy.options.configuration import configuration
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -73,8 +75,30 @@ class Elastic(RoundMembers):
             )
         return address.rstrip("/")
 
-    def around(self, rule: RoundRule | None) -> RoundRule:
+    def check_options(self, options: Any) -> None:
+        rule = options.outer
         if rule is None:
             raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-        made: RoundRule = leaves.load("lowbit_strategy.elastic.rounds:ElasticRounds", "elastic")(self, rule)
-        return made
+        if rule.travels_a_turn:
+            raise ValueError(
+                f"elastic does not go with {rule.name}, an outer rule whose exchanges last a round: members are known"
+                " for one exchange alone. Take DiLoCo or LocalSGD"
+            )
+        for field in ("delay", "synchronous"):
+            if getattr(rule, field):
+                raise ValueError(
+                    f"elastic does not go with {field} of an outer rule: members change at the beginning of an"
+                    " exchange, and are known for that one alone. Leave it out"
+                )
+
+    def check_meshes(self, prepared: Any, meshes: Any) -> None:
+        raise ValueError(
+            "elastic= serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
+            " another: leave it out"
+        )
+
+    def registered(self, prepared: Any, module: Any, group: Any) -> Any:
+        return leaves.load("lowbit_strategy.elastic.registration:registered", "elastic")(self, prepared, module, group)
+
+    def adapter(self, framework: str) -> Any:
+        return import_module(f"lowbit_strategy.elastic.{framework}")

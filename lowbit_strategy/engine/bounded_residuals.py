@@ -6,20 +6,24 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
-from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 
 
-class BoundedResiduals(BucketObserver):
+class BoundedResiduals(StepListener, BucketObserver):
     """Makes residuals smaller before a bucket is reduced; where a gradient is zero, its residual waits.
 
     Args:
-        state: What methods keep.
         limit: Largest norm of a residual, in norms of the parameter's gradient.
     """
 
-    def __init__(self, state: MethodState, limit: float) -> None:
-        self._state, self._limit = state, limit
+    def __init__(self, sync: GradientSync, limit: float) -> None:
+        self._state, self._limit = sync.state, limit
+        sync.listeners.add(self, StepPhase.RECORD)  # before probes and monitors look
+
+    def begin_step(self) -> BoundedResiduals:
+        return self
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         for param in bucket.params:

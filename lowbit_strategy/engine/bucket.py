@@ -103,8 +103,6 @@ class BucketContext:
         methods: The method of each parameter.
         stores: The state of each method.
         comm: Group to reduce over.
-        device: Device of gradients.
-        buffers: Memory for messages.
         flags: Overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.
         collector: Brings the buckets of whole-model methods together; None: there is no such method.

@@ -41,9 +41,6 @@ class CarryOver:
 
     Each is added once to a gradient that is not all zero. If that gradient is thrown away it is kept and added again.
 
-    Args:
-        device: Device of gradients.
-
     Attributes:
         waiting: Not added to a gradient yet.
     """

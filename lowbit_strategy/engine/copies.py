@@ -84,7 +84,6 @@ def _runs(arena: Tensor, mine: Mapping[str, StateTensors]) -> list[tuple[int, in
 
 
 def copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    """One parameter's state."""
     for key, tensor in targets.items():
         tensor.copy_(sources[key])
 

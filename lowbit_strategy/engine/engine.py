@@ -15,9 +15,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
-from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.engine.interfaces import PartState, RankState, Rounds, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
@@ -61,8 +59,6 @@ class GradientSync:
         seed: Seed of all randomness; the same on all ranks.
         skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
         keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
-        max_residual: Largest norm of a residual, in norms of the parameter's gradient (`BoundedResiduals`); None: any.
-        follows_rate: Residuals follow the learning rate (`FollowedRates`).
 
     Attributes:
         ranks: Who reduces all parameters but those of `others`.
@@ -75,7 +71,6 @@ class GradientSync:
         node_means: Who forms the means inside a node, by its ranks.
         extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
-        steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
         begin_late: Called under DDP when gradients arrive before `begin_step`, which it may call.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
         follower: Who follows gradients to the optimizers' steps.
@@ -94,8 +89,6 @@ class GradientSync:
         seed: int = 0,
         skips_overflow: bool = False,
         keeps_copies: bool = True,
-        max_residual: float | None = None,
-        follows_rate: bool = False,
     ) -> None:
         self.device, self.scatter, self.seed = device, scatter, seed
         self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
@@ -105,7 +98,6 @@ class GradientSync:
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
         self.part_state: dict[str, PartState] = {}
-        self.steps_per_reduction = 1
         self.rounds: Rounds | None = None
         self.begin_late: Callable[[], None] = lambda: None
         self.follower, self.extra = Follower(), Extra()
@@ -130,13 +122,8 @@ class GradientSync:
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
         self._expected: tuple[ParamGroup, ...] = ()
-        self._bounds = [] if max_residual is None else [BoundedResiduals(self.state, max_residual)]
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
-        self._followed_rates: FollowedRates | None = None
-        if follows_rate:
-            self._followed_rates = FollowedRates(self.state, self.transactions)
-            self.save_with("rates", self._followed_rates)
         self.use(compressor)
 
     @property
@@ -163,22 +150,19 @@ class GradientSync:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent to peers, of all parameters."""
         return sum(each.peers.sent_nbytes for each in self.all_ranks)
 
     @property
     def compressor(self) -> Compressor:
         return self.state.compressor
 
-    def use(self, compressor: Compressor) -> None:
-        """Give every parameter its method again. Residuals are carried over; between steps only."""
-        self._regroup(self.state.use, compressor, self.step_index)
+    # -- which method reduces what -------------------------------------------------------------------------------------
 
-    def choose(self, chosen: Mapping[str, Compressor]) -> None:
-        """Give each of these parameters a compressor, and all others that of the model. Residuals are carried over;
-        between steps only.
+    def use(self, compressor: Compressor, chosen: Mapping[str, Compressor] | None = None) -> None:
+        """Give every parameter its method again: that of `compressor`, or of the one that is `chosen` for it. Residuals
+        are carried over; between steps only.
         """
-        self._regroup(self.state.choose, chosen, self.step_index)
+        self._regroup(self.state.use, compressor, chosen or {}, self.step_index)
 
     def follow_phase(self) -> None:
         """Regroup if a compressor has another configuration for this step."""
@@ -241,6 +225,8 @@ class GradientSync:
             for ranks in self.all_ranks
         }
 
+    # -- a step --------------------------------------------------------------------------------------------------------
+
     @property
     def outside_buckets(self) -> list[WeightSync | NodeMeans]:
         """What else sends messages in a step."""
@@ -261,29 +247,20 @@ class GradientSync:
         return layout in self._entered
 
     def _describe_step(self) -> str:
-        """Which step this is, for errors."""
         return f"optimizer step {self.step_index + 1}" + f", backward pass {self._num_passes}" * (self._num_passes > 1)
 
-    def begin_step(
-        self,
-        loss_scale: float | None = None,
-        *,
-        steps_per_reduction: int = 1,
-        rates: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
+    def begin_step(self, loss_scale: float | None = None) -> None:
         """Begin a step, before its first backward pass, on all ranks; further calls do nothing until it has ended.
 
         Args:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
                 as it was.
-            steps_per_reduction: Optimizer steps since the reduction before: 1 without rounds.
-            rates: Gives the learning rate of each parameter, for ``follows_rate``.
         """
         if self.has_begun:
             return
         self.num_skipped += self.in_step and self.skips_overflow  # all of a step was rolled back
         self._clear_step()
-        self._begun, self.steps_per_reduction, self._step = True, steps_per_reduction, self.step_context()
+        self._begun, self._step = True, self.step_context()
         probes = self.listeners.begin_step(StepPhase.DECIDE)
         self.follow_phase()
         if loss_scale is not None:
@@ -291,11 +268,9 @@ class GradientSync:
                 self.state.rescale_(loss_scale / self.loss_scale)
                 self.transactions.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
-        if self._followed_rates is not None and rates is not None:
-            self._followed_rates.follow(rates())
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
-        self._observers = [*self.listeners.begin_step(StepPhase.OBSERVE), *probes, *self._bounds]
-        self.listeners.begin_step(StepPhase.RECORD)
+        monitors = self.listeners.begin_step(StepPhase.OBSERVE)
+        self._observers = [*monitors, *probes, *self.listeners.begin_step(StepPhase.RECORD)]
         peers, checks = [each.peers for each in self.all_ranks], all(each.accounts for each in self._observers)
         self.transactions.byte_check.begin_step(peers, checks=checks)
 
@@ -393,6 +368,10 @@ class GradientSync:
             self._after_backward = None
         return stages
 
+    def begin_late_with(self, begin: Callable[[], None]) -> None:
+        """Call `begin` if gradients arrive before `begin_step`."""
+        self.begin_late = begin
+
     def call_after_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the next backward pass that reduces has ended."""
         self._after_backward = callback
@@ -466,22 +445,28 @@ class GradientSync:
             self.listeners.end_step(counted=counted)
         return counted
 
-    def reduce_in_rounds(self, rounds: Rounds, *, revocable: bool = False) -> None:
-        """No gradients are reduced from now on, but what `rounds` brings. `revocable`: that may be rolled back."""
-        if self.rounds is None and self.step_index > 0:
-            self.forget()
-        self.rounds, self.skips_overflow, self.loss_scale = rounds, False, None
-        self.transactions.keeps_copies = revocable and self._keeps_copies
+    # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def reduce_gradients(self) -> None:
-        """Gradients are reduced again, in every step: a state from before `reduce_in_rounds` has been loaded."""
-        self.rounds, self.skips_overflow = None, self._may_overflow
-        self.transactions.keeps_copies = self._keeps_copies
-        self.forget()
+    @property
+    def steps_per_reduction(self) -> int:
+        """Optimizer steps since the reduction before."""
+        return 1 if self.rounds is None else self.rounds.stride
+
+    def reduce_for(self, rounds: Rounds | None) -> None:
+        """What `rounds` brings is reduced from now on, and no gradients; None: gradients, in every step."""
+        changes, self.rounds = (rounds is None) != (self.rounds is None), rounds
+        self.skips_overflow = self._may_overflow and rounds is None
+        self.transactions.keeps_copies = self._keeps_copies and (rounds is None or rounds.revocable)
+        if rounds is not None:
+            self.loss_scale = None
+        if changes:
+            self.forget()
 
     def count_step(self) -> None:
         """Count an optimizer step for which nothing is reduced, where ranks meet in rounds."""
         self.step_index += 1
+
+    # -- what is saved, and who follows --------------------------------------------------------------------------------
 
     def serve_weights(self, weights: WeightSync) -> None:
         """FSDP2's weights travel through `weights`: its steps are the engine's, its state is saved with it."""
@@ -510,6 +495,8 @@ class GradientSync:
         """Continue where a checkpoint was; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
+
+    # -- what a step sends and keeps, as numbers -----------------------------------------------------------------------
 
     def expect(self, reduced: Sequence[ParamGroup]) -> None:
         """Groups that will be reduced together, in the order of backward: for `plan`."""

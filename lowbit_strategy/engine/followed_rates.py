@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowbit_strategy.engine.method_state import MethodState
-from lowbit_strategy.engine.transactions import Transactions
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 
 GRAIN = 1 / 16  # in powers of two: scales of int8 residuals are bfloat16, and would not see smaller changes
 
 
-class FollowedRates:
+class FollowedRates(StepListener):
     """Error feedback as first published: the residual is the learning rate times what has not been sent.
 
     A residual in units of the gradient is the same divided by the rate. So when the rate of a parameter goes from `a`
@@ -24,17 +24,17 @@ class FollowedRates:
     4. where a reduction is open, the parameter waits for the next step
 
     Args:
-        state: What methods keep.
-        transactions: Which reductions are open.
+        rates: Gives the learning rate of each parameter.
     """
 
-    def __init__(self, state: MethodState, transactions: Transactions) -> None:
-        self._state, self._transactions = state, transactions
+    def __init__(self, sync: GradientSync, rates: Callable[[], Mapping[str, float]]) -> None:
+        self._state, self._transactions, self._of_step = sync.state, sync.transactions, rates
         self._rates: dict[str, float] = {}
+        sync.listeners.add(self, StepPhase.RECORD)
+        sync.save_with("rates", self)
 
-    def follow(self, rates: Mapping[str, float]) -> None:
-        """Begin a step whose optimizers have these rates, before its first backward pass."""
-        for name, rate in rates.items():
+    def begin_step(self) -> None:
+        for name, rate in self._of_step().items():
             if not rate > 0 or name in self._transactions.prepared:
                 continue
             before = self._rates.setdefault(name, rate)

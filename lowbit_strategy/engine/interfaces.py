@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.ranks.ranks import Ranks
@@ -48,9 +48,13 @@ class Rounds(Protocol):
 
     Attributes:
         every: Optimizer steps of each coming round, as a controller chooses; None: as planned.
+        stride: Optimizer steps since the reduction before.
+        revocable: Whether what is reduced may be rolled back.
     """
 
     every: int | None
+    stride: int
+    revocable: ClassVar[bool]
 
     def planned(self, ranks: Ranks) -> RoundPlan:
         """The current round of the parameters that `ranks` reduce."""

@@ -4,7 +4,7 @@
 |---|---|---|
 | `DECIDE` | controllers | give parameters other methods |
 | `OBSERVE` | monitors | look at what the methods make of the gradients |
-| `RECORD` | everyone else | read |
+| `RECORD` | everyone else | prepare what is kept for the step, and read |
 
 A step begins in this order. It ends with what observers have measured, then decisions, then records. Within a phase the
 order is that of subscription. A rank may end its step alone; what ranks exchange about it comes `together`.
@@ -21,8 +21,6 @@ from lowbit_strategy.engine.bucket import BucketObserver
 
 
 class StepPhase(IntEnum):
-    """When a listener is called."""
-
     DECIDE = 0
     OBSERVE = 1
     RECORD = 2

@@ -27,14 +27,13 @@ class MethodState:
         specs: All trainable parameters, in the same order on all ranks.
         ranks: Who reduces them.
         others: Who reduces those parameters that others reduce, by name.
-        device: Device of gradients.
         sharded: Whether FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:
         all_ranks: Who reduces any, `ranks` first; the same order on all ranks.
         specs: What is reduced, by name: parameters, or this rank's parts of them.
         full_specs: The parameters.
-        compressor: Gives every parameter its method, unless `choose` has given it another compressor.
+        compressor: Gives every parameter its method, unless another one was chosen for it.
         assignments: The method of each parameter, and why.
         stores: The state of all parameters that share peers and a method.
         carryover: What a method had not sent yet and the next one does not keep.
@@ -73,7 +72,6 @@ class MethodState:
             self.full_specs[part.name] = part if part.whole_shape is None else part.whole
 
     def ranks_of(self, name: str) -> Ranks:
-        """Who reduces a parameter."""
         return self._others.get(name, self._ranks)
 
     def _bind(self, ranks: Ranks) -> None:
@@ -88,23 +86,15 @@ class MethodState:
 
     # -- methods --------------------------------------------------------------------------------------------------
 
-    def use(self, compressor: Compressor, step_index: int) -> None:
-        """Give every parameter its method again; residuals are carried over."""
+    def use(self, compressor: Compressor, chosen: Mapping[str, Compressor], step_index: int) -> None:
         compressor.check(list(self.full_specs.values()))
-        self.compressor, self._chosen = compressor, {}
-        self.follow_phase(step_index)
-
-    def choose(self, chosen: Mapping[str, Compressor], step_index: int) -> None:
-        """Give each of these parameters a compressor, and all others that of the model; residuals are carried over."""
-        self._chosen = dict(chosen)
+        self.compressor, self._chosen = compressor, dict(chosen)
         self.follow_phase(step_index)
 
     def phase_ends_before(self, step_index: int) -> bool:
-        """Whether a compressor has another configuration for this step."""
         return self._phases != self._phases_at(step_index)
 
     def follow_phase(self, step_index: int) -> None:
-        """Regroup for the compressors' configurations for this step."""
         self._phases = self._phases_at(step_index)
         self._assign_all()
 
@@ -124,12 +114,10 @@ class MethodState:
         self.assign({name: found[name] for name in self.specs})
 
     def extend(self, specs: Iterable[TensorSpec]) -> None:
-        """Serve more parameters, the same on all ranks; the others keep their state."""
         self._add(specs)
         self._assign_all()
 
     def forget(self) -> None:
-        """All state as at the start; methods stay."""
         self.carryover.forget()
         earlier, self.stores, self.assignments, self._members = self.assignments, {}, {}, {}
         self.assign(earlier)
@@ -244,7 +232,6 @@ class MethodState:
         return self.assignments[name].method.wire_nbytes(self.specs[name], self.ranks_of(name).peers.world_size)
 
     def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`."""
         for store in self.stores.values():
             store.rescale_(factor)
         self.carryover.rescale_(factor)
@@ -257,7 +244,6 @@ class MethodState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
 
 

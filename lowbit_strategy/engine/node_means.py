@@ -55,10 +55,6 @@ class Cut:
 class NodeMeans:
     """Exact means, added in float32 and in rank order. What codes them derives from this (`ranks.NodeCoding`).
 
-    Args:
-        comm: The ranks of the node.
-        device: Device of gradients.
-
     Attributes:
         flags: Where a message of another layout is noted.
     """

@@ -201,7 +201,6 @@ class Transactions:
         return closed
 
     def _close(self, names: Iterable[str] | None) -> set[str]:
-        """Close the reductions of `names` that are open, and return them."""
         closed = self.prepared.copy() if names is None else self.prepared.intersection(names)
         self.prepared -= closed
         self._begun -= closed

@@ -25,11 +25,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 
 class TwoLevelBuckets:
-    """DDP's buckets, reduced in place over two levels.
-
-    Args:
-        sync: Reduces parts between nodes.
-    """
+    """DDP's buckets, reduced in place over two levels."""
 
     def __init__(self, sync: GradientSync) -> None:
         assert sync.ranks.intra_node is not None

@@ -77,7 +77,6 @@ class ModuleWeights:
         self.reduced = True
 
     def begin_forward(self) -> None:
-        """A forward pass wants the weights."""
         if self.reduced:
             self.invalidate()
 
@@ -101,7 +100,6 @@ class WeightSync:
         coding: How they travel.
         layouts: The sharded modules, by a name for each that is the same in every run.
         comms: How messages travel to the ranks that share a module's weights, by its name.
-        device: Device of weights.
 
     Attributes:
         comms: Each once.

@@ -85,7 +85,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        """An optimizer is set up, in whichever way; local steps save its state."""
+        """An optimizer is set up, in whichever way."""
         check_optimizers(self.compressor, self.options, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
 

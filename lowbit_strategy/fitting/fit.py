@@ -54,7 +54,7 @@ class MemoryLimit(Part):
         if chosen.differs and ranks.world.rank == 0:
             _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
         if chosen.extra is not setup.extra:
-            prepared = prepared.without_extra()
+            prepared = replace(prepared, parts=tuple(part.given_up() for part in prepared.parts))
         if chosen.weights != weights:
             options = replace(options, weights=chosen.weights)
         if setup.copies and not chosen.copies:

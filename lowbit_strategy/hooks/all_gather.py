@@ -51,7 +51,6 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     Args:
         weights: The model's.
-        group: The module.
         root: Whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.
         clock: Is told when training waits for weights.
@@ -203,7 +202,7 @@ def module_layouts(module: nn.Module, groups: Iterable[ShardedGroup]) -> dict[st
 
 def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, TensorSpec]) -> ModuleLayout:
     shapes = [tuple(param._orig_size) for param in group.param_group.fsdp_params]
-    params = [param.sharded_param for param in group.param_group.fsdp_params]
+    params: list[Any] = group.shards
     chosen = group.param_group.mp_policy.param_dtype
     dtypes = {chosen or param.dtype for param in params if param.is_floating_point()}
     extended = any(hasattr(param._local_tensor, "fsdp_pre_all_gather") for param in params)

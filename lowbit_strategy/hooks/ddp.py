@@ -154,7 +154,6 @@ class DDPWiring:
     """Switches a DDP model between the framework's communication, with which it begins, and the engine's.
 
     Args:
-        model: The wrapped model.
         sync: Its buckets have the default size unless the user has chosen one; the framework's keep theirs.
     """
 
@@ -176,7 +175,6 @@ class DDPWiring:
 
     @property
     def cap_nbytes(self) -> int:
-        """The size of the engine's buckets."""
         return round(_MIB * (self._own_cap_mb if self._chosen else self._cap))
 
     def take(self, weights: WeightCoding | None) -> None:

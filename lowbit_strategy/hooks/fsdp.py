@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
-from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction, Reducing
+from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
-from lowbit_strategy.hooks.unused import UnusedParameters
+from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
@@ -36,9 +36,7 @@ class FSDPWiring:
     FSDP2's own is remembered. A later instance for the same model takes over; the earlier one then restores nothing.
 
     Args:
-        module: The model.
         groups: What FSDP2 shards of it.
-        sync: Its engine.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync) -> None:
@@ -80,10 +78,7 @@ class FSDPWiring:
         sync, overlapped = self._sync, self._overlapped
         has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
         between = BetweenNodes(sync.device) if has_levels and sync.device.type == "cuda" else None
-        made = {
-            ranks.peers: Reducing(sync, ranks, overlapped, UnusedParameters(sync, ranks, overlapped), between)
-            for ranks in sync.all_ranks
-        }
+        made = {ranks.peers: Reductions(sync, ranks, overlapped, between) for ranks in sync.all_ranks}
         kind = CompressedReduceScatter if sync.scatter else HybridReduction
         for each in self._groups:
             own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
@@ -148,7 +143,7 @@ def _check_sharded(
     sharded: set[int] = set()
     for each in groups:
         group = each.param_group
-        sharded |= {id(param.sharded_param) for param in group.fsdp_params}
+        sharded |= set(map(id, each.shards))
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]

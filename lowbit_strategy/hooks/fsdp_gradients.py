@@ -17,7 +17,6 @@ import itertools
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,57 +28,37 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.engine.engine import in_backward
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.two_levels import Scatter, scatter
-from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
-from lowbit_strategy.hooks.unused import Reduction, UnusedParameters
+from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.unused import Reduction, Reductions
 from lowbit_strategy.model.fsdp_sharding import reduce_dtype
-from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.step_times import clock_of
-
-
-@dataclass(frozen=True, slots=True)
-class Reducing:
-    """How modules are reduced whose parameters the same ranks reduce.
-
-    Args:
-        sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
-            and parameters that this rank has no part of are left out.
-        ranks: Who reduces them.
-        overlapped: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
-        unused: Is told of what is reduced.
-        between: The stream for exchanges between nodes, on CUDA with two levels.
-    """
-
-    sync: GradientSync
-    ranks: Ranks
-    overlapped: OverlappedReducer | None
-    unused: UnusedParameters
-    between: BetweenNodes | None
 
 
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
     """The custom communication of one FSDP2 parameter group.
 
     For each set of parameters that are trained together it has a layout: one rank's part of the gradients has shards of
-    the parameters, one after the other.
+    the parameters, one after the other. A bucket has all ranks' rows, or under HSDP the rank's own, without parameters
+    that it has no part of.
 
     What FSDP2 must be set to, it is set to while it reduces: the user's settings stay, and are read each time.
 
     Args:
         param_group: The module's.
         names: Its parameters' names, by the identity of FSDP2's own record, which stays when another tensor is loaded.
-        reducing: How they are reduced.
+        reductions: Those of the pass.
 
     Attributes:
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    def __init__(self, param_group: Any, names: Mapping[int, str], reducing: Reducing) -> None:
+    def __init__(self, param_group: Any, names: Mapping[int, str], reductions: Reductions) -> None:
         self._param_group, self._names = param_group, names
-        self._sync, self._ranks = reducing.sync, reducing.ranks
-        self._overlapped, self._unused, self._between = reducing.overlapped, reducing.unused, reducing.between
+        self._reductions, self._sync, self._ranks = reductions, reductions.sync, reductions.ranks
+        self._overlapped, self._between = reductions.overlapped, reductions.between
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
         self._marks: Tensor | None = None  # of what is being reduced
         self._is_read_at_once = False
@@ -119,14 +98,14 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         reduction.hold_back_hooks()
         try:
             vars(group).update(own)
-            self._unused.add(reduction)
+            self._reductions.add(reduction)
             result = stock(*args)
         finally:
             vars(group).update(users)
             reduction.put_hooks_back()
             if self._sync.device.type == "cuda":
                 reduction.done = group._post_reduce_event
-        self._unused.end_outside()
+        self._reductions.end_outside()
         return result
 
     def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:

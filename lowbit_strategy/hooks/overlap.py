@@ -18,7 +18,6 @@ class OverlappedReducer:
     """Reduces the modules' shards while backward goes on, in the same order on all ranks.
 
     Args:
-        device: Device of gradients.
         clock: Is told when training waits for them.
     """
 

@@ -84,5 +84,4 @@ class SideStream:
 
 
 def bucket_runner(device: torch.device, turn_after: int | None = None) -> BucketWorker | SideStream:
-    """What runs buckets on `device`."""
     return BucketWorker(turn_after) if device.type == "cpu" else SideStream(device, turn_after)

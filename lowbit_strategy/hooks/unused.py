@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
 from lowbit_strategy.engine.engine import GradientSync, in_backward
-from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.ranks.ranks import Ranks
 
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -92,17 +92,24 @@ class Reduction:
                 hook(param.sharded_param)
 
 
-class UnusedParameters:
-    """Looks at the end of a backward pass for parameters that no rank had a gradient of.
+class Reductions:
+    """Those of a backward pass, of modules whose parameters the same ranks reduce. At its end it looks for parameters
+    that no rank had a gradient of.
 
     Args:
-        sync: The engine.
         ranks: Who reduces the parameters.
         overlapped: Where they are reduced meanwhile; None: FSDP2 waits for each module's.
+        between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
-    def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedReducer | None) -> None:
-        self._sync, self._inside, self._overlapped = sync, ranks.intra_node, overlapped
+    def __init__(
+        self,
+        sync: GradientSync,
+        ranks: Ranks,
+        overlapped: OverlappedReducer | None,
+        between: BetweenNodes | None,
+    ) -> None:
+        self.sync, self.ranks, self.overlapped, self.between = sync, ranks, overlapped, between
         self._pass, self._reductions = -1, list[Reduction]()
         self._outside = list[Reduction]()
 
@@ -124,11 +131,11 @@ class UnusedParameters:
         """A module has been reduced, perhaps outside of a backward pass, which has no end to wait for."""
         if self._outside:
             self._end_of_backward(self._outside)
-            self._sync.reduced_outside()
+            self.sync.reduced_outside()
 
     def _end_of_backward(self, reductions: list[Reduction]) -> None:
-        if self._overlapped is not None:
-            self._overlapped.finish()
+        if self.overlapped is not None:
+            self.overlapped.finish()
         found, reductions[:] = reductions.copy(), []  # what is added from now on comes with its own call
         for each in found:
             if each.done is not None:
@@ -136,13 +143,13 @@ class UnusedParameters:
         unused = {param for each in found if not each.is_sent for param in each.params}
         if sent := [each for each in found if each.is_sent]:
             unused |= self._unused(sent)
-        self._sync.withdraw([name for each in found for name in each.settle(unused)])
+        self.sync.withdraw([name for each in found for name in each.settle(unused)])
         for each in found:
             each.call_hooks(unused)
 
     def _unused(self, reductions: Sequence[Reduction]) -> set[Any]:
         """FSDP2's records of parameters that no rank had a gradient of, in any of these reductions."""
-        inside = self._inside
+        inside = self.ranks.intra_node
         tells = inside is not None and inside.world_size > 1
         if not (tells or any(each.absent for each in reductions)):
             return set()

@@ -73,8 +73,8 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
                 session.adopt(self.session)
             self.session.close()
         self.session, self._session_module, self._in_fit = session, module, True
-        self._has_resumed, rule = False, self.options.rounds
-        self._rounds = None if rule is None or session.sync.ranks.alone else rule.adapter("lightning")
+        self._has_resumed = False
+        self._rounds = None if session.sync.ranks.alone else self.options.adapter("lightning")
         self._load_waiting()
 
     def _load_waiting(self) -> None:
@@ -121,8 +121,8 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             self._resume_session(self.session)
             self.session.begin_forward()
             self.serve_unfrozen(self.session)
-            if self.session.is_in_rounds:
-                self.session.pace.count_samples(_batch_size(args[0] if args else kwargs.get("batch")))
+            if self.session.replica is not None:
+                self.session.replica.count_samples(_batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
     def serve_unfrozen(self, session: Session) -> None:

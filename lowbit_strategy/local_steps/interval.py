@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
@@ -28,6 +29,9 @@ class Interval(ABC):
             rising: Whether it rose in the last step: a warm-up.
             progress: The mean loss of the last known round over that of the first one; None: unknown.
         """
+
+    def check_options(self, options: Any) -> None:  # noqa: B027 (most go with all)
+        """See `Part.check_options`."""
 
 
 @configuration
@@ -104,37 +108,6 @@ class AdaComm(Interval):
         if progress is None or not progress > 0.0:
             return self.start
         return max(self.minimum, math.ceil(self.start * min(1.0, progress) ** 0.5))
-
-
-@configuration
-class Seconds(Interval):
-    """Rounds by time: machines of different speeds take as many steps as they can. Needs ``elastic``.
-
-    Args:
-        seconds: Length of a round, on each replica's clock.
-        expected: Optimizer steps of a round, for plans and reports before the first round.
-
-    Raises:
-        ValueError: A field is not positive.
-    """
-
-    seconds: float
-    expected: int = 50
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0.0:
-            raise ValueError(f"seconds must be a positive number, got {self.seconds!r}")
-        check_positive("expected", self.expected)
-
-    def __str__(self) -> str:
-        return f"{self.seconds:g} s"
-
-    @property
-    def shortest(self) -> int:
-        return self.expected
-
-    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
-        return self.expected
 
 
 @configuration

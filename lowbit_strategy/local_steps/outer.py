@@ -62,6 +62,7 @@ class OuterSync:
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
         round_length: Optimizer steps of the current round.
+        stride: Optimizer steps between the last two fragments that were sent.
         num_syncs: Fragment synchronizations completed.
         on_sync: Called after each one, on all ranks, when nothing is in flight; it may be collective.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
@@ -70,15 +71,10 @@ class OuterSync:
         on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
         weights: Each rank's weight, 1 on average; empty: all 1.
         replica: This, where replicas join and leave; otherwise None.
-        leads: Whether this rank's replica writes checkpoints.
     """
 
     revocable: ClassVar[bool] = False
     replica: Any = None
-
-    @property
-    def leads(self) -> bool:
-        return True
 
     def __init__(
         self,
@@ -94,6 +90,7 @@ class OuterSync:
         self.rule = rule
         self.inside = inside
         self.every: int | None = None
+        self.stride = 1
         self.num_syncs = 0
         self.on_sync: Callable[[], None] = lambda: None
         self.asks: Callable[[], bool] = bool
@@ -115,7 +112,7 @@ class OuterSync:
         self._losses = RoundLosses(sync.device)
         self.finished = False
         self._spread: Tensor | None = None
-        sync.reduce_in_rounds(self, revocable=self.revocable)
+        sync.reduce_for(self)
 
     def join(self) -> None:
         """Meets the other ranks before training: all are there from the start."""
@@ -125,9 +122,6 @@ class OuterSync:
 
     def attached(self, session: Session, module: nn.Module) -> None:
         """The session around the model is complete."""
-
-    def count_samples(self, number: int) -> None:
-        """`number` more before the next optimizer step."""
 
     def check_extendable(self) -> None:
         """Raises:
@@ -225,7 +219,8 @@ class OuterSync:
         header = self._header(facts, x_N[fragment.sample], changes, finite)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
-        sync.begin_step(steps_per_reduction=max(1, self._since))  # where controllers decide
+        self.stride = max(1, self._since)
+        sync.begin_step()  # where controllers decide
         arrivals = [self._reducer.submit(self._summed(header), result=header, last=False)]
         sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
         if self._next == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -16,8 +16,7 @@ from lowbit_strategy import leaves
 from lowbit_strategy.attach.rounds import EveryStep, RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.local_steps.checks import check_keeps_weights
-from lowbit_strategy.local_steps.interval import Interval, Seconds
+from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
@@ -138,21 +137,17 @@ class OuterRule(RoundRule):
             eager=self.eager,
         )
 
-    def registered(self, prepared: Any, module: nn.Module, group: Any) -> Callable[..., EveryStep]:
-        return self.meet
-
     def meet(
         self,
         module: nn.Module,
         sync: GradientSync,
+        members: Any,
         *,
         check_digest: bool,
         ddp: DistributedDataParallel | None,
-        **options: Any,
     ) -> EveryStep:
-        """See `RoundRule.registered`. `options`: others of `LocalSteps`."""
         make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
-        made: EveryStep = make(module, sync, self, check_digest=check_digest, ddp=ddp, **options)
+        made: EveryStep = make(module, sync, self, check_digest=check_digest, ddp=ddp, make_outer=members)
         return made
 
     def check_options(self, options: Any) -> None:
@@ -160,10 +155,8 @@ class OuterRule(RoundRule):
             raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
         if options.follows_rate:
             raise ValueError("follows_rate=True does not go with outer, whose residuals are of weights: leave it out")
-        if not options.rounds.comes_and_goes and isinstance(self.every, Seconds):
-            raise ValueError(
-                f'every="{self.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
-            )
+        if isinstance(self.every, Interval):
+            self.every.check_options(options)
 
     def check_layout(self, options: Any, *, scatter: bool) -> None:
         if scatter and options.shard_size is None:
@@ -193,7 +186,7 @@ class OuterRule(RoundRule):
             self.synchronous_compressor.check(specs)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        check_keeps_weights(optimizer)
+        _check_keeps_weights(optimizer)
 
     def adapter(self, framework: str) -> Any:
         name = f"lowbit_strategy.local_steps.{framework}"
@@ -244,3 +237,22 @@ class OuterRule(RoundRule):
         if isinstance(self.every, int):
             return self.every
         return self.every.at(step, learning_rate, rising=rising, progress=progress)
+
+
+def _check_keeps_weights(optimizer: Any) -> None:
+    """Steps are local: what ranks validate, save and end with are the anchors, which they share.
+
+    Raises:
+        ValueError: The optimizer, or one inside of it, puts other weights into the model for that: this rank's own.
+    """
+    inner: Any = optimizer
+    while inner is not None:
+        is_wrapper = type(inner).__module__.startswith("accelerate.")  # which has these methods for any optimizer
+        if not is_wrapper and callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
+            raise ValueError(
+                f"{type(inner).__name__} exchanges the model's weights in its train() and eval(), for this rank's own"
+                " average, and local steps (outer=) put in what all ranks share: they do not go together. Leave outer"
+                " out, or take an optimizer that keeps one set of weights, such as AdamW (in place of"
+                " optim='schedule_free_adamw')"
+            )
+        inner = getattr(inner, "optimizer", None)

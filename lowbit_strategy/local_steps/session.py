@@ -21,7 +21,6 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
-from lowbit_strategy.local_steps.checks import check_keeps_weights
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
@@ -44,7 +43,7 @@ class LocalSteps(EveryStep):
         rule: When ranks synchronize, and how.
         check_digest: Compare the anchors over the ranks now and then.
         ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
-        make_outer: Makes what synchronizes.
+        make_outer: Makes what synchronizes; None: `OuterSync`.
 
     Attributes:
         outer: Synchronizes; None in a rule's synchronous part.
@@ -61,7 +60,7 @@ class LocalSteps(EveryStep):
         *,
         check_digest: bool,
         ddp: DistributedDataParallel | None,
-        make_outer: Callable[..., OuterSync] = OuterSync,
+        make_outer: Callable[..., OuterSync] | None = None,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -77,7 +76,7 @@ class LocalSteps(EveryStep):
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
         self._learning_rate: float | None = None  # of the optimizer that has stepped last
-        self._outer_of = make_outer
+        self._outer_of = make_outer or OuterSync
         self.on_forward = self.begin_forward
         self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
@@ -96,21 +95,10 @@ class LocalSteps(EveryStep):
     def replica(self) -> Any:
         return None if self.outer is None else self.outer.replica
 
-    @property
-    def writes_checkpoints(self) -> bool:
-        return self.outer is None or self.outer.leads
-
     def attached(self, session: Session, module: nn.Module) -> None:
         self.on_forward = session.begin_forward
         if self.outer is not None:
             self.outer.attached(session, module)
-
-    def count_samples(self, number: int) -> None:
-        if self.outer is not None:
-            self.outer.count_samples(number)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        check_keeps_weights(optimizer)
 
     def begin_backward(self, loss: Tensor | None) -> None:
         if self.outer is not None:
@@ -159,7 +147,7 @@ class LocalSteps(EveryStep):
         if self.outer is None or self.rule.is_local(self.sync.step_index):
             return
         self.outer = None
-        self.sync.reduce_gradients()
+        self.sync.reduce_for(None)
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self.rule.synchronous_compressor)
         if (ddp := self._ddp_of()) is not None:

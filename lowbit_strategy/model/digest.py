@@ -39,7 +39,6 @@ class ParameterDigest:
     Args:
         params: Gives what must agree, by name, in the same order on all ranks.
         comm: The engine's; nothing is under way on it after a step.
-        device: Device of its collectives.
     """
 
     def __init__(self, params: Callable[[], Mapping[str, Tensor]], comm: Comm, device: torch.device) -> None:
@@ -96,7 +95,6 @@ def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -
 
 
 def _gathered(comm: Comm, mine_N: Tensor) -> Tensor:
-    """Every rank's."""
     everyone_WN = mine_N.new_empty(comm.world_size, mine_N.numel())
     comm.all_gather(everyone_WN, mine_N).wait()
     return everyone_WN

@@ -52,6 +52,11 @@ class ShardedGroup:
         """For errors."""
         return f"module {self.name}" if self.name else "the model"
 
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's parts of its parameters."""
+        return [param.sharded_param for param in self.param_group.fsdp_params]
+
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What FSDP2 shards under `module`, in the order of its modules."""

@@ -112,8 +112,8 @@ def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[Shard
     """
     most, all_ranks = meshes[0][0], mean_ranks(meshes[0][0])
     for each in groups:
-        ranks, params = mean_ranks(each), [param.sharded_param for param in each.param_group.fsdp_params]
-        if ranks != all_ranks and not all(has_other_parts(param, ranks, all_ranks) for param in params):
+        ranks = mean_ranks(each)
+        if ranks != all_ranks and not all(has_other_parts(shard, ranks, all_ranks) for shard in each.shards):
             raise ValueError(
                 f"{each.label} is sharded over the ranks {each.mesh.mesh.tolist()} and {most.label} over"
                 f" {most.mesh.mesh.tolist()}, and its parameters are whole: shard it over the same ranks, or make its"

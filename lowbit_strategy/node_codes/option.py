@@ -35,10 +35,9 @@ def _nothing_inside(prepared: PreparedModel) -> str | None:
     if prepared.layout != "hsdp":
         if topology.node_size is not None:
             return None
-        if options.rounds is not None:
+        if options.outer is not None:
             return "under DDP each rank takes local steps by itself"
         return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
     if topology.num_parts == 1:
         return "one rank has a whole model (shard_size=1)"
-    others = options.rounds is not None and options.rounds.comes_and_goes
-    return None if others or topology.num_peers > 1 else "all ranks share one model"
+    return None if options.comes_and_goes or topology.num_peers > 1 else "all ranks share one model"

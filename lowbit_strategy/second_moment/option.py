@@ -54,7 +54,7 @@ class SecondMomentOption(Part):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self._chosen:
             check_second_moment(optimizer)
-            if self._options.rounds is not None:
+            if self._options.outer is not None:
                 check_decay(optimizer)
 
     def extra(self, prepared: PreparedModel) -> Extra:
@@ -62,7 +62,7 @@ class SecondMomentOption(Part):
         if chosen is None:  # as few bits need it
             one_level = prepared.scatter or prepared.topology.node_size is None
             chosen = one_level and needs_squares(prepared.compressor, prepared.specs)
-        if prepared.options.rounds is not None or not chosen:
+        if prepared.options.outer is not None or not chosen:
             return NoSquares()
         return Squares(optional=self._chosen is None)
 
@@ -70,7 +70,7 @@ class SecondMomentOption(Part):
         return SecondMomentOption(replace(self._options, second_moment=False))
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
-        corrects_means = prepared.options.rounds is not None and self._chosen
+        corrects_means = prepared.options.outer is not None and self._chosen
         of_means = MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
         sync.follow(of_means if corrects_means else Follower(), NoSquares())
         if not isinstance(self.extra(prepared), Squares):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, ring_nbytes
-from lowbit_strategy.collectives.layout import ParamView, salt_of
+from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
@@ -38,7 +38,7 @@ from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
-from lowbit_strategy.model.parameters import flat_part, local_part, shaped
+from lowbit_strategy.model.parameters import local_part, shaped
 from lowbit_strategy.second_moment.mean_moment import has_stepped, unsuitable
 from lowbit_strategy.second_moment.planned import (
     EVERY,
@@ -320,12 +320,12 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def _correct_(self, known: _ParamStats, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
         name = self._names[id(param)]
         spec, num_ranks = self._sync.specs[name], self._sync.state.ranks_of(name).peers.world_size
-        v_N = flat_part(second_moment, spec)
+        v_N = _flat_part(second_moment, spec)
         if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
             known.average = _blocks(v_N.float()).mean(1)
         else:
             assert param.grad is not None
-            known.average.lerp_(_mean_squares(flat_part(param.grad, spec)), 1 - beta2)
+            known.average.lerp_(_mean_squares(_flat_part(param.grad, spec)), 1 - beta2)
         if known.squares is None or known.decoded is None or known.energies is None:
             return
         exact, own = known.energies
@@ -390,6 +390,12 @@ class SecondMoment(Follower, BucketObserver, StepListener):
 def _own(view: ParamView, values: Tensor, rank: int) -> Tensor:
     """Elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
     return values[: view.row_length(rank)] if view.spec.sharded else values
+
+
+def _flat_part(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """This rank's part, flat, with its elements as gradients and residuals have them."""
+    part = local_part(tensor)
+    return (part if spec.memory_order is None else part.permute(spec.memory_order)).reshape(-1)
 
 
 def _sketch(view: ParamView, step: StepContext) -> Tensor:

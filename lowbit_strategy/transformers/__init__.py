@@ -120,7 +120,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
 def _with_shared_weights(
     trainer: Trainer, original: Callable[..., Any], *args: Any, validates: bool, **kwargs: Any
 ) -> Any:
-    """Local steps: what is evaluated and saved is what all ranks share. FSDP2 leaves the outermost module gathered when
+    """What is evaluated and saved is what all ranks share. FSDP2 leaves the outermost module gathered when
     it has evaluated, and callbacks would read those weights and not the shards.
     """
     if (binding := binding_of(trainer.accelerator)) is None:

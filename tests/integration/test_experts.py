@@ -23,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lowbit_strategy import Auto, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.attach.assembly import Comparison
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.fitting.memory import memory_of
@@ -140,9 +142,10 @@ def replicas(folder: Path) -> Facts:
     run.train(4)
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, run.weights())
-    for digest in session._digests:
+    (comparison,) = (each for each in session.sync.listeners[StepPhase.RECORD] if isinstance(each, Comparison))
+    for digest in comparison.digests:
         digest.compare(4)
-    facts = {"digests": len(session._digests), "everyone": everyone}
+    facts = {"digests": len(comparison.digests), "everyone": everyone}
     session.close()
     return facts
 

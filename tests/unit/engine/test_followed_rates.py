@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.followed_rates import FollowedRates
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.residuals import read_residual
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from testing.worlds.single import engine, gradients, reduce_step
@@ -16,9 +18,23 @@ NAME = "blocks.0.weight"
 RATES = (0.25, 1.0, 0.5, 0.05, 0.05, 0.0501, 2.0)
 
 
+def following(compressor: Compressor) -> GradientSync:
+    sync = engine(compressor)
+    FollowedRates(sync, lambda: dict.fromkeys(sync.specs, _now[sync]))
+    return sync
+
+
+_now: dict[GradientSync, float] = {}
+
+
+def begin(sync: GradientSync, rate: float) -> None:
+    _now[sync] = rate
+    sync.begin_step()
+
+
 def step(sync: GradientSync, at: int, rate: float) -> tuple[Tensor, Tensor]:
     """The gradient and the mean of one step."""
-    sync.begin_step(rates=lambda: dict.fromkeys(sync.specs, rate))
+    begin(sync, rate)
     grads = gradients(at)
     return grads[NAME], reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})[NAME]
 
@@ -26,7 +42,7 @@ def step(sync: GradientSync, at: int, rate: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["efsignsgd", "topk", "powersgd", "loco"])
 def test_what_steps_make_of_gradients_is_conserved(name: str) -> None:
     """The rate times the gradient, summed over steps, has arrived or is the last rate times what is unsent."""
-    sync = engine(as_compressor(name).conserving(), follows_rate=True)
+    sync = following(as_compressor(name).conserving())
     wanted = arrived = torch.zeros(48 * 64)
     for at, rate in enumerate(RATES):
         gradient, mean = step(sync, at, rate)
@@ -40,7 +56,7 @@ def test_what_steps_make_of_gradients_is_conserved(name: str) -> None:
 @pytest.mark.parametrize("name", ["loco", "topk"])
 def test_a_rate_of_zero_loses_nothing(name: str) -> None:
     """Neither before the first rate nor between others."""
-    sync, other = engine(as_compressor(name), follows_rate=True), engine(as_compressor(name))
+    sync, other = following(as_compressor(name)), engine(as_compressor(name))
     for at, rate in enumerate((0.0, 0.1, 0.0, 0.1)):
         step(sync, at, rate)
         step(other, at, 1.0)
@@ -51,11 +67,11 @@ def test_a_rate_of_zero_loses_nothing(name: str) -> None:
 
 def test_many_small_changes_add_up() -> None:
     """Scales of int8 residuals are bfloat16, in which each alone would be rounded away."""
-    sync = engine(as_compressor("loco"), follows_rate=True)
+    sync = following(as_compressor("loco"))
     step(sync, 0, 1.0)
     before = sync.state.residual(NAME)
     for at in range(1, 1001):
-        sync.begin_step(rates=lambda at=at: dict.fromkeys(sync.specs, 0.998**at))
+        begin(sync, 0.998**at)
         sync.roll_back()  # the state is as at the beginning of the step
     after = sync.state.residual(NAME)
     assert before is not None
@@ -65,12 +81,12 @@ def test_many_small_changes_add_up() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_only_residuals_follow(name: str) -> None:
-    sync = engine(as_compressor(name), follows_rate=True)
+    sync = following(as_compressor(name))
     for at in range(2):
         step(sync, at, 1.0)
     before = {key: tensor.clone() for key, tensor in sync.state.tensors(NAME).items()}
     unsent = read_residual(before) if "residual" in before else read_residual(before, "uplink.")
-    sync.begin_step(rates=lambda: dict.fromkeys(sync.specs, 0.5))
+    begin(sync, 0.5)
     after = sync.state.tensors(NAME)
     assert all(
         torch.equal(after[key], value) for key, value in before.items() if "residual" not in key and key != "threshold"
@@ -82,7 +98,7 @@ def test_only_residuals_follow(name: str) -> None:
 
 
 def test_rates_are_saved() -> None:
-    sync, other = (engine(as_compressor("loco"), follows_rate=True) for _ in range(2))
+    sync, other = (following(as_compressor("loco")) for _ in range(2))
     step(sync, 0, 1.0)
     saved = capture.capture(sync)
     capture.restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")

@@ -114,10 +114,10 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
     """int8 residuals are copied, not read and written again."""
     light, heavy = LoCo(bits=8), LoCo(bits=2)
     sync = engine(light)
-    sync.choose({spec.name: heavy for spec in SPECS})
+    sync.use(sync.compressor, {spec.name: heavy for spec in SPECS})
     reduce_step(sync, gradients(0))
     before = {key: value.clone() for key, value in sync.state.tensors(WEIGHTS[0]).items()}
-    sync.choose({WEIGHTS[0]: heavy})
+    sync.use(sync.compressor, {WEIGHTS[0]: heavy})
     after = sync.state.tensors(WEIGHTS[0])
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)

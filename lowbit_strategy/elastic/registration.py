@@ -1,0 +1,59 @@
+"""A replica becomes known to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lowbit_strategy.attach.prepare import PreparedModel, settings_of
+from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.elastic.membership import Membership
+from lowbit_strategy.elastic.options import Elastic
+from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.model.parameters import fingerprint, named_parameters, to_plain
+from lowbit_strategy.ranks.groups import new_group
+
+_NO_TIMEOUT = timedelta(days=30)
+
+
+def registered(
+    elastic: Elastic, prepared: PreparedModel, module: nn.Module, group: dist.ProcessGroup | None
+) -> Callable[..., ElasticOuterSync]:
+    """This replica becomes known to the others, which it meets in `Session.resume`; call on all of its ranks.
+
+    Raises:
+        ValueError: There are several ranks, and the model is not sharded over them.
+        ConnectionError: Nobody answers at the lighthouse's address.
+    """
+    if (num_ranks := dist.get_world_size(group)) > 1 and not prepared.scatter:
+        raise ValueError(
+            f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
+            ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
+        )
+    shard_size = prepared.topology.node_size
+    if prepared.scatter and shard_size != num_ranks:
+        raise ValueError(
+            f"elastic serves nodes that share one model, and this one has {num_ranks} ranks with"
+            f' shard_size={shard_size}: give shard_size="node", and start each node as its own run'
+        )
+    inside = None
+    if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
+        members = dist.get_process_group_ranks(group)
+        inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
+    return partial(ElasticOuterSync, membership=Membership(elastic, _facts(prepared, module), inside))
+
+
+def _facts(prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:
+    """What is the same on all replicas."""
+    settings = settings_of(prepared.options) | {"shard_size": prepared.topology.node_size}
+    same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
+    same |= to_plain("outer", prepared.options.outer)
+    for own in ("elastic", "memory"):
+        same.pop(own, None)
+    frozen = ((name, param) for name, param in named_parameters(module) if not param.requires_grad)
+    return same | {"frozen parameters": [(name, tuple(param.shape)) for name, param in frozen]}
