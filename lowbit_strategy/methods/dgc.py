@@ -133,9 +133,6 @@ class DGC(OwnPositions):
             return replace(self, warmup_steps=0) if self.warmup_steps else self
         return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
 
-    def conserving(self) -> DGC:
-        return replace(self, momentum=0.0, nesterov=False, clip_norm=None, residual="float32")
-
     @property
     def momenta(self) -> frozenset[float]:
         return frozenset({self.momentum})

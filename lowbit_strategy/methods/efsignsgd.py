@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import TensorSpec
@@ -45,9 +44,6 @@ class EFSignSGD(TwoPrecisionCompressor):
     def __post_init__(self) -> None:
         TwoPrecisionCompressor.__post_init__(self)
         check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
-
-    def conserving(self) -> EFSignSGD:
-        return replace(self, residual="float32")
 
     def _codecs(self, fmt: BlockFormat) -> CodecPair:
         stateful = LoCoCodec(

@@ -219,9 +219,6 @@ class LoCo(TwoPrecisionCompressor):
         chosen = make(bits, block_size)
         return codes if bits < codes.bits or chosen == self.fmt else chosen
 
-    def conserving(self) -> LoCo:
-        return replace(self, residual="float32", reset_steps=None)
-
     @functools.cache  # noqa: B019 (configurations are few, and live as long as the process)
     def _codecs(self, uplink_format: BlockFormat | None = None) -> CodecPair:
         """None: of `fmt`."""

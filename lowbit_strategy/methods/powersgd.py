@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -73,9 +72,6 @@ class PowerSGD(LowRankCompressor):
 
     def phase(self, step_index: int) -> Compressor:
         return Dense() if step_index < self.start_step else self
-
-    def conserving(self) -> PowerSGD:
-        return replace(self, feedback=True)
 
     @property
     def label(self) -> str:

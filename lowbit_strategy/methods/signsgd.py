@@ -117,7 +117,6 @@ class SignSGD(TwoPrecisionCompressor):
     """
 
     name: ClassVar[str] = "signsgd"
-    approaches_mean: ClassVar[bool] = False
 
     block_size: int = 256
     scale: VoteScale = "mean_abs"

@@ -18,6 +18,7 @@ from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_l
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
+from lowbit_strategy.methods.dgc import DGC
 from lowbit_strategy.methods.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
@@ -98,6 +99,32 @@ def everything(compressor: Compressor) -> Compressor:
             changes[field.name] = everything(value)
         elif isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
             changes[field.name] = tuple((part[0], everything(part[1])) for part in value)
+    return dataclasses.replace(compressor, **changes)
+
+
+EXACT = {
+    "residual": "float32",
+    "reset_steps": None,
+    "decay": 1.0,
+    "feedback": True,
+    "clip_norm": None,
+    "nesterov": False,
+}
+
+
+def conserving_form(compressor: Compressor) -> Compressor:
+    """The same compressor with nothing given away (exact residuals, no reset, decay or momentum), also in those that it
+    wraps: the methods' laws of conservation then hold to rounding error.
+    """
+    changes: dict[str, Any] = {"momentum": 0.0} if isinstance(compressor, DGC) else {}
+    for field in (each for each in dataclasses.fields(compressor) if each.init):
+        value = getattr(compressor, field.name)
+        if field.name in EXACT:
+            changes[field.name] = EXACT[field.name]
+        elif isinstance(value, Compressor):
+            changes[field.name] = conserving_form(value)
+        elif field.name == "rules":
+            changes[field.name] = tuple((selector, conserving_form(inner)) for selector, inner in value)
     return dataclasses.replace(compressor, **changes)
 
 

@@ -10,7 +10,16 @@ from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, resume
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCo
-from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint
+from testing.invariants.harness import (
+    SPECS,
+    Case,
+    Evidence,
+    Grads,
+    InvariantHarness,
+    Subject,
+    conserving_form,
+    fingerprint,
+)
 from testing.invariants.sums import add, balance, check_conservation, has_law
 
 _POISON = (("matrix", float("inf")), ("tall", float("nan")), ("odd", float("-inf")), ("scalar", float("nan")))
@@ -155,7 +164,7 @@ def check_zero(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[
 
 def collect_regroup(harness: InvariantHarness) -> Evidence:
     """Two steps, another method with another block size for two, and back for two: nothing is lost on the way."""
-    own = harness.compressor.conserving()
+    own = conserving_form(harness.compressor)
     other = LoCo(bits=4, block_size=64, beta=0.5, residual="float32", reset_steps=None, exempt=(), high_precision=())
     sync = harness.sync(own)
     total_in: Grads = {}

@@ -14,15 +14,29 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.atomo import ATOMO
+from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
+from lowbit_strategy.methods.zoo.threelc import ThreeLC
 from testing.counting.traffic import count_traffic
-from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint, relative
+from testing.invariants.harness import (
+    SPECS,
+    Case,
+    Evidence,
+    Grads,
+    InvariantHarness,
+    Subject,
+    conserving_form,
+    fingerprint,
+    relative,
+)
 
 _CONSERVATION_STEPS = 4  # at least one per rank: methods take turns
 
 
 def collect_conservation(harness: InvariantHarness) -> Evidence:
     """Some steps of differing gradients: sums of what went in and out, what is unsent at the end, bytes."""
-    sync = harness.sync(harness.compressor.conserving())
+    sync = harness.sync(conserving_form(harness.compressor))
     total_in: Grads = {}
     total_out: Grads = {}
     prints, traffic = [], []
@@ -275,15 +289,20 @@ def check_zeros(evidence: Sequence[Evidence], harness: InvariantHarness) -> list
     return failures
 
 
+NO_MEAN = (ATOMO, ChunkTopK, SignSGD, ThreeLC)  # not within the steps of the shared tests
+
+
 def has_law(subject: Subject) -> bool:
-    return bool(subject.lawful(subject.compressor.conserving()))
+    return bool(subject.lawful(conserving_form(subject.compressor)))
 
 
 def _has_mean(subject: Subject) -> bool:
-    """SignSGD has none of the three: its results are votes, which its own tests compare with their definition."""
+    """Whether results approach the mean: by a law, or for one gradient averaged over steps. SignSGD's are votes, which
+    its own tests compare with their definition.
+    """
     preset, names = subject.preset, compressed(subject)
     by_law = len(without_law(subject)) < len(names)
-    return by_law or (bool(names) and (preset.approaches_mean or isinstance(preset, SparseCompressor)))
+    return by_law or (bool(names) and not isinstance(preset, NO_MEAN))
 
 
 def _has_exempt(subject: Subject) -> bool:

@@ -196,7 +196,7 @@ def train(model: nn.Module, session: Session, steps: range) -> None:
         session.end_step(optimizer)
 
 
-KEEPS = (TopK(density=0.1).conserving(), TopK(density=0.3).conserving())
+KEEPS = (TopK(density=0.1), TopK(density=0.3))
 
 
 def conserving(folder: Path, kind: Kind) -> Facts:

@@ -1,8 +1,9 @@
 """The invariants of every registered compressor, under DDP's and FSDP2's layout, on 1, 2, 3 and 5 real processes.
 
 One launch of processes per world size and layout serves all its selected tests. What is checked is in
-`testing/invariants`; methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean`,
-`keeps_zero_rows` and `fixed_size`. A case that does not apply to a configuration is not collected for it.
+`testing/invariants`; methods declare which laws they keep by `residual_gain`, `keeps_zero_rows` and `fixed_size`. The
+laws hold to rounding error for the form of a compressor that gives nothing away (`conserving_form`). A case that does
+not apply to a configuration is not collected for it.
 """
 
 from __future__ import annotations

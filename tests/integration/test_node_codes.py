@@ -12,7 +12,7 @@ from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.collectives.exchange import marks_nbytes
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.node_codes.coding import BlockCoding
-from testing.invariants.harness import CONFIGURATIONS, everything, fingerprint, gradient
+from testing.invariants.harness import CONFIGURATIONS, conserving_form, everything, fingerprint, gradient
 from testing.worlds.two_level import Grads, Kind, NodesWorld
 
 KINDS: tuple[Kind, ...] = ("ddp", "fsdp", "hsdp")
@@ -43,7 +43,7 @@ def largest_error(grads: list[Grads], name: str) -> float:
 @pytest.mark.parametrize("name", ["loco", "topk", "rank 1"])
 def test_means_lack_the_error_of_the_codes_and_what_is_in_residuals(name: str, kind: Kind) -> None:
     """On two nodes of three ranks: all ranks agree, bytes are those planned, all runs have the same bits."""
-    compressor = everything(CONFIGURATIONS[name]).conserving()
+    compressor = conserving_form(everything(CONFIGURATIONS[name]))
     with NodesWorld(kind, compressor, SPECS, 2, 3, coding=BlockCoding(8)) as world:
         out = {spec.name: torch.zeros(spec.numel) for spec in SPECS}
         came, bound = dict(out), dict.fromkeys(out, 0.0)

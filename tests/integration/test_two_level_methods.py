@@ -14,7 +14,7 @@ import torch
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.ranks.ranks import Ranks
-from testing.invariants.harness import CONFIGURATIONS, SPECS, everything, fingerprint, gradient
+from testing.invariants.harness import CONFIGURATIONS, SPECS, conserving_form, everything, fingerprint, gradient
 from testing.worlds.simulated import SimulatedWorld
 from testing.worlds.two_level import Kind, NodesWorld
 
@@ -50,7 +50,7 @@ def grads_of(world: NodesWorld, step: int) -> list[dict[str, torch.Tensor]]:
 
 def make(name: str, kind: Kind, nodes: int, per_node: int, *, conserving: bool = False, **options: Any) -> NodesWorld:
     compressor = everything(CONFIGURATIONS[name])
-    compressor = compressor.conserving() if conserving else compressor
+    compressor = conserving_form(compressor) if conserving else compressor
     return NodesWorld(kind, compressor, SPECS, nodes, per_node, seed=7, **options)
 
 
@@ -106,7 +106,7 @@ def test_a_restored_engine_goes_on_as_if_never_stopped(name: str, kind: Kind) ->
 
 
 def flat(world_size: int) -> list[GradientSync]:
-    compressor = everything(CONFIGURATIONS["loco"]).conserving()
+    compressor = conserving_form(everything(CONFIGURATIONS["loco"]))
     comms = SimulatedWorld(world_size).comms
     return [GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in comms]
 

@@ -99,7 +99,6 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     is_sparse: ClassVar[bool] = False  # chosen elements are sent, for some parameters or phases
-    approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
 
@@ -156,13 +155,6 @@ class Compressor(ABC):
 
     def phase(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
-        return self
-
-    def conserving(self) -> Compressor:
-        """This configuration with nothing given away (exact residuals, no reset, decay or momentum).
-
-        With it the methods' laws of conservation hold to rounding error; the shared tests use it.
-        """
         return self
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -76,7 +75,6 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
     """
 
     is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
     title: ClassVar[str]
     own_temporary_nbytes: ClassVar[float] = 0.0  # in addition to what an int8 residual takes
 
@@ -147,9 +145,6 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
         """`reduce` with residuals in float32: of at least one parameter, those of a whole model in its order."""
-
-    def conserving(self) -> SparseCompressor:
-        return replace(self, residual="float32")
 
 
 @configuration

@@ -49,7 +49,6 @@ class ATOMO(LowRankCompressor):
 
     name: ClassVar[str] = "atomo"
     fixed_size: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
 
     @property
     def label(self) -> str:

@@ -6,7 +6,7 @@ import functools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -154,7 +154,6 @@ class ChunkTopK(Compressor):
 
     name: ClassVar[str] = "chunktopk"
     is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not within the steps of the shared tests
 
     density: float = 0.01
     values: Values | Codec = "float32"
@@ -170,9 +169,6 @@ class ChunkTopK(Compressor):
         if self.gather and self.residual != "float32":
             raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
         self._codec()  # checks the size of the transform
-
-    def conserving(self) -> ChunkTopK:
-        return replace(self, residual="float32", decay=1.0)
 
     def method(self, spec: TensorSpec) -> Method:
         if self.gather:

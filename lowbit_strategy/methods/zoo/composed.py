@@ -49,10 +49,6 @@ class Composed(Compressor):
         return any(part.is_sparse for part in self.parts)
 
     @property
-    def approaches_mean(self) -> bool:  # type: ignore[override]
-        return all(part.approaches_mean for part in self.parts)
-
-    @property
     def momenta(self) -> frozenset[float]:
         return frozenset().union(*(part.momenta for part in self.parts))
 
@@ -63,9 +59,6 @@ class Composed(Compressor):
     def phase(self, step_index: int) -> Compressor:
         parts = tuple(part.phase(step_index) for part in self.parts)
         return self if parts == self.parts else self.with_parts(parts)
-
-    def conserving(self) -> Compressor:
-        return self.with_parts([part.conserving() for part in self.parts])
 
 
 @configuration

@@ -144,9 +144,6 @@ class EDEN(TwoPrecisionCompressor):
         if self.beta is not None and not 0.0 <= self.beta < 1.0:
             raise ValueError(f"beta must be in [0, 1) or None for no residual, got {self.beta!r}")
 
-    def conserving(self) -> EDEN:
-        return replace(self, residual="float32")
-
     def _stateful(self, bits: int) -> Codec:
         codec = EdenCodec(bits, self.block_size)
         return self._with_residual(codec.nearest() if self.beta == 0.0 else codec)

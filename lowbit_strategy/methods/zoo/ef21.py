@@ -118,7 +118,6 @@ class EF21(Wrapper):
     """
 
     name: ClassVar[str] = "ef21"
-    approaches_mean: ClassVar[bool] = True
 
     compressor: Compressor = field(default_factory=LoCo)
     momentum: float = 0.0

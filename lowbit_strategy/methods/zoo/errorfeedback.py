@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -122,7 +122,6 @@ class ErrorFeedback(Wrapper):
     """
 
     name: ClassVar[str] = "errorfeedback"
-    approaches_mean: ClassVar[bool] = True
 
     compressor: Compressor = field(default_factory=lambda: QSGD(bits=3))
     decay: float = 1.0
@@ -131,9 +130,6 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         check_decay(self.decay)
         Wrapper.__post_init__(self)
-
-    def conserving(self) -> ErrorFeedback:
-        return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")
 
     def wrap_codec(self, codec: Codec) -> Codec:
         if isinstance(codec, StatefulCodec):

@@ -56,9 +56,6 @@ class GSpar(OwnPositions):
     def residual_gain(self) -> float | None:
         return None
 
-    def conserving(self) -> GSpar:
-        return self
-
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}  # what is kept exists for one step only
 

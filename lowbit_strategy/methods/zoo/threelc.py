@@ -80,7 +80,6 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
     """
 
     name: ClassVar[str] = "threelc"
-    approaches_mean: ClassVar[bool] = False
     temporary_nbytes: ClassVar[float] = 2.3
 
     sparsity: float = 1.0

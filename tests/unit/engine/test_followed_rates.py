@@ -12,6 +12,7 @@ from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.residuals import read_residual
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
+from testing.invariants.harness import conserving_form
 from testing.worlds.single import engine, gradients, reduce_step
 
 NAME = "blocks.0.weight"
@@ -42,7 +43,7 @@ def step(sync: GradientSync, at: int, rate: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["efsignsgd", "topk", "powersgd", "loco"])
 def test_what_steps_make_of_gradients_is_conserved(name: str) -> None:
     """The rate times the gradient, summed over steps, has arrived or is the last rate times what is unsent."""
-    sync = following(as_compressor(name).conserving())
+    sync = following(conserving_form(as_compressor(name)))
     wanted = arrived = torch.zeros(48 * 64)
     for at, rate in enumerate(RATES):
         gradient, mean = step(sync, at, rate)

@@ -104,7 +104,9 @@ def test_overlap_local_sgd_pulls_at_the_end_of_every_round() -> None:
     ranks.world.close()
 
 
-@pytest.mark.parametrize("compressor", [Dense(), LoCo(bits=4, beta=0.0, block_size=32).conserving()])
+@pytest.mark.parametrize(
+    "compressor", [Dense(), LoCo(bits=4, beta=0.0, block_size=32, residual="float32", reset_steps=None)]
+)
 def test_a_pseudo_gradient_is_reduced_with_its_residual(compressor: Compressor) -> None:
     """Without momentum the anchors' movement and what has not been sent add up to the mean of all movements."""
     ranks = Replicas(LocalSGD(every=2), compressor)
