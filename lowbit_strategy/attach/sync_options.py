@@ -140,11 +140,11 @@ class SyncOptions:
             part.check_layout(self, scatter=scatter)
 
 
-def _elastic(value: Any, source: Source) -> RoundMembers:
+def _members(value: Any, source: Source) -> RoundMembers:
     if not isinstance(value, Mapping):
         raise Mismatch
     made: RoundMembers = call(leaves.load(leaves.NAMES["Elastic"], "elastic"), value, source)
     return made
 
 
-register_conversion(RoundMembers, Conversion(_elastic, "an instance of Elastic", "a mapping", (dict[str, Any],)))
+register_conversion(RoundMembers, Conversion(_members, "an instance of Elastic", "a mapping", (dict[str, Any],)))
