@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
@@ -26,12 +25,9 @@ class EveryStep:
     """When ranks meet, as a session asks: in every step. What lets them meet in rounds derives from this.
 
     Attributes:
-        own: Gives the optimizers and the scaler, whose state may differ between ranks, by name; set by the adapter. If
-            it gives none, as in a custom loop, those that have stepped count.
         serves_replaced: Whether other parameters in the place of those that it was given are served.
     """
 
-    own: Callable[[], Mapping[str, Stateful]] = dict
     serves_replaced: ClassVar[bool] = True
 
     @property
@@ -43,6 +39,9 @@ class EveryStep:
     def writes_checkpoints(self) -> bool:
         """Whether this process's ranks write checkpoints."""
         return self.replica is None or bool(self.replica.leads)
+
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
+        """Who steps the model: these and the scaler, if there is one, have a state that may differ between ranks."""
 
     def attached(self, session: Any, module: nn.Module) -> None:
         """The session is complete."""

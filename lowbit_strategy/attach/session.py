@@ -108,20 +108,14 @@ class Session:
         return self.pace.replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Tell who steps. In rounds their state differs between ranks, and is saved with the ranks' weights.
+        """Tell who steps.
 
         Args:
             optimizers: Gives the optimizers; those that step no parameter of this model are left out.
             scaler: Gives the gradient scaler, or None.
         """
         self._use.optimizers = optimizers
-
-        def own() -> dict[str, Any]:
-            owned = [each for each in optimizers() if self.owns(each)]
-            parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
-            return parts if scaler() is None else parts | {"scaler": scaler()}
-
-        self.pace.own = own
+        self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

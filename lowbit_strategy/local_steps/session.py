@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,7 @@ class LocalSteps(EveryStep):
             self._reducer = bucket_runner(sync.device)
         self.wrapped_by(ddp)
         self._check_digest = check_digest
+        self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
         self._learning_rate: float | None = None  # of the optimizer that has stepped last
@@ -90,6 +91,17 @@ class LocalSteps(EveryStep):
             self._start()
         elif rule.synchronous_compressor is not None:
             sync.use(rule.synchronous_compressor)
+
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
+        self._bound = optimizers, scaler
+
+    def own(self) -> dict[str, Any]:
+        """The optimizers and the scaler by name: their state differs between ranks, and is saved with the ranks'
+        weights. If there are none, as in a custom loop, those that have stepped count.
+        """
+        optimizers, scaler = self._bound
+        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(optimizers())}
+        return parts if scaler() is None else parts | {"scaler": scaler()}
 
     @property
     def replica(self) -> Any:
