@@ -110,8 +110,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
         names = [self._names[id(param)] for param in params]
-        bits = sum(1 << at for at, name in enumerate(names) if name in absent)
-        return Reduction(params=params, names=names, absent=bits, is_sent=is_sent, device=self._sync.device)
+        return Reduction(params=params, names=names, absent=absent, is_sent=is_sent, device=self._sync.device)
 
     def layout_for(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, which is how many FSDP2 has come with.

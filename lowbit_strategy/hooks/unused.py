@@ -33,19 +33,19 @@ class Reduction:
     Args:
         params: FSDP2's records of its trainable parameters.
         names: Names of the parameters.
-        absent: A bit for each that this rank has no gradient of.
+        absent: Of which this rank has no gradient.
         is_sent: Whether other ranks take part; otherwise the gradients wait, and none is in any ``.grad``.
         device: Where gradients are.
 
     Attributes:
-        marks: `absent` on the device; after the exchange, what none of the peers had. None: nothing is absent.
+        marks: On the device, a bit for each: `absent`; after the exchange, what none of the peers had. None: nothing.
         fresh: Parameters without a ``.grad`` before.
         done: CUDA: it has been reduced.
     """
 
     params: Sequence[Any]
     names: Sequence[str]
-    absent: int
+    absent: set[str]
     is_sent: bool
     device: torch.device
     marks: Tensor | None = None
@@ -57,7 +57,8 @@ class Reduction:
         params = zip(self.params, self.names, strict=True)
         self.fresh = frozenset(name for param, name in params if param.sharded_param.grad is None)
         if self.absent:
-            content = bytearray(self.absent.to_bytes(self.marks_nbytes, "little"))
+            bits = sum(1 << at for at, name in enumerate(self.names) if name in self.absent)
+            content = bytearray(bits.to_bytes(self.marks_nbytes, "little"))
             self.marks = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
 
     @property
@@ -66,9 +67,9 @@ class Reduction:
 
     def hold_back_hooks(self) -> None:
         """FSDP2 shall not tell of gradients that may turn out to be none."""
-        for at, param in enumerate(self.params):
+        for param, name in zip(self.params, self.names, strict=True):
             hooks = getattr(param.sharded_param, _HOOKS, None)
-            if hooks and (self.absent >> at & 1 or not self.is_sent):
+            if hooks and (name in self.absent or not self.is_sent):
                 setattr(param.sharded_param, _HOOKS, None)
                 self._held_back.append((param, hooks))
 
