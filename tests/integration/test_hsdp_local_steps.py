@@ -8,18 +8,23 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lowbit_strategy import DiLoCo
+from lowbit_strategy import fabric as with_fabric
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.fabric import batches, launch, setup, train
 from testing.training.hsdp import Run, hsdp
+from testing.training.random_loop.loop import local
 from testing.training.regression import (
     ByStep,
     Regression,
     dataset,
     loader,
+    mlp,
     trainer,
 )
 
@@ -66,6 +71,46 @@ def test_local_steps_between_nodes(facts: list[LocalSteps]) -> None:
         assert (rank.whole.peers, rank.whole.world_size, rank.whole.steps) == (2, 4, 11)
         assert rank.nbytes < 0.01 * rank.ring_nbytes, (rank.nbytes, rank.ring_nbytes)
         assert "shard_size" in rank.refused
+
+
+# -- checkpoints of Fabric ---------------------------------------------------------------------------------------------
+
+
+def resumed_in_fabric(folder: Path) -> Facts:
+    """Saved in the middle of a round, when replicas differ in weights and in their optimizers' state."""
+
+    def run(first: int, last: int) -> tuple[list[float], list[float]]:
+        made = launch(with_fabric.LowBitFSDPStrategy(shard_size=2, outer=OUTER))
+        torch.manual_seed(0)
+        net = mlp()
+        model, optimizer = setup(made, net)
+        state = {"model": model, "optimizer": optimizer}
+        if first:
+            made.load(folder / "middle", state)
+        losses = train(made, model, optimizer, batches(dist.get_rank(), first, min(6, last)))
+        if last == 6:
+            made.save(folder / "middle", state)
+        losses += train(made, model, optimizer, batches(dist.get_rank(), max(6, first), last))
+        moments = [local(each["exp_avg_sq"]).sum().item() for each in optimizer.state.values()]
+        sessions: Any = made.strategy
+        sessions.sessions[0].finish()
+        values = [local(param).sum().item() for param in net.parameters()]
+        sessions.sessions[0].close()
+        return losses, moments + values
+
+    whole = run(0, 11)
+    run(0, 6)
+    again = run(6, 11)
+    return {"losses": (whole[0][6:], again[0]), "rest": (whole[1], again[1])}
+
+
+@scenarios(resumed_in_fabric, world_size=4)
+def test_in_fabric_each_replica_goes_on_with_its_own_optimizer(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"][0] == rank["losses"][1]
+        assert rank["rest"][0] == rank["rest"][1]
+    moments = {rank["rest"][0][0] for rank in facts}
+    assert len(moments) == 4  # also those of two ranks with the same shard
 
 
 # -- validation of local steps ----------------------------------------------------------------------------------------
