@@ -82,14 +82,12 @@ class GradientUse:
         return bool(given) and all(self._are_zero([given]))
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Commit what it has stepped. An optimizer inside another one has stepped for both.
+        """Commit what it has stepped, of those that it owns. An optimizer inside another one has stepped for both.
 
         Raises:
             RuntimeError: DDP was told not to synchronize the gradients.
         """
         owned = self.owned_by(optimizer)
-        if not owned:
-            return
         sync, transactions = self._sync, self._sync.transactions
         is_reduced = sync.rounds is None
         if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:
@@ -116,12 +114,14 @@ class GradientUse:
         """An optimizer that is not torch's has stepped."""
         self._settle({name: param for name, param in self._params.items() if param.grad is not None})
 
-    def take_stepped(self, optimizer: Optimizer | None) -> set[str] | None:
-        """A step ends: the parameters that have been stepped in it, or that `optimizer` would have stepped, had a loss
-        scaler not skipped it. None: all, by an optimizer that is not torch's.
+    def take_stepped(self, optimizer: Optimizer | None, *, is_known: bool) -> set[str] | None:
+        """A step ends: the parameters that have been stepped in it, if that `is_known`, or that `optimizer` would have
+        stepped, had a loss scaler not skipped it. None: all, by an optimizer that is not torch's.
         """
         stepped, self.stepped = self.stepped, set()
-        return stepped or (None if optimizer is None else set(self.owned_by(optimizer))) or None
+        if is_known:
+            return stepped
+        return None if optimizer is None else set(self.owned_by(optimizer)) or None
 
     def roll_back_cleared(self) -> None:
         """A backward pass begins: gradients that were reduced before it and are gone have been thrown away. So have

@@ -200,7 +200,7 @@ class Session:
         """What this rank does alone of `end_step`, unless ranks meet in rounds or a loss scaler may skip the step."""
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
-        stepped = self._use.take_stepped(optimizer)
+        stepped = self._use.take_stepped(optimizer, is_known=self._is_open)
         self._num_passes, self._is_open = self._num_passes if self._is_open else 0, False
         if self.is_in_rounds:
             self.pace.after_optimizer(optimizer)
@@ -360,17 +360,15 @@ class Session:
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
-        if self._use.moves_nothing(optimizer):
+        if not self.owns(optimizer) or self._use.moves_nothing(optimizer):
             return
         if self.options.outer is not None and self.owns(optimizer):
             self.options.outer.check_optimizer(optimizer)
         self._use.on_optimizer_step(optimizer)
-        if self._use.stepped and self._num_passes:
-            self._is_open, self._num_passes = True, 0
+        self._is_open, self._num_passes = True, 0
         if in_backward():  # others may step in it: the next pass ends the step
             return
-        if self.owns(optimizer):
-            self.weights_changed()
+        self.weights_changed()
         if optimizer in self.ended_by:
             self.end_step(optimizer)
 

@@ -22,6 +22,8 @@ ONCE_WRONG = [  # what random seeds have found, made short
     Program(6, "local hsdp", (*3 * ("together", "rests"), "together"), 4, rule=2, way="by hand"),
     Program(4, "fsdp", ("thrown_away", *6 * ("together",)), controller="accordion, mean", way="never ended"),
     Program(1, "fsdp", ("together", "taken_away", *10 * ("together",)), 2, ("adamw", "adamw"), way="fabric"),
+    Program(1, "ddp", ("together", "taken_away", *4 * ("together",)), 2, sessions=2, way="never ended"),
+    Program(0, "local", ("together", "taken_away", *3 * ("together",)), 2, sessions=2, rule=1, way="never ended"),
 ]
 
 

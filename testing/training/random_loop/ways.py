@@ -270,16 +270,15 @@ class WithLightning(Loop):
 
 
 def can_save_alone(loop: Loop) -> bool:
-    """Whether a rank may save while others do not. Sharded weights are gathered again when a step has ended."""
-    is_told = isinstance(loop, OneCall | ByHand) and not (isinstance(loop, NeverEnded) and loop.place.sharded)
-    return is_told and not (loop.place.is_local or loop.program.scaled)
+    """Whether a rank may save while others do not."""
+    return isinstance(loop, OneCall | ByHand) and not (loop.place.is_local or loop.program.scaled)
 
 
 def can_tell(way: type[Loop], program: Program) -> bool:
     """Whether a program can be told so."""
     place, actions = program.place, set(program.actions)
-    if way is NeverEnded:  # a step that has moved nothing of a model is none of its steps unless the loop says so
-        return not (program.scaled or (program.sessions == 2 and (place.is_local or program.controller is not None)))
+    if way is NeverEnded:
+        return not program.scaled
     if way is WithAccelerate:
         return not (program.scaled or place.shard_size or (program.sessions == 2 and place.sharded))
     if way is WithLightning:
