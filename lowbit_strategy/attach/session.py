@@ -362,7 +362,7 @@ class Session:
         """An optimizer of this process has stepped."""
         if not self.owns(optimizer) or self._use.moves_nothing(optimizer):
             return
-        if self.options.outer is not None and self.owns(optimizer):
+        if self.options.outer is not None:
             self.options.outer.check_optimizer(optimizer)
         self._use.on_optimizer_step(optimizer)
         self._is_open, self._num_passes = True, 0

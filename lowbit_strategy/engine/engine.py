@@ -71,7 +71,7 @@ class GradientSync:
         node_means: Who forms the means inside a node, by its ranks.
         extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
             ranks; of what ranks have parts.
-        begin_late: Called under DDP when gradients arrive before `begin_step`, which it may call.
+        begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
         follower: Who follows gradients to the optimizers' steps.
         extra: What ranks exchange in addition to gradients.

@@ -123,7 +123,7 @@ class DDPHook:
         """What DDP calls. An error in what it returns must have been raised: DDP takes another's value for a result."""
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
-        if bucket.index() == 0 and not self.sync.has_begun:
+        if bucket.index() == 0:
             self.sync.begin_late()
         buffer, last = bucket.buffer(), bucket.is_last()
         key = (last, buffer.dtype, *map(id, bucket.parameters()))
