@@ -46,7 +46,7 @@ from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
-from lowbit_strategy.model.parameters import handshake, to_plain
+from lowbit_strategy.model.handshake import handshake, to_plain
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"

@@ -33,7 +33,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
-from lowbit_strategy.model.parameters import handshake
+from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion

@@ -12,21 +12,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lowbit_strategy.attach.optimizer_hook import await_attachment
 from lowbit_strategy.attach.part import Part, warn_of_missing_parts
+from lowbit_strategy.attach.patterns import unmatched_patterns
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
-from lowbit_strategy.model.parameters import (
-    bring_back,
-    describe_parameters,
-    fingerprint,
-    handshake,
-    refuse_sparse_gradients,
-    to_plain,
-    unmatched_patterns,
-)
+from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
+from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.ranks.ranks import Topology

@@ -15,7 +15,8 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
-from lowbit_strategy.model.parameters import fingerprint, named_parameters, to_plain
+from lowbit_strategy.model.handshake import fingerprint, to_plain
+from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.groups import new_group
 
 _NO_TIMEOUT = timedelta(days=30)

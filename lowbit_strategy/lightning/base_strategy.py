@@ -20,7 +20,7 @@ from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.parameters import handshake
+from lowbit_strategy.model.handshake import handshake
 
 from .signals import DeferredSignals
 from .stock import ParallelStrategy

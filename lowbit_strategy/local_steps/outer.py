@@ -28,7 +28,7 @@ from lowbit_strategy.local_steps.fragment import (
 from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.round_plan import LocalRoundPlan, cut_into
 from lowbit_strategy.local_steps.rule import OuterRule
-from lowbit_strategy.model.parameters import to_plain
+from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -1,36 +1,26 @@
-"""A module's parameters as the methods see them: stable names, shapes, roles, and this rank's part of each. And what
-ranks compare of them before the first step, so that a difference is an error and not a hang.
-"""
+"""A module's parameters as the methods see them: stable names, shapes, roles, and this rank's part of each."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import itertools
 import re
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import Role, TensorSpec
-from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching
-from lowbit_strategy.version import __version__
 
 _WRAPPER = "(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SELECTOR_FIELDS = ("exempt", "high_precision")
 _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
-Facts = Mapping[str, object]
 
 
 # A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state.
@@ -224,119 +214,3 @@ def shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
         return part_N.view(spec.shape)
     values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
     return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])
-
-
-def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
-    """One sentence for each pattern that matches no parameter, trained or frozen. Predicates may match nothing."""
-    patterns = [each for each in _selectors(compressor) if isinstance(each[1], str) and not each[1].startswith("@")]
-    if not patterns:
-        return []
-    specs = [TensorSpec(name, tuple(param.shape)) for name, param in named_parameters(module)]
-    unmatched: dict[str, None] = {}  # in order, each once
-    for field, selector in patterns:
-        if all(matching([selector], spec) is None for spec in specs):
-            sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
-            unmatched[sentence] = None
-    return list(unmatched)
-
-
-def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
-    """All selectors of a configuration and of those inside it."""
-    found: list[tuple[str, Selector]] = []
-    waiting: list[object] = [compressor]
-    while waiting:
-        value = waiting.pop(0)
-        if isinstance(value, Compressor):
-            options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            for field in _SELECTOR_FIELDS:
-                found += zip(itertools.repeat(field), options.pop(field, ()))
-            waiting[:0] = options.values()
-        elif isinstance(value, tuple):
-            if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a Partition's rule
-                found.append(("rules", value[0]))
-            waiting[:0] = value
-    return found
-
-
-def _some(specs: Sequence[TensorSpec]) -> str:
-    names = [spec.name for spec in specs]
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
-
-
-def fingerprint(
-    compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
-) -> dict[str, object]:
-    """Everything that must be the same on all ranks, by the name a user would know it by."""
-    shapes, types, buffers = [], [], []
-    for name, param in named_parameters(module):
-        if param.requires_grad:
-            shapes.append((name, tuple(param.shape)))
-            types.append((name, str(param.dtype)))
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point():
-            buffers.append((canonical_name(name), tuple(buffer.shape)))
-    return {
-        **settings_facts(compressor, scatter=scatter, settings=settings),
-        "parameters": shapes,
-        "parameter types": types,
-        "floating-point buffers": buffers,
-    }
-
-
-def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[str, object]) -> dict[str, object]:
-    """Those of them that are not of the model."""
-    return {
-        "lowbit_strategy version": __version__,
-        "torch version": torch.__version__,
-        "strategy": "fsdp" if scatter else "ddp",
-        **to_plain("compressor", compressor),
-        **settings,
-    }
-
-
-def to_plain(name: str, value: object) -> dict[str, object]:
-    """A configuration as plain values by dotted names. Functions go by name: their address differs between ranks."""
-    found: dict[str, object] = {}
-    waiting = [(name, value)]
-    while waiting:
-        name, value = waiting.pop()
-        if dataclasses.is_dataclass(value):
-            found[name] = type(value).__name__
-            for field in reversed(dataclasses.fields(value)):
-                waiting.append((f"{name}.{field.name}", getattr(value, field.name)))
-        elif isinstance(value, tuple):
-            found[name] = f"{len(value)} entries"
-            for index, entry in reversed(list(enumerate(value))):
-                waiting.append((f"{name}[{index}]", entry))
-        else:
-            found[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
-    return found
-
-
-def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
-    """Compare `mine` over the ranks of `group`.
-
-    Raises:
-        LostRankError: A rank has ended.
-        RuntimeError: On every rank, naming the first rank and field that differ from rank 0.
-    """
-    everyone = gathered(dict(mine), group, "the comparison of models and options")
-    for rank, theirs in enumerate(everyone):
-        for field in everyone[0] | theirs:
-            value, their_value = everyone[0].get(field), theirs.get(field)
-            if their_value != value:
-                difference = _difference(value, their_value)
-                raise RuntimeError(
-                    f"rank {rank} differs from rank 0 in {field}: {difference}."
-                    " All ranks must run the same model, configuration and versions"
-                )
-
-
-def _difference(expected: object, found: object) -> str:
-    """The first place where two facts differ, short enough to read."""
-    if isinstance(expected, list) and isinstance(found, list):
-        for index, (a, b) in enumerate(zip(expected, found, strict=False)):
-            if a != b:
-                return f"number {index} is {b} instead of {a}"
-        return f"{len(found)} instead of {len(expected)}"
-    return f"{found} instead of {expected}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.model.parameters import to_plain
+from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.telemetry.observe import Observation
 from lowbit_strategy.telemetry.startup_report import describe_ranks
 

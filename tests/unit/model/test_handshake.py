@@ -15,7 +15,7 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.zoo.composed import Partition
-from lowbit_strategy.model.parameters import fingerprint, handshake, to_plain
+from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
 from testing.processes.ranks import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model's parameters: roles, memory order, what cannot be served, patterns that match nothing."""
+"""What is known of a model's parameters: roles, memory order, what cannot be served."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy import Dense, LoCo, Partition
 from lowbit_strategy.collectives.layout import MemoryOrder, in_memory_order
-from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients, unmatched_patterns
+from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
 
 
 def roles(module: nn.Module) -> dict[str, str]:
@@ -105,29 +104,3 @@ def test_sparse_gradients_are_refused(table: Any) -> None:
         refuse_sparse_gradients(module)
     module["tokens"].requires_grad_(False)
     refuse_sparse_gradients(module)
-
-
-# -- patterns ---------------------------------------------------------------------------------------------------------
-
-
-def test_patterns_that_match_nothing() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    module[1].requires_grad_(False)
-    assert unmatched_patterns(LoCo(), module) == []
-    assert (
-        unmatched_patterns(LoCo(exempt=("@head", "0.*", lambda spec: False), high_precision=("1.weight",)), module)
-        == []
-    )
-    (sentence,) = unmatched_patterns(LoCo(exempt=("@vector", "o.*")), module)
-    assert sentence == (
-        "exempt: 'o.*' matches no parameter of the model. Its parameters are 0.weight, 0.bias, 1.weight, 1.bias"
-    )
-
-
-def test_patterns_inside_of_other_configurations() -> None:
-    inner = LoCo(high_precision=("embedd.*",))
-    compressor = Partition(rules=(("0.*", Dense()), ("lm_heat.*", inner)), default=inner)
-    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    found = unmatched_patterns(compressor, module)
-    assert [sentence.split(" matches")[0] for sentence in found] == ["rules: 'lm_heat.*'", "high_precision: 'embedd.*'"]
-    assert found[0].endswith("Its parameters are 0.weight, 0.bias, 1.weight, ..., 2.bias")

@@ -1,0 +1,52 @@
+"""Patterns of a configuration that match no parameter of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching
+from lowbit_strategy.model.parameters import named_parameters
+
+_SELECTOR_FIELDS = ("exempt", "high_precision")
+
+
+def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
+    """One sentence for each pattern that matches no parameter, trained or frozen. Predicates may match nothing."""
+    patterns = [each for each in _selectors(compressor) if isinstance(each[1], str) and not each[1].startswith("@")]
+    if not patterns:
+        return []
+    specs = [TensorSpec(name, tuple(param.shape)) for name, param in named_parameters(module)]
+    unmatched: dict[str, None] = {}  # in order, each once
+    for field, selector in patterns:
+        if all(matching([selector], spec) is None for spec in specs):
+            sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
+            unmatched[sentence] = None
+    return list(unmatched)
+
+
+def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
+    """All selectors of a configuration and of those inside it."""
+    found: list[tuple[str, Selector]] = []
+    waiting: list[object] = [compressor]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Compressor):
+            options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            for field in _SELECTOR_FIELDS:
+                found += zip(itertools.repeat(field), options.pop(field, ()))
+            waiting[:0] = options.values()
+        elif isinstance(value, tuple):
+            if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Compressor):  # a Partition's rule
+                found.append(("rules", value[0]))
+            waiting[:0] = value
+    return found
+
+
+def _some(specs: Sequence[TensorSpec]) -> str:
+    names = [spec.name for spec in specs]
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
