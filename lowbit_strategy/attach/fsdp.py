@@ -102,7 +102,9 @@ def attach_fsdp(
         wiring.give_back()
         choice = prepared.compressor.begin(prepared, sync, wiring)
     digests = _digests(module, sync) if prepared.layout == "hsdp" else []
-    return make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, members=members)
+    session = make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, members=members)
+    session.give_back_with(wiring.stop)
+    return session
 
 
 def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -396,6 +397,15 @@ class Session:
             for comm in () if self.sync.weights is None else self.sync.weights.comms:
                 comm.release(ranks.own)
 
+    def give_back_with(self, stop: Callable[[], bool]) -> None:
+        """Give back process groups when this session is garbage-collected, as it is with a sharded model, and threads
+        by `stop`.
+        """
+        groups = [group for ranks in self._ranks for group in ranks.own]
+        finalizer = weakref.finalize(self, _give_back, stop, groups)
+        finalizer.atexit = False
+        self._let_go_of_model = finalizer.detach
+
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is garbage-collected, instead of an earlier wrapper."""
         self._let_go_of_model()
@@ -403,3 +413,9 @@ class Session:
         finalizer = weakref.finalize(model, self.close)
         finalizer.atexit = False
         self._let_go_of_model = finalizer.detach
+
+
+def _give_back(stop: Callable[[], bool], groups: list[dist.ProcessGroup]) -> None:
+    for group in groups if stop() else ():
+        with contextlib.suppress(ValueError):  # all groups have been destroyed
+            dist.destroy_process_group(group)

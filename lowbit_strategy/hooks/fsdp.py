@@ -27,6 +27,7 @@ _SET = (  # by attaching, on the parameter groups of FSDP2
     "post_forward_mesh_info",
 )
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
+_HOLDER = "lowbit_wiring"  # on the instance: who remembers it. Kept elsewhere it would keep the model alive
 
 
 class FSDPWiring:
@@ -37,21 +38,25 @@ class FSDPWiring:
 
     Args:
         groups: What FSDP2 shards of it.
+
+    Attributes:
+        stop: Ends threads, and returns True once they have stopped. It does not hold the model.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync) -> None:
         self._module, self._groups, self._sync = module, groups, sync
         is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
         self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync.device, clock_of(sync))
+        self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
         self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
         for each in groups:
             group = each.param_group
-            if (earlier := _holders.get(group)) is not None:
+            if (earlier := vars(group).get(_HOLDER)) is not None:
                 earlier._release()
             values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
             self._stock[group] = values, {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
-            _holders[group] = self
+            setattr(group, _HOLDER, self)
 
     def take(self, weights: WeightCoding | None) -> None:
         """Let the engine reduce gradients: each module gets its reduce-scatter, and its all-gather. HSDP: an exact
@@ -104,16 +109,13 @@ class FSDPWiring:
     def _release(self) -> None:
         self._restore()
         for group in self._stock:
-            del _holders[group]
+            delattr(group, _HOLDER)
         self._stock.clear()
 
     def close(self) -> bool:
         """Leave the model as it was before. Returns True once threads have stopped."""
         self._release()
-        return self._overlapped is None or self._overlapped.close()
-
-
-_holders: weakref.WeakKeyDictionary[Any, FSDPWiring] = weakref.WeakKeyDictionary()  # who remembers a group
+        return self.stop()
 
 
 def _set_post_forward_mesh(group: Any, info: Any) -> None:

@@ -46,6 +46,8 @@ class BucketWorker:
     def close(self) -> bool:
         """Whether the thread has ended; False while it waits for a rank that never answers."""
         self._queue.put(None)
+        if self._thread is threading.current_thread():  # where a model is garbage-collected
+            return True
         self._thread.join(timeout=10)
         return not self._thread.is_alive()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import LocalSGD, LoCo
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.custom_loop import compress
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.ddp_loop import CPU, Loop
+from testing.training.plain import batch, wrap
 from testing.training.regression import KINDS, WIDTH, Kind, Regression, fit, mlp
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -175,15 +179,31 @@ def test_residuals_follow_the_memory_order_of_parameters(facts: list[Facts]) -> 
 
 
 def _held() -> dict[str, int]:
+    time.sleep(0.2)  # a thread may still be at the last bucket
     gc.collect()
     return {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
 
 
+def _sharded(mesh: DeviceMesh) -> weakref.ref[nn.Module]:
+    """A few steps of a model that FSDP2 shards, which nobody holds afterwards."""
+    model = wrap("fsdp", mlp(), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compress(model, optimizer, LoCo(block_size=32))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    return weakref.ref(model)
+
+
 def many(folder: Path, how: str) -> Facts:
-    held = {}
+    held, models = {}, []
+    mesh = init_device_mesh("cpu", (2, 1) if how == "hsdp" else (2,), mesh_dim_names=("r", "s")[-1 - (how == "hsdp") :])
     for at in range(20):
         if how == "fit":
             fit("ddp", Regression(), max_steps=2)
+        elif how in ("fsdp", "hsdp"):
+            models.append(_sharded(mesh))
         else:
             loop = Loop(mlp(), options=SyncOptions(outer=LocalSGD(every=2) if how == "rounds" else None))
             for _ in range(3):
@@ -191,12 +211,13 @@ def many(folder: Path, how: str) -> Facts:
             del loop
         if at in (4, 19):
             held[at] = _held()  # collecting what nobody holds takes half a second
-    return {"held": held}
+    return {"held": held, "models": sum(model() is not None for model in models)}
 
 
-@scenarios(many, how=("fit", "loop", "rounds"), slow=all_but(how=("loop", "rounds")))
-def test_attachments_give_back_their_threads_and_descriptors(facts: list[Facts]) -> None:
+@scenarios(many, how=("fit", "loop", "rounds", "fsdp", "hsdp"), slow=all_but(how=("loop", "rounds", "hsdp")))
+def test_attachments_give_back_their_models_threads_and_descriptors(facts: list[Facts]) -> None:
     for rank in facts:
+        assert rank["models"] == 0
         assert rank["held"][19] == rank["held"][4]
 
 
