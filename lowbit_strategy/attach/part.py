@@ -60,13 +60,7 @@ class Part:
         """With an optimizer, before it has stepped."""
 
     def fitted(self, prepared: Any, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]) -> Any:
-        """`prepared` adjusted to what there is, the same on every rank.
-
-        Args:
-            prepared: What the user asked for.
-            ranks: Those that train the model.
-            device: Device of gradients.
-            modules: What FSDP2 gathers as one.
+        """`prepared` adjusted to what there is, the same on every rank. `modules`: what FSDP2 gathers as one.
 
         Raises:
             ValueError: Nothing fits.

@@ -137,12 +137,7 @@ def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup
 
 
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
-    """A checked configuration on the ranks that there are.
-
-    Args:
-        prepared: The configuration.
-        topology: The ranks.
-        shard_size: HSDP: how many of them have one model together.
+    """A checked configuration on the ranks that there are. `shard_size`: HSDP: how many have one model together.
 
     Raises:
         ValueError: An option does not suit them.

@@ -315,12 +315,7 @@ class Bucket:
         """float32 ``[numel]``: gradient plus residual, a copy; zero where the method is idle.
 
         That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
-
-        Args:
-            param: The parameter.
-            x: The bucket.
-            out: Its result.
-            residual: What `residual` gives; it is overwritten.
+        `residual`: what `residual` gives; it is overwritten.
         """
         view, method = param.within(x, out), self.context.methods[param.name]
         gradient = view.flat()

@@ -63,13 +63,7 @@ class CarryOver:
         return self.waiting[name].read() if name in self.waiting else None
 
     def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
-        """Add `values` to the next gradient of `name`.
-
-        Args:
-            name: The parameter's.
-            values: float32 ``[numel]``.
-            store: Its state there says the same.
-        """
+        """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: its state there says the same."""
         if not values.any():
             return
         tensors = {"residual": values.to(self._device)}

@@ -251,10 +251,7 @@ class GradientSync:
 
     def begin_step(self, loss_scale: float | None = None) -> None:
         """Begin a step, before its first backward pass, on all ranks; further calls do nothing until it has ended.
-
-        Args:
-            loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
-                as it was.
+        `loss_scale`: of the coming gradients; residuals follow when it changes. None: as it was.
         """
         if self.has_begun:
             return
@@ -328,14 +325,8 @@ class GradientSync:
     ) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
 
-        All ranks run the same buckets and advance them in the same order.
-
-        Args:
-            layout: What the bucket holds.
-            x: See `Bucket.run`.
-            out: Likewise.
-            marks: As for `Exchange.run`.
-            ranks: Who reduces its parameters; None: `ranks`, those of most.
+        All ranks run the same buckets and advance them in the same order. `x`, `out`, `marks`: see `Bucket.run`.
+        `ranks`: who reduces its parameters; None: those of most.
 
         Raises:
             RuntimeError: The step has not begun.
@@ -513,12 +504,8 @@ class GradientSync:
         *,
         ranks: Ranks | None = None,
     ) -> StepPlan:
-        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights.
-
-        Args:
-            assignments: The methods; None: those in force.
-            coding: Of weights; None: that in force.
-            ranks: Of whose parameters; None: `ranks`.
+        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights. Of
+        the parameters that `ranks` reduce; None: of most.
         """
         weights, rounds, ranks = self.weights, self.rounds, ranks or self.ranks
         assignments = self.state.assignments if assignments is None else assignments

@@ -64,14 +64,7 @@ class NodeMeans:
         self.flags = StepFlags(device)
 
     def mean(self, cut: Cut, x: Tensor, part_N: Tensor, buffers: WireBuffers) -> Stages:
-        """The mean of this rank's part of a bucket of DDP; yields while bytes travel.
-
-        Args:
-            cut: Where the parts are.
-            x: The bucket.
-            part_N: The mean goes here.
-            buffers: Memory for messages.
-        """
+        """The mean of this rank's part of a bucket `x` of DDP, into `part_N`; yields while bytes travel."""
         num_ranks = self._comm.world_size
         sent = buffers.borrow(num_ranks, cut.numel * x.element_size())
         whole, pieces = cut.views(x, sent.view(x.dtype))

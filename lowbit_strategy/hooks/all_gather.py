@@ -165,14 +165,7 @@ def install_weights(
     coding: WeightCoding,
     sync: GradientSync,
 ) -> None:
-    """Give FSDP2 modules their all-gather.
-
-    Args:
-        module: The model.
-        groups: What of it ranks share.
-        coding: How weights travel.
-        sync: The engine: its steps end those of the weights, and their state is saved with its own.
-    """
+    """Give FSDP2 modules their all-gather. `groups`: what of the model ranks share."""
     inside = not sync.scatter
     made = {ranks.peers: ranks.gathering(sharded_inside=inside) for ranks in sync.all_ranks}
     layouts = module_layouts(module, groups)

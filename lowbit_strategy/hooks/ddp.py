@@ -35,11 +35,8 @@ def default_bucket_cap_mb(device: torch.device) -> int:
 def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
     """Give DDP a new reducer, without a communication hook.
 
-    PyTorch has no call that takes a hook away. This makes the reducer again, as unpickling a model does.
-
-    Args:
-        model: The wrapped model, between steps.
-        bucket_cap_mb: Size of the buckets; None: as they are.
+    PyTorch has no call that takes a hook away. This makes the reducer again, as unpickling a model does; between steps.
+    `bucket_cap_mb`: size of the buckets; None: as they are.
     """
     if bucket_cap_mb is not None:
         _set_bucket_cap(model, round(bucket_cap_mb * _MIB))

@@ -78,13 +78,7 @@ class ParameterDigest:
 
 
 def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -> dict[str, list[int]]:
-    """The tensors that differ between ranks, and each rank's digest of those. Called on all ranks.
-
-    Args:
-        tensors: Tensors by name, the same names on all ranks.
-        comm: The ranks.
-        device: Device of its collectives.
-    """
+    """The tensors that differ between ranks, and each rank's digest of those. Called on all ranks."""
     if not tensors or comm.world_size == 1:
         return {}
     mine_N = digests(list(tensors.values()), device)
