@@ -8,7 +8,7 @@ from torch import Tensor
 
 from testing.training.comparing import full
 from testing.training.random_loop.loop import Loop, local
-from testing.training.random_loop.space import ACTIONS, action, has_two, unscaled
+from testing.training.random_loop.space import ACTIONS, action, has_own_rates, has_two, unscaled
 from testing.training.random_loop.ways import can_save_alone
 
 
@@ -17,6 +17,26 @@ def together(loop: Loop) -> None:
     loop.clear()
     loop.backward(overflows=loop.at % 4 == 3 and not loop.still)
     loop.step()
+
+
+@action(has_own_rates)
+def warmed_up(loop: Loop) -> None:
+    """A step at a rate of zero, as the first one of a warm-up: moments move, weights do not."""
+    groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    ACTIONS["together"].run(loop)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@action(has_own_rates)
+def decayed(loop: Loop) -> None:
+    """A scheduler lowers the rates."""
+    ACTIONS["together"].run(loop)
+    for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
+        group["lr"] *= 0.7
 
 
 @action()

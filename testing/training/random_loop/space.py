@@ -163,3 +163,8 @@ def has_two(program: Program) -> bool:
 
 def unscaled(program: Program) -> bool:
     return not program.scaled
+
+
+def has_own_rates(program: Program) -> bool:
+    """An optimizer inside another one has other groups than that, once it has been loaded."""
+    return "lookahead" not in program.optimizers
