@@ -101,14 +101,6 @@ class Codec(ABC):
         """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
 
     @property
-    def has_few_bits(self) -> bool:
-        """Whether an optimizer of Adam's kind pays for its noise with steps, since the noise adds its square to the
-        second moment. Measured: codes of two bits or fewer that keep what they have not sent; not those that keep
-        nothing.
-        """
-        return False
-
-    @property
     def is_coarse(self) -> bool:
         """Whether a value that is sent has fewer than `FEW_BITS` bits, its part of scales included."""
         numel = 64 * self.block_size
@@ -244,10 +236,6 @@ class StatefulCodec(Codec):
     @property
     def keeps_zeros(self) -> bool:
         return self.codec.keeps_zeros
-
-    @property
-    def has_few_bits(self) -> bool:
-        return self.codec.is_coarse and not self.arenas().keys().isdisjoint(("residual", "estimate"))
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lowbit_strategy.codecs.base import StatefulCodec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.kernels.format import uniform
@@ -32,8 +33,16 @@ def served(assignments: Mapping[str, Assignment]) -> list[str]:
 
 
 def few_bits(assignments: Mapping[str, Assignment]) -> bool:
-    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps."""
-    return any(each.method.has_few_bits for each in assignments.values())
+    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps, since the noise adds its
+    square to the second moment. Measured: codes of two bits or fewer that keep what they have not sent; not those that
+    keep nothing.
+    """
+    uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
+    return any(
+        uplink.codec.is_coarse and not uplink.arenas().keys().isdisjoint(("residual", "estimate"))
+        for uplink in uplinks
+        if isinstance(uplink, StatefulCodec)
+    )
 
 
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:

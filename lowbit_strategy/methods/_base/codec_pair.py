@@ -59,10 +59,6 @@ class CodecPair(Method):
     def residual_gain(self) -> float | None:
         return self.uplink.residual_gain
 
-    @property
-    def has_few_bits(self) -> bool:
-        return self.uplink.has_few_bits
-
     def conserves(self, spec: TensorSpec) -> bool:
         return all(hop.residual_gain is not None for hop in self.hops(spec))
 

@@ -168,11 +168,6 @@ class Method(ABC):
         Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
         """
 
-    @property
-    def has_few_bits(self) -> bool:
-        """The same as `Codec.has_few_bits`."""
-        return False
-
     def rests(self, spec: TensorSpec) -> bool:
         """Whether a gradient of zeros on all ranks leaves all state as it was."""
         return False

@@ -26,7 +26,7 @@ from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
@@ -46,23 +46,11 @@ from lowbit_strategy.methods._base.sparse_residuals import (
 )
 from lowbit_strategy.options.configuration import configuration
 
-
-class ResidualReducer(Reducer):
-    """Keeps what a rank has not sent. State: ``residual``, float32, flat."""
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
-
-
 _BLOCK = 128  # of a residual of int8
 
 
 @configuration
-class SparseCompressor(ReducingCompressor, ResidualReducer):
+class SparseCompressor(ReducingCompressor):
     """Sends a share of each parameter's elements.
 
     Args:
@@ -89,6 +77,10 @@ class SparseCompressor(ReducingCompressor, ResidualReducer):
     @property
     def label(self) -> str:
         return f"{self.title} {self.density:g}"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
 
     @property
     def codec(self) -> Codec:

@@ -15,8 +15,8 @@ from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shape
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.low_rank import fill_observed_, product, store_error_
-from lowbit_strategy.methods._base.positions import ResidualReducer
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 

@@ -12,10 +12,10 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending, gather_uneven, scatter_uneven
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.positions import ResidualReducer
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_
 from lowbit_strategy.methods.zoo.integers import pack_integers, packed_nbytes, unpack_integers
+from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer
 from lowbit_strategy.options.configuration import configuration
 
 _ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242
