@@ -82,11 +82,6 @@ class Comm(ABC):
         others = self.world_size - 1
         return round(nbytes * (others - self.num_near) / others) if others else 0
 
-    @property
-    def ahead_nbytes(self) -> int:
-        """Memory of receives that are posted ahead, now."""
-        return 0
-
     def with_own_counter(self) -> Comm:
         """The same ranks, with its own count of bytes."""
         return copy.copy(self)

@@ -156,27 +156,13 @@ class Gathering:
     """
 
     def __init__(self, between: Comm, inside: Comm | None = None) -> None:
-        self._between = between
+        self.between = between
         self._inside = inside
         self._comms = [between] if inside is None else [between, inside]
         num_inside, index = (1, 0) if inside is None else (inside.world_size, inside.rank)
         self.rank = between.rank * num_inside + index
         self.world_size = between.world_size * num_inside
         self.sent_nbytes = 0
-
-    def describe_step(self) -> str:
-        """Which step a gather belongs to, for errors."""
-        return self._between.describe_step()
-
-    @property
-    def is_far(self) -> bool:
-        """Whether latency is so high that all messages are sent before any is waited for."""
-        return self._between.is_far
-
-    @property
-    def ahead_nbytes(self) -> int:
-        """Memory of receives that are posted ahead, now."""
-        return sum(comm.ahead_nbytes for comm in self._comms)
 
     def end(self) -> None:
         """It no longer sends anything; on all ranks, with nothing in flight."""
@@ -195,14 +181,14 @@ class Gathering:
         are far apart all that travels between them does so at the first yield.
         """
         if self._inside is None:
-            yield self._counted(self._between, out_WB, x_B)
+            yield self._counted(self.between, out_WB, x_B)
             return
-        num_nodes, num_inside = self._between.world_size, self._inside.world_size
+        num_nodes, num_inside = self.between.world_size, self._inside.world_size
         out_NLB = out_WB.view(num_nodes, num_inside, -1)
         column_nbytes = self.world_size * x_B.element_size()
-        for first, last in [(0, x_B.numel())] if self.is_far else pieces_of_rows(x_B.numel(), column_nbytes):
+        for first, last in [(0, x_B.numel())] if self.between.is_far else pieces_of_rows(x_B.numel(), column_nbytes):
             own_NB = torch.empty(num_nodes, last - first, dtype=x_B.dtype, device=x_B.device)
-            yield self._counted(self._between, own_NB, x_B[first:last])
+            yield self._counted(self.between, own_NB, x_B[first:last])
             for start, stop in pieces_of_rows(last - first, column_nbytes):
                 own_Nb = own_NB[:, start:stop].contiguous()
                 all_LNb = own_Nb.new_empty(num_inside, *own_Nb.shape)
@@ -212,8 +198,8 @@ class Gathering:
     def between_nodes(self, nbytes: float) -> int:
         """How much of `nbytes` that a rank sends by it leaves the node."""
         if self._inside is None:
-            return self._between.between_nodes(nbytes)
-        return round(nbytes * (self._between.world_size - 1) / max(self.world_size - 1, 1))
+            return self.between.between_nodes(nbytes)
+        return round(nbytes * (self.between.world_size - 1) / max(self.world_size - 1, 1))
 
     def _counted(self, comm: Comm, out_WB: Tensor, x_B: Tensor) -> Pending:
         before = comm.sent_nbytes

@@ -118,7 +118,7 @@ class WeightSync:
         self.coding = coding
         self.layouts = dict(layouts)
         self.comms = list(dict.fromkeys(comms.values()))
-        self.buffers = WireBuffers(device, several=any(each.is_far for each in self.comms))
+        self.buffers = WireBuffers(device, several=any(each.between.is_far for each in self.comms))
         self.flags = StepFlags(device)
         self.modules = {
             name: ModuleWeights(layout, coding, comms[name], device, self.buffers, self.flags)

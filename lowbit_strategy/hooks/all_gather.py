@@ -100,7 +100,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if self._coded:
             self._weights.count_exact(input_tensor.nbytes * (group.size() - 1))
         what = f"the all-gather of the exact weights of {self._name or 'the model'}"
-        with naming_lost_ranks(group, what, self._weights.comms[0].describe_step()):
+        with naming_lost_ranks(group, what, self._weights.comms[0].between.describe_step()):
             return self._stock(output_tensor, input_tensor, group, async_op)
 
     def _begin_forward(self) -> None:
@@ -175,7 +175,7 @@ def install_weights(
     gathers = {each.name: CodedAllGather(weights, each, module, order, clock_of(sync)) for each in groups}
     for each in groups:
         gather, own = gathers[each.name], comms[each.name]
-        if own.is_far:
+        if own.between.is_far:
             gather.together = [other for name, other in gathers.items() if comms[name] is own]
         each.param_group._all_gather_comm = gather
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit

@@ -198,7 +198,9 @@ def memory(folder: Path, kind: Kind) -> Facts:
     facts["announced"] = memory_of(sync.plan()).temporary
     if sync.weights is not None:
         facts["weights"] = sync.weights.buffers.nbytes
-        facts["weights ahead"] = sync.weights.comms[0].ahead_nbytes
+        between = sync.weights.comms[0].between
+        assert isinstance(between, FarComm)
+        facts["weights ahead"] = between.ahead_nbytes
         whole = sum(4 * spec.whole.numel for spec in sync.specs.values())
         # on two levels FSDP2's own gradients are gone; the means of the node's ranks wait, and one module is received
         inside = {2: 0, 4: 4 * (256 + 1) * 256}
