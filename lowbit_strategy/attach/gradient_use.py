@@ -61,9 +61,13 @@ class GradientUse:
         found = {id(param): group["lr"] for group in groups for param in group["params"]}
         return {name: float(found[each]) for each, name in self._names.items() if each in found}
 
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` steps a parameter of this model."""
+        return any(id(param) in self._names for group in optimizer.param_groups for param in group["params"])
+
     def any_owner(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, or one that has stepped before, steps a parameter of this model."""
-        return bool(self._optimizers) or bool(self.owned_by(optimizer))
+        return bool(self._optimizers) or self.owns(optimizer)
 
     @property
     def param_ids(self) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -49,8 +49,9 @@ def _take_over(param_ids: set[int]) -> None:
 
 
 def has_rate(optimizer: Optimizer) -> bool:
-    """Whether its step can move a parameter."""
-    return any(group.get("lr", 1.0) for group in optimizer.param_groups)
+    """Whether its step can move a parameter. A rate on a device counts as one: the host would wait for its value."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates)
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:

@@ -357,7 +357,7 @@ class Session:
             inform("%d more parameters are trained now\n%s", len(specs), render_reports(self.sync))
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return bool(self._use.owned_by(optimizer))
+        return self._use.owns(optimizer)
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
