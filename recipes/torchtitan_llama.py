@@ -3,15 +3,16 @@
     pip install torchtitan
     torchrun --nproc-per-node 4 -m recipes.torchtitan_llama --steps 60
 
-torchtitan's trainer needs GPUs; this loop calls what it calls, on CPUs: `ParallelDims`, `parallelize_llama`. Around the
-trainer, where it is made and started, it is the same line:
+torchtitan's trainer (0.3.0) needs GPUs and was not run; this loop calls what it calls, on CPUs: `ParallelDims`,
+`parallelize_llama`. Around the trainer, where it is made and started, it is the same line:
 
     trainer = config.build()
     session = compress(trainer.model_parts[0], trainer.optimizers.optimizers, LoCo())
     trainer.train()
 
 Ranks and dims are read from the model: with 4 ranks two have a model together by tensor parallelism, and gradients are
-compressed between two such pairs. Experts of its mixtures, which are on another mesh, are served in the same way.
+compressed between two such pairs. Experts of its mixtures, which are on another mesh, are served in the same way; its
+own expert parallelism needs GPUs, too, and was not run. A pipeline's stages are `nn.ModuleList(trainer.model_parts)`.
 """
 
 from __future__ import annotations

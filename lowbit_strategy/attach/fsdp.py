@@ -121,7 +121,7 @@ def _on_mesh(
     """The configuration on the ranks of one mesh, and they."""
     mesh, group = groups[0].mesh, _mean_group(groups, device)
     prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
-    far, dims = prepared.options.far_links, describe_dims(mesh)
+    far, dims = prepared.options.far_links, describe_dims(mesh, groups[0].module)
     return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
 
 

@@ -163,6 +163,23 @@ def test_as_stock(facts: list[Facts]) -> None:
         assert rank["loco"][0] == pytest.approx(stock, rel=0.02)
 
 
+def described(folder: Path) -> Facts:
+    """A mesh that is cut from one of all ranks, as torchtitan's are; DTensors know its dims."""
+    mesh, model = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))._unflatten(0, (2, 2), ("dp", "tp")), Block()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    session = compress(model, torch.optim.AdamW(model.parameters()), LOCO)
+    dims = session.sync.ranks.dims
+    session.close()
+    return {"dims": dims}
+
+
+@pytest.mark.slow
+@scenarios(described, world_size=4)
+def test_dims_are_those_of_parameters(facts: list[Facts]) -> None:
+    assert [rank["dims"] for rank in facts] == ["dp 2 x tp 2, compressed over dp"] * 4
+
+
 def elsewhere(folder: Path) -> Facts:
     """Two models over two dims; three ranks of four; a group of two by DDP, while the others do nothing."""
     found: dict[str, Any] = {}
