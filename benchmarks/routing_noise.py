@@ -1,7 +1,9 @@
 """How far a small mixture of experts ends from itself: trained in a plain loop, with first weights changed by 1e-4 of
-their size, and with weights that are rounded to 8 bits when they are used. Nothing of this package takes part.
+their size, and with weights that are rounded to 8 bits when they are used, or get as much noise instead. Nothing of
+this package takes part.
 
     python -m benchmarks.routing_noise --json benchmarks/results/routing_noise.json
+    python -m benchmarks.routing_noise --first 3 --num 1 --noisy 3 --json benchmarks/results/routing_noise_seed3.json
 """
 
 from __future__ import annotations
@@ -24,14 +26,20 @@ from testing.training.experts import MixtureOfExperts
 BLOCK, LARGEST, CHANGE, RANKS = 128, 127, 1e-4, 4
 
 
-def rounded(param: Tensor) -> Tensor:
-    """8 bits for blocks of 128 elements; the gradient goes through. Vectors stay as they are."""
+def rounded(param: Tensor, noise: torch.Generator | None = None) -> Tensor:
+    """8 bits for blocks of 128 elements; the gradient goes through. Vectors stay as they are.
+
+    Args:
+        param: Weights.
+        noise: Gives, instead, noise that is even over a step of the code.
+    """
     if param.ndim < 2:
         return param
     flat = F.pad(param.detach().flatten(), (0, -param.numel() % BLOCK)).view(-1, BLOCK)
     scale = (flat.abs().amax(1, keepdim=True) / LARGEST).clamp_min(1e-30)
-    values = ((flat / scale).round() * scale).flatten()[: param.numel()].view_as(param)
-    return param + (values - param.detach())
+    steps = flat / scale
+    errors = steps.round() - steps if noise is None else torch.rand(steps.shape, generator=noise) - 0.5
+    return param + (errors * scale).flatten()[: param.numel()].view_as(param)
 
 
 def model_of(seed: int) -> nn.Module:
@@ -43,9 +51,10 @@ def model_of(seed: int) -> nn.Module:
     return model
 
 
-def last_loss(seed: int, steps: int, *, rounds: bool = False, changed: bool = False) -> float:
-    """The mean of the last 20 steps."""
+def last_loss(seed: int, steps: int, *, rounds: bool = False, changed: bool = False, noise: int | None = None) -> float:
+    """The mean of the last 20 steps. `noise`: a seed of it."""
     model = model_of(seed)
+    noises = None if noise is None else torch.Generator().manual_seed(noise)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters() if changed else ():
@@ -56,7 +65,8 @@ def last_loss(seed: int, steps: int, *, rounds: bool = False, changed: bool = Fa
         inputs, targets = zip(
             *(batch(standard_library("train"), RANKS * step + at) for at in range(RANKS)), strict=True
         )
-        params = {name: rounded(param) if rounds else param for name, param in model.named_parameters()}
+        given = dict(model.named_parameters())
+        params = {name: rounded(param, noises) for name, param in given.items()} if rounds or noises else given
         logits = functional_call(model, params, (torch.cat(inputs),))
         loss = F.cross_entropy(logits.flatten(0, 1), torch.cat(targets).flatten())
         loss.backward()
@@ -70,11 +80,12 @@ def main(
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 200,
     first: Annotated[int, typer.Option(help="first seed")] = 5,
     num: Annotated[int, typer.Option(help="seeds")] = 8,
+    noisy: Annotated[int, typer.Option(help="runs of each with noise")] = 0,
     json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
         "benchmarks/results/routing_noise.json"
     ),
 ) -> None:
-    """Train each seed three times."""
+    """Train each seed three times, and with noise."""
     torch.set_num_threads(1)
     results = []
     for seed in range(first, first + num):
@@ -83,6 +94,7 @@ def main(
             "plain": last_loss(seed, steps),
             "changed": last_loss(seed, steps, changed=True),
             "rounded": last_loss(seed, steps, rounds=True),
+            "noisy": [last_loss(seed, steps, noise=each) for each in range(noisy)],
         }
         print(result, flush=True)
         results.append(result)

@@ -66,7 +66,7 @@ def attach_ddp(
     if rule is None:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
-    far, dims = options.far_links, describe_dims(getattr(model, "device_mesh", None), model.module)
+    far, dims = options.far_links, describe_dims(getattr(model, "device_mesh", None), model.parameters())
     ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, far=far, dims=dims)
     prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_whole_model(model.module, sync)

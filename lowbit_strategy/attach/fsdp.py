@@ -121,7 +121,8 @@ def _on_mesh(
     """The configuration on the ranks of one mesh, and they."""
     mesh, group = groups[0].mesh, _mean_group(groups, device)
     prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
-    far, dims = prepared.options.far_links, describe_dims(mesh, groups[0].module)
+    params = [param.sharded_param for each in groups for param in each.param_group.fsdp_params]
+    far, dims = prepared.options.far_links, describe_dims(mesh, params)
     return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
 
 

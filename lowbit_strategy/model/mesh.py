@@ -208,16 +208,16 @@ def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch
     return made[key]
 
 
-def describe_dims(mesh: DeviceMesh | None, module: nn.Module) -> str:
+def describe_dims(mesh: DeviceMesh | None, params: Iterable[nn.Parameter]) -> str:
     """Which dims of the whole mesh gradients are compressed over; empty if it has one dim, or dims without names.
 
     Args:
         mesh: The mesh of the data-parallel dims; the second one of two shards.
-        module: Has parameters on the whole mesh, where that is not the one that `mesh` is cut from.
+        params: Some are on the whole mesh, where that is not the one that `mesh` is cut from.
     """
     if mesh is None or (own := mesh.mesh_dim_names) is None:
         return ""
-    whole: list[Any] = [mesh._get_root_mesh(), *filter(None, map(_mesh_of, module.parameters()))]
+    whole: list[Any] = [mesh._get_root_mesh(), *filter(None, map(_mesh_of, params))]
     named = [dict(zip(each.mesh_dim_names or (), each.shape, strict=False)) for each in whole]
     dims = max(([f"{name} {size}" for name, size in each.items() if size > 1] for each in named), key=len)
     inside = "".join(f", exact over {name}" for name, size in zip(own[1:], mesh.shape[1:], strict=True) if size > 1)
