@@ -81,10 +81,12 @@ def _missing(part: str, asked_for: str) -> MissingPart:
 def undone(option: str) -> str:
     """What is not done because the part of `option` is not there."""
     part = OPTIONS[option]
-    return (
-        f"{_folder(part.target)} is missing, so this run goes without {part.unasked} ({option}): reinstall"
-        " lowbit-strategy"
-    )
+    return goes_without(part.target, f"{part.unasked} ({option})")
+
+
+def goes_without(target: str, what: str) -> str:
+    """The warning where `what` is not done because `target` is not there."""
+    return f"{_folder(target)} is missing, so this run goes without {what}: reinstall lowbit-strategy"
 
 
 def _folder(target: str) -> str:

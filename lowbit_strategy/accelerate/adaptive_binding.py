@@ -20,7 +20,7 @@ from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl, ProgressClock
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Controller, Progress
-from lowbit_strategy.telemetry.run_record import for_model
+from lowbit_strategy.telemetry.metric_names import for_model
 
 
 class TrainingClock:

@@ -36,7 +36,7 @@ from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.measure import StepMeasure
-from lowbit_strategy.telemetry.run_record import metric_name
+from lowbit_strategy.telemetry.metric_names import metric_name
 
 EXTRA_STATE_KEY = "adaptive"
 
@@ -297,13 +297,3 @@ def shares(driver: AdaptiveDriver) -> dict[str, float]:
         numels[driver.labels[level]] += specs[name].numel
     total = sum(numels.values()) or 1
     return {label: numel / total for label, numel in numels.items()}
-
-
-def level_fields(driver: AdaptiveDriver) -> dict[str, Any]:
-    """The levels in force."""
-    return {
-        "labels": list(driver.labels),
-        "shares": shares(driver),
-        "parameters": dict(driver.levels),
-        "accumulation": driver.accumulation,
-    }

@@ -19,14 +19,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_fields, level_metrics
+from lowbit_strategy import leaves
+from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_metrics
 from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
 from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.engine.engine import GradientSync
@@ -37,14 +37,8 @@ from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.telemetry.metric_names import metric_name, observation_metrics
 from lowbit_strategy.telemetry.observe import Observation, Observer
-from lowbit_strategy.telemetry.run_record import (
-    FILE_NAME,
-    RunRecord,
-    metric_name,
-    observation_metrics,
-    start_fields,
-)
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 
@@ -82,6 +76,7 @@ register_conversion(
 )
 
 
+_RECORD = "lowbit_strategy.report.writing:RunRecord"
 ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]
 
@@ -127,7 +122,7 @@ class ModelControl(StepListener):
         self.factor = 1.0
         self.folder: Path | None = None
         self.begun = False
-        self._record: RunRecord | None = None
+        self._record: Any = None
         self._bounds: State = {}  # how often groups have left theirs
         self._shown: Observation | None = None  # the last that was reported
         self._progress: Progress | None = None  # of the observed step
@@ -201,12 +196,11 @@ class ModelControl(StepListener):
         self._record = None
         self.take_effect()
         if self.folder is not None and self.sync.ranks.world.rank == 0:  # of each replica, where they come and go
-            self._record = RunRecord(Path(self.folder) / FILE_NAME)
-            progress = self.clock(self.sync.step_index)
-            every = self.options.every_n_steps if self.options is not None else 0
-            controller = None if self.driver is None else self.driver.controller
-            start = {"num_steps": progress.num_steps, **start_fields(self.sync, every, controller), **fields}
-            self._record.write("start", self.sync.step_index, **start)
+            if leaves.is_present(_RECORD):
+                self._record = leaves.load(_RECORD, "record")(self.folder)
+                self._record.start(self, **fields)
+            else:
+                _log.warning("%s", leaves.goes_without(_RECORD, "its record (record)"))
 
     def warn_without_audience(self, *, log: bool) -> None:
         """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
@@ -302,18 +296,8 @@ class ModelControl(StepListener):
         if self.log is not None:
             self.log(observation_metrics(observation), observation.step)
         texts = self._out_of_bounds(observation) + self._not_finite(observation)
-        if self._record is None:
-            return
-        progress = self._progress or Progress(step=observation.step)
-        self._record.write(
-            "observation",
-            epoch=progress.epoch,
-            loss=None if self.loss is None else float(self.loss),
-            learning_rate=progress.learning_rate,
-            **asdict(observation),
-        )
-        for text in texts:
-            self._record.write("warning", observation.step, text=text)
+        if self._record is not None:
+            self._record.observed(observation, self._progress or Progress(step=observation.step), self.loss, texts)
 
     def _out_of_bounds(self, observation: Observation) -> list[str]:
         """A sentence for each group that leaves its bounds or is within them again; a warning on rank 0."""
@@ -365,11 +349,7 @@ class ModelControl(StepListener):
             metrics = {"accumulation": accumulation, "learning_rate_factor": driver.learning_rate_factor}
             self.log(level_metrics(driver) | {metric_name(what): float(value) for what, value in metrics.items()}, step)
         if self._record is not None:
-            for event in events:
-                self._record.write("switch", event.step, epoch=event.epoch, **event.switch._asdict())
-            for text in warnings:
-                self._record.write("warning", step, text=text)
-            self._record.write("levels", step, **level_fields(driver))
+            self._record.decided(driver, events, warnings, step)
 
     def _write_notes(self) -> None:
         while self._record is not None and self.sync.notes:

@@ -1,1 +1,1 @@
-"""What a run leaves behind, and the page that shows it."""
+"""A run's record, and the page that shows it."""

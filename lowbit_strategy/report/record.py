@@ -1,4 +1,4 @@
-"""Reads the record that a run has written (`telemetry/run_record.py`)."""
+"""Reads the record that a run has written (`report/writing.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.telemetry.run_record import FILE_NAME
+FILE_NAME = "lowbit.jsonl"
 
 
 def read_runs(folder: str | Path) -> list[list[dict[str, Any]]]:

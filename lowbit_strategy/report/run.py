@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.report.record import read_runs
-from lowbit_strategy.telemetry.run_record import FILE_NAME
+from lowbit_strategy.report.record import FILE_NAME, read_runs
 
 Line = dict[str, Any]
 

@@ -28,7 +28,7 @@ from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.accelerate.binding import Binding, binding_of, wrap_method
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.telemetry.run_record import is_of_group
+from lowbit_strategy.telemetry.metric_names import is_of_group
 
 __all__ = ["LowBitPlugin", "attach"]
 

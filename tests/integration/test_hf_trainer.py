@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
-from lowbit_strategy.telemetry.run_record import is_of_group
+from lowbit_strategy.telemetry.metric_names import is_of_group
 from lowbit_strategy.transformers import attach
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.record import read_record

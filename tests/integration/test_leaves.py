@@ -123,7 +123,7 @@ for path in sorted(root.rglob("*.py")):
             importlib.import_module(name)
 lowbit_strategy.__all__
 from lowbit_strategy import LoCo
-from lowbit_strategy.custom_loop import compress
+from lowbit_strategy.custom_loop import compress, monitor
 
 def train(rank, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -131,6 +131,7 @@ def train(rank, file):
     net = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     session = compress(net, optimizer, LoCo(bits=4))
+    observer = monitor(session.sync, None, every_n_steps=1, record=file + "-record")
     losses = []
     for step in range(4):
         loss = net(torch.full((2, 64), 1.0 + rank)).square().mean()
@@ -139,6 +140,7 @@ def train(rank, file):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
+    assert 0 < observer.last.total.relative_error < 1
     session.close()
     dist.destroy_process_group()
 
@@ -217,6 +219,7 @@ def test_the_core_trains_without_it_and_its_name_says_what_is_missing(names: tup
     for option, needed in OPTIONS.items():  # what nobody has asked for and is not done: one of two ranks says so
         missing = needed.unasked and needed.target.partition(":")[0].startswith(tuple(deleted))
         assert done.stderr.count(undone(option)) == (1 if missing else 0), done.stderr
+    assert done.stderr.count("goes without its record") == ("report" in names), done.stderr
     asked = run(folder, "-c", ASK, *(leaf.use for leaf in leaves))
     assert asked.returncode == 0, asked.stderr
     for leaf, (status, said) in zip(leaves, json.loads(asked.stdout.splitlines()[-1]), strict=True):

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from lowbit_strategy.cli import app
 from lowbit_strategy.elastic.agreement import MembersChange
 from lowbit_strategy.report.charts import draw_all
+from lowbit_strategy.report.record import FILE_NAME
 from lowbit_strategy.report.run import read_run
-from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
+from lowbit_strategy.report.writing import RunRecord
 from testing.record import read_record
 
 LABELS = ["loco(bits=8)", "loco(bits=2)"]
@@ -53,7 +54,7 @@ def write_run(
     observation: dict[str, Any] | None = None,
 ) -> RunRecord:
     """A run of 20 observations; `start` and `observation` replace or add fields."""
-    record = RunRecord(folder / FILE_NAME)
+    record = RunRecord(folder)
     first = {"world_size": 4, "layout": "all-reduce", "strategy": "LowBitDDPStrategy", "num_steps": num_steps}
     record.write("start", 0, **(first | (start or {})))
     record.write("levels", 0, labels=LABELS, shares={LABELS[0]: 1.0, LABELS[1]: 0.0}, parameters={}, accumulation=None)
@@ -157,7 +158,7 @@ def test_a_running_job_whose_last_line_is_half_written(tmp_path: Path) -> None:
 
 
 def test_a_job_that_has_only_begun(tmp_path: Path) -> None:
-    RunRecord(tmp_path / FILE_NAME).write("start", 0, world_size=2, layout="reduce-scatter")
+    RunRecord(tmp_path).write("start", 0, world_size=2, layout="reduce-scatter")
     result = run_report(tmp_path)
     assert result.exit_code == 0
     assert "0 observations" in result.output
