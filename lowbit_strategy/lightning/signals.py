@@ -101,17 +101,6 @@ class DeferredSignals:
             self.run(TERMINATE)
             stop()
 
-    def terminate_alone(self) -> bool:
-        """Where the other ranks may be elsewhere: whether this rank has been terminated."""
-        if not self.has_received(TERMINATE):
-            return False
-        connector, launcher = self.trainer._signal_connector, self.trainer.strategy.launcher
-        if launcher is not None:
-            launcher.kill(signal.SIGTERM)
-        connector.received_sigterm = True
-        self.run(TERMINATE, own_only=True)
-        return True
-
     def run(self, bit: int, *, own_only: bool = False) -> None:
         """All ranks know of the signal: run the Trainer's handlers on every rank, others where it has come."""
         received = self.has_received(bit)

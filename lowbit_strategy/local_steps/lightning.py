@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.lightning.signals import REQUEUE, DeferredSignals
+from lowbit_strategy.lightning.signals import REQUEUE, TERMINATE, DeferredSignals
 from lowbit_strategy.lightning.strategies import averages_weights
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.session import LocalSteps
@@ -48,13 +49,24 @@ def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) ->
         if outer.asked:
             outer.asked = False
             signals.run(REQUEUE)
-    terminated = signals.terminate_alone() or trainer.received_sigterm
+    terminated = _terminated(trainer, signals) or trainer.received_sigterm
     if isinstance(session.pace, LocalSteps) and (inside := session.pace.inside) is not None:
         flag = torch.tensor([int(terminated)], device=sync.device)
         inside.all_reduce_max(flag).wait()
         terminated = bool(flag)
     if terminated:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
+
+
+def _terminated(trainer: Any, signals: DeferredSignals) -> bool:
+    """Whether this rank has been told to end, whatever the others are doing."""
+    if not signals.has_received(TERMINATE):
+        return False
+    if trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(signal.SIGTERM)
+    trainer._signal_connector.received_sigterm = True
+    signals.run(TERMINATE, own_only=True)
+    return True
 
 
 def _finish(session: Session, on_run_end: Callable[[], Any]) -> Any:
