@@ -55,7 +55,7 @@ def autoload() -> None:
 
 
 def serve() -> None:
-    """Serve the frameworks that have been imported, and the others once they are. More than once is as good as once."""
+    """Serve the frameworks that have been imported, and the others once they are. Further calls do nothing."""
     if os.environ.get(VARIABLE) and _WATCHED[0] in sys.modules:
         _call(_WATCHED[1], sys.modules[_WATCHED[0]])
     if _Waiting.done:

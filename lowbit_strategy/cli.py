@@ -26,7 +26,7 @@ _LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_show_local
 
 
 class _Commands(TyperGroup):
-    """Those of the table."""
+    """The commands of the table."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -47,7 +47,7 @@ class _Commands(TyperGroup):
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
-        """What a command's user has to change is a message, and ends it with status 2."""
+        """Print errors that the user can mend as messages, and exit with status 2."""
         try:
             return super().invoke(ctx)
         except MissingPart as error:

@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def load(target: str, asked_for: str) -> Any:
-    """What `target` names.
+    """Import what `target` names.
 
     Args:
         target: ``module:name``, of this package.
@@ -79,7 +79,7 @@ def _missing(part: str, asked_for: str) -> MissingPart:
 
 
 def undone(option: str) -> str:
-    """What is not done because the part of `option` is not there."""
+    """The warning where the part of `option` is not there, and nobody has asked for it."""
     part = OPTIONS[option]
     return goes_without(part.target, f"{part.unasked} ({option})")
 

@@ -49,7 +49,7 @@ class TrainingClock:
         self._was_inside = False  # a prepared loader, in this process
 
     def batch(self) -> None:
-        """Notices where the data loader is; called before each backward pass."""
+        """Note the position in the data loader; call before each backward pass."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
             self._has_ended = self._has_ended or self._was_inside  # it has been read to its end ahead of time

@@ -264,7 +264,7 @@ class Binding:
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:
-        """`attached` is in use (again): the HF Trainer frees the accelerator's memory, then goes on with the model."""
+        """`session` is in use (again): the HF Trainer frees the accelerator's memory, then continues with the model."""
         if session is not None and session not in self.sessions:
             watch_optimizers(session)
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
@@ -282,7 +282,7 @@ class Binding:
         return prepared
 
     def _check_ddp_options(self) -> None:
-        """Where the user has given none at all, DDP's buckets get the size that suits compression."""
+        """DDP's buckets get the size that suits compression, unless the user has given DDP's options."""
         handler = self.accelerator.ddp_handler
         if handler is None and not isinstance(self.plugin.compressor, Chooser):
             cap = default_bucket_cap_mb(self.accelerator.device)
@@ -353,7 +353,7 @@ class Binding:
 
 
 def wrap_method(of: Any, name: str, around: Callable[..., Any]) -> None:
-    """Calls of the method `name` of `of` become calls of `around`, which is given that method first."""
+    """Replace the method `name` of `of` by `around`, whose first argument is the original method."""
     original = getattr(of, name)
 
     @functools.wraps(original)
@@ -370,7 +370,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 class _OnModule:
-    """Where a module keeps its attachment. Copies of the module are of a model that nothing is attached to."""
+    """Holds a module's session. Copies of the module have none."""
 
     def __init__(self, session: Session | None = None) -> None:
         self.session = session

@@ -24,7 +24,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 @contextlib.contextmanager
 def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Iterator[None]:
-    """Around writing the checkpoint `folder`: put this rank's residuals into it, and at last the stamp.
+    """Around writing the checkpoint `folder`: put this rank's residuals into it, and finally the stamp.
 
     Args:
         folder: Folder of the checkpoint.

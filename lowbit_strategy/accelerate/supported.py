@@ -45,7 +45,7 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
 
 
 def _prepares_tensor_parallelism() -> bool:
-    """Whether Accelerate finds what it makes a model's other parameters the same on all ranks with."""
+    """Whether Accelerate finds the class with which it replicates parameters that are not parallelized."""
     try:
         found = importlib.import_module("transformers.integrations.tensor_parallel")
     except ImportError:
@@ -56,7 +56,7 @@ def _prepares_tensor_parallelism() -> bool:
 def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
     """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by `shard_size`.
 
-    What the plugin says is given to an accelerator that has no parallelism of its own, so that it shards accordingly.
+    What the plugin says is given to an accelerator without a parallelism config, so that it shards accordingly.
 
     Raises:
         ValueError: They differ, or `shard_size` does not suit the nodes.

@@ -178,7 +178,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
                 _log.warning("step %d: %s", progress.step, warning)
 
     def _choose_levels(self) -> None:
-        """What the controller does not decide on gets the first level."""
+        """Apply the levels; parameters that the controller does not decide on get the first one."""
         chosen = {name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs}
         self.sync.use(self.sync.compressor, chosen)
 
@@ -278,7 +278,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
 
 def _extended(fresh: Any, old: Any) -> Any:
-    """A controller's state after more parameters have joined: the old one, with what is new of them added."""
+    """A controller's state after parameters have been unfrozen: the old state, and the new parameters' from `fresh`."""
     if isinstance(fresh, dict) and isinstance(old, dict):
         return {key: _extended(fresh.get(key, old.get(key)), old.get(key, fresh.get(key))) for key in {**fresh, **old}}
     is_names = isinstance(fresh, list) and bool(fresh) and isinstance(fresh[0], str)

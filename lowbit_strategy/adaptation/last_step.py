@@ -30,7 +30,7 @@ class LastStep:
         sync.save_parts(STATE_KEY, self)
 
     def forget(self) -> None:
-        """There is no step."""
+        """Nothing has been measured."""
         self.names: list[str] | None = None
         self.seconds: float | None = None
         self._measure = StepMeasure(self._sync)
@@ -40,7 +40,7 @@ class LastStep:
         self.names, self._measure, self.seconds = list(self._sync.specs), measure, seconds
 
     def summed(self, widths: Mapping[Any, int]) -> tuple[dict[Any, Tensor], float]:
-        """The same as of `StepMeasure`, and the mean of the seconds. On all ranks."""
+        """The sums of `StepMeasure.summed`, and the mean of the seconds. Call on all ranks."""
         assert self.names is not None
         sums, (seconds,) = self._measure.summed(widths, [self.seconds or 0.0], names=self.names)
         return sums, seconds
@@ -53,7 +53,7 @@ class LastStep:
         return {"names": self.names, "seconds": self.seconds, "rows": rows, "place": [world.rank, world.world_size]}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """If the layout is another one the first rank takes what all have measured."""
+        """If the layout has changed, the first rank takes what all have measured."""
         self.forget()
         rest = iter(states)
         own = next(rest)

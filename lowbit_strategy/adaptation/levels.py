@@ -83,8 +83,8 @@ def _forget_residuals_(sync: GradientSync) -> None:
 def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:
     """Reduce a small bucket as a rank of `world_size` would: both hops, every kind of parameter, every dtype.
 
-    Triton compiles a kernel for a format, a dtype and what is left of the number of ranks, not for sizes. Methods with
-    communication of their own have no kernels to compile.
+    Triton compiles a kernel for a format, a dtype and what is left of the number of ranks, not for sizes. A `Reducer`
+    has no kernels to compile.
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():

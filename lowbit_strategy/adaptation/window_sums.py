@@ -53,8 +53,8 @@ def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
 
 
 class WindowSums(Tally):
-    """Sums of ``local`` gradients, each rank's own, or of ``mean`` ones, as far as a rank gets them. Gradients that are
-    thrown away do not count.
+    """Sums of each rank's ``local`` gradients, or of the part of the ``mean`` gradient that a rank gets. Gradients that
+    are thrown away do not count.
 
     Args:
         sync: The engine.
@@ -176,7 +176,7 @@ class WindowSums(Tally):
     def _cut(
         self, names: Sequence[str], own: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
     ) -> dict[str, tuple[Tensor, float | None]]:
-        """Parameters put together from what ranks have saved of them, and of each this rank's part."""
+        """This rank's part of each parameter, cut from what all ranks have saved."""
         wholes = {name: _Whole(own["sums"][name]["shape"]) for name in names}
         for saved in itertools.chain([own], others):
             complete = [whole.add(saved, name) for name, whole in wholes.items()]
@@ -203,7 +203,7 @@ class _Whole:
         self.square = 0.0
 
     def add(self, saved: Mapping[str, Any], name: str) -> bool:
-        """Returns whether it is complete."""
+        """Add what a rank has saved. Returns whether the parameter is complete."""
         part = saved["sums"].get(name)
         if part is not None and not all(bool(self._known[at : at + length].all()) for at, length in part["runs"]):
             add_ranges_(self.values, part["runs"], part["values"])

@@ -83,12 +83,12 @@ def _topologies(sync: GradientSync) -> list[list[int]]:
 
 
 def _columns(sync: GradientSync) -> list[int]:
-    """Which part of the model this rank has, by the mesh that it is on."""
+    """Which part of the model this rank has on each mesh."""
     return [ranks.column for ranks in sync.all_ranks]
 
 
 def _mesh_of(sync: GradientSync, name: str) -> int:
-    """The place of a parameter's mesh among all."""
+    """The index of a parameter's mesh in `GradientSync.all_ranks`."""
     own = sync.state.ranks_of(name)
     return next(at for at, ranks in enumerate(sync.all_ranks) if ranks is own)
 
@@ -181,8 +181,8 @@ def restore(
 
 
 def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], Saved]) -> Saved:
-    """What a rank saved that had the same parts of the model as this one, by the other dims of its meshes, and its
-    places among those over which gradients are a mean. Usually it had this rank's number.
+    """The state saved by a rank that had the same parts of the model, by the other dims of its meshes, and the same
+    place among the ranks over which gradients are a mean. Usually it had this rank's number.
 
     Raises:
         ValueError: None had this part.
@@ -286,7 +286,7 @@ def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
-    """What a saved rank had not sent yet of a whole parameter, in gradient units and in `memory_order`."""
+    """What a saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
     unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None

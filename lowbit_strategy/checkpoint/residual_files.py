@@ -37,7 +37,7 @@ _READ_NBYTES = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
-    """A residual file cannot be written, or one that a checkpoint needs is missing, damaged or another one."""
+    """A residual file cannot be written, or the one that a checkpoint needs is missing, damaged or of another save."""
 
 
 class MissingResidualFile(ResidualFileError):
@@ -58,7 +58,7 @@ class Moment(NamedTuple):
     skipped: int
 
     def is_before(self, other: Moment) -> bool:
-        """Whether training is known to have been here before `other`; another run's moments are taken for earlier."""
+        """Whether training is known to have been here before `other`; moments of another run count as earlier."""
         return self.run != other.run or self[1:] < other[1:]
 
 
@@ -188,7 +188,7 @@ def files_of(checkpoint_path: Any) -> list[ResidualFile]:
 
 
 def delete(checkpoint_path: Any, files: Iterable[ResidualFile]) -> None:
-    """Other ranks may be deleting the same."""
+    """Delete these files; other ranks may be deleting them, too."""
     fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     for file in files:
         with contextlib.suppress(FileNotFoundError):

@@ -143,7 +143,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _newer() -> Iterator[Finding]:
-    """Packages of whose inner names this one uses some: newer releases may have moved them."""
+    """Packages whose internal names this one uses: newer releases may have moved them."""
     for name, newest in TESTED.items():
         found = _version(name)
         if found is not None and Version(found).release[:2] > Version(newest).release[:2]:

@@ -85,7 +85,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        """An optimizer is set up, in whichever way."""
+        """An optimizer is set up."""
         check_optimizers(self.compressor, self.options, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
 
@@ -117,8 +117,8 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
 
     @staticmethod
     def _sidecar_path(path: Any, index: int) -> str:
-        """Where a model's residual files lie: those of the first one at the checkpoint's own name, those of a second
-        one (a GAN's critic) inside of the first one's folder, where no checkpoint of the user's has its own.
+        """Where a model's residual files lie: next to the checkpoint for the first model, and for a second one (a
+        GAN's critic) inside the first one's folder, where no other checkpoint's files can lie.
         """
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 

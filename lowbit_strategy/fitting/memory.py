@@ -152,8 +152,8 @@ def _second_mean_nbytes(plan: StepPlan) -> int:
 def _working_nbytes(reduction: ReductionPlan, coded: Iterable[Sequence[str]], device_type: str) -> int:
     """Temporary memory for what no kernel codes.
 
-    Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they need for
-    the elements that they reduce at once.
+    Codecs: plain PyTorch codes a run of elements at a time. A `Reducer`: what it needs for the elements that it
+    reduces at once.
 
     Args:
         reduction: Who reduces what.

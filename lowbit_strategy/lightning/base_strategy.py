@@ -58,7 +58,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     @property
     def fitted_trainer(self) -> Any:
-        """The Trainer whose strategy this is; None before it has a module."""
+        """The Trainer that this strategy belongs to; None before it has a module."""
         return self.lightning_module.trainer if self.lightning_module is not None else None
 
     def on_attached(self, session: Session) -> None:
@@ -156,7 +156,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         self._resume_session(session)
 
     def _resume_session(self, session: Session) -> None:
-        """Training begins, or goes on after a finder has tried something in the middle of it and loaded what was."""
+        """Training begins, or continues after a finder has tried something and restored the state before."""
         if not self._has_resumed:
             self._has_resumed = True
             session.resume()
@@ -181,7 +181,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Where ranks come and go the framework does not know them all, and which samples are theirs."""
+        """Give each rank its samples where ranks come and go: the framework does not know them all."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
         if self._rounds is None or trainer is None or trainer.state.stage != "train":
             return dataloader
@@ -252,7 +252,7 @@ def _finish_writing(checkpoint_io: Any) -> bool:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that stay as they are when the model goes on."""
+    """A state dict whose tensors stay as they are when training continues."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 

@@ -65,7 +65,7 @@ class DeferredSignals:
         return bool(self._received & bit)
 
     def begin(self) -> None:
-        """Training begins. An answer that an earlier fit, which an error ended, has asked for is not waited for."""
+        """Training begins. Answers to a question of an earlier fit, which an error ended, are not waited for."""
         self._answers = None
 
     def ask(self) -> None:

@@ -36,7 +36,7 @@ _ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name that `name` is most like, or is called elsewhere; None if it is like none.
+    """The known name that `name` resembles most, or that other libraries call `name`; None if it resembles none.
 
     Args:
         name: Any text.
@@ -72,7 +72,7 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
 
 
 def refusing_unknown_options(initialize: F) -> F:
-    """A constructor written by hand, with the same error for options that it does not have."""
+    """Make a hand-written constructor raise the same error for options that it does not have."""
     known = [name for name in inspect.signature(initialize).parameters if name != "self"]
 
     @functools.wraps(initialize)
@@ -253,7 +253,7 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def or_name(kind: Any) -> Any:
-    """The type of what code may give for `kind`: where a conversion is registered, a name too, or what it says."""
+    """The type of what code may give for `kind`: also what a registered conversion accepts, such as a name."""
     kinds = typing.get_args(kind) or (kind,)
     forms = [form for each in kinds if each in _conversions for form in _conversions[each].forms]
     return typing.Union[(*kinds, *forms)] if forms else kind

@@ -13,7 +13,7 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class Extra:
-    """Nothing. What something else sends and keeps derives from this.
+    """What ranks send and keep for a purpose other than gradients. This base class stands for nothing.
 
     Attributes:
         purpose: What memory is for, in a few words.

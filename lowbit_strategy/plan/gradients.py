@@ -62,7 +62,7 @@ def node_transfer(
 
 
 def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
-    """How many rows of how many elements a rank has for each rank of its node, of one parameter."""
+    """Rows of one parameter that a rank has for each rank of its node: how many, and the elements of each."""
     if layout == "hsdp":
         return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
     (part,) = replace(topology, rank=0).own_parts([spec.whole], sharded=spec.sharded)
@@ -184,7 +184,7 @@ class ReductionPlan:
         return messages
 
     def kind_of(self, names: Iterable[str]) -> object:
-        """The same for parameters that send the same."""
+        """A key that is equal for parameters that send the same."""
         return tuple(
             (id(self.methods[name]), self.specs[name].shape, self.specs[name].ranges, name in self.exact)
             for name in names
@@ -199,7 +199,7 @@ class ReductionPlan:
         return reduced
 
     def padding_nbytes(self, names: Sequence[str]) -> int:
-        """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
+        """What a `Reducer` may send beyond their promises: two hops, padded for each."""
         return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self.reduced(names).values()))
 
     def memory(self, names: Sequence[str], num_marked: int = 0) -> tuple[int, int]:

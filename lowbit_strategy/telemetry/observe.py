@@ -61,7 +61,7 @@ class Figures:
 
     @property
     def reading(self) -> Reading:
-        """What bounds are about."""
+        """The figures that bounds apply to."""
         ratio = self.residual_norm / self.compensated_norm if self.compensated_norm > 0 else 0.0
         return Reading(self.relative_error, ratio, self.end_to_end_error)
 
@@ -108,7 +108,7 @@ class Observation:
 
 
 class _Timed(NamedTuple):
-    """Something to wait for, which notes from when to when it was waited for."""
+    """Wraps something to wait for, and notes when waiting began and ended."""
 
     pending: Pending
     device: torch.device
@@ -255,7 +255,7 @@ class Observer(BucketObserver, StepListener):
         return sum(hops[peers] * numel for peers, numel in numels.items())
 
     def _hops(self, ranks: Topology) -> float:
-        """How often an element leaves a rank then."""
+        """How often an element leaves a rank in such a ring."""
         return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: Mapping[str, Sequence[float]]) -> Figures:

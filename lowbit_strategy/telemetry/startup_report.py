@@ -133,7 +133,7 @@ class Report:
         return [f"  between nodes {between}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self, used: WeightCoding) -> list[str]:
-        """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""
+        """How weights travel, which modules cannot be coded and so travel exact, and the alternatives."""
         plan = self.plan
         sent = size(plan.sent_nbytes + step_nbytes(plan.weights))
         lines = [f"  weights: {_describe_weights(plan, used)}; {sent}/step in all"]
@@ -163,13 +163,13 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
 
 
 def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:
-    """What an engine does from now on with the parameters that `ranks` reduce; None: those of most."""
+    """The report on the parameters that `ranks` reduce; None: the ranks that reduce most of them."""
     dims = (ranks or sync.ranks).dims
     return Report(sync.plan(ranks=ranks), sync.compressor, sync.device, sync.step_index, dims)
 
 
 def render_reports(sync: GradientSync) -> str:
-    """What an engine does from now on, by who reduces."""
+    """The reports of an engine, one for each group of ranks that reduces parameters."""
     return "\n".join(build_report(sync, ranks).render() for ranks in sync.all_ranks)
 
 

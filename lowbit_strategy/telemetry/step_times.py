@@ -79,8 +79,8 @@ class StepClock:
             self._ends.append(now(self._device))
 
     def wait(self) -> Callable[[], None] | None:
-        """Training has nothing to do from now on, until what this returns is called, from any thread. None: no step is
-        being timed.
+        """Training waits from now on, until the returned function is called, from any thread. None: no step is being
+        timed.
         """
         if not self._ends:
             return None
@@ -156,7 +156,7 @@ class StepTimes(StepListener):
 
 
 def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> str:
-    """What is reported.
+    """The line that is reported.
 
     Args:
         step: The median of those that were timed.
