@@ -4,7 +4,6 @@
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
 | `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
-| `prepare_data_loader` | replicas that come and go: each gets its own samples |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
@@ -90,8 +89,6 @@ class Binding:
         self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
         self.sessions: list[Session] = []
         self.replica: Any = None  # what is called where replicas join and leave
-        if (adapter := plugin.adapter("accelerate")) is not None:
-            self.replica = adapter.ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         # All that anything has been attached to, in use or not.
@@ -100,7 +97,6 @@ class Binding:
         wrap_method(accelerator, "prepare_model", self._prepare_model)
         wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
         wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
-        wrap_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
         wrap_method(accelerator, "backward", self._backward)
         wrap_method(accelerator, "accumulate", self._accumulate)
         wrap_method(accelerator, "clip_grad_norm_", functools.partial(self._clip, "max_norm"))
@@ -110,6 +106,8 @@ class Binding:
         wrap_method(accelerator, "get_state_dict", self._get_state_dict)
         wrap_method(accelerator, "load_state", self._load_state)
         wrap_method(accelerator, "end_training", self._end_training)
+        if (adapter := plugin.adapter("accelerate")) is not None:
+            self.replica = adapter.ReplicaBinding(self)
         self._saving = contextlib.ExitStack()
         wrap_method(accelerator, "save_state", self._save_state)
         self._hooks = (
@@ -237,9 +235,6 @@ class Binding:
         self._attach(attach_replica if alone else attach_ddp, module, prepared)
         return wrapped
 
-    def _prepare_data_loader(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(loader if self.replica is None else self.replica.with_own_samples(loader), *args, **kwargs)
-
     def _prepare_fsdp2(self, original: Callable[..., Any], *args: Any) -> Any:
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         known = _session_of(models[0]) if models else None
@@ -259,8 +254,6 @@ class Binding:
         self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
         self.adaptive.attach(session, alone=not self.sessions)
-        if self.replica is not None:
-            self.replica.attach(session)
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:
@@ -316,8 +309,6 @@ class Binding:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
-        if self.replica is not None:
-            self.replica.count_samples()
         value = loss.detach() if isinstance(loss, Tensor) else None
         self.adaptive.before_backward(value, self.sessions)
         for session in self.sessions:

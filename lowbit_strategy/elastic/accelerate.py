@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from lowbit_strategy.attach.session import Session
+from lowbit_strategy.accelerate.binding import Binding, wrap_method
 from lowbit_strategy.elastic import transformers
 from lowbit_strategy.elastic.sampler import ElasticSampler
 
@@ -19,25 +19,56 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class ReplicaBinding:
-    """Called by the binding at an accelerator's moments, where replicas come and go.
+    """A binding's part where replicas come and go. It wraps more of the accelerator's methods:
+
+    | of the accelerator | becomes |
+    |---|---|
+    | `prepare_data_loader` | each replica gets its own samples |
+    | `prepare_model`, `_prepare_fsdp2` | the model's replica knows the data |
+    | `backward` | samples are counted first |
 
     Args:
-        sessions: Gives the models in use.
-        seed: Seed of the permutations of samples; the same on all replicas.
+        binding: Of the accelerator.
 
     Attributes:
         on_healed: Called when this replica has got the others' state, with the number of optimizer steps that the run
             has taken.
     """
 
-    def __init__(self, sessions: Callable[[], Iterable[Session]], seed: int) -> None:
-        self._sessions = sessions
-        self._seed = seed
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
         self._sampler: ElasticSampler | None = None
         self._batch_size = 1
         self.on_healed: Callable[[int], Any] = _log_steps
+        wrap_method(binding.accelerator, "prepare_data_loader", self._prepare_data_loader)
+        for name in ("prepare_model", "_prepare_fsdp2"):
+            wrap_method(binding.accelerator, name, self._prepare_model)
+        wrap_method(binding.accelerator, "backward", self._backward)
 
-    def with_own_samples(self, loader: Any) -> Any:
+    def _prepare_data_loader(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._with_own_samples(loader), *args, **kwargs)
+
+    def _prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        self._attach()
+        return prepared
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for session in self._binding.sessions:
+            if session.replica is not None:
+                session.replica.count_samples(self._batch_size)
+        return original(*args, **kwargs)
+
+    def _attach(self) -> None:
+        for session in self._binding.sessions:
+            if (replica := session.replica) is not None:
+                replica.data = self._sampler
+                replica.on_healed = functools.partial(self._healed, replica)
+
+    def _healed(self, replica: Any) -> None:
+        self.on_healed(replica.sync.step_index)
+
+    def _with_own_samples(self, loader: Any) -> Any:
         """Instead of a loader that is about to be prepared: if it shuffles, replicas get different samples.
 
         Accelerate divides a replica's samples among its ranks.
@@ -51,11 +82,10 @@ class ReplicaBinding:
                 type(loader).__name__,
             )
             return loader
-        self._sampler = ElasticSampler(loader.dataset, seed=self._seed)
+        self._sampler = ElasticSampler(loader.dataset, seed=self._binding.plugin.seed)
         self._sampler.on_begin = self.join
         self._batch_size = loader.batch_size or 1
-        for session in self._sessions():
-            self.attach(session)
+        self._attach()
         replaced = ("sampler", "batch_sampler", "shuffle")
         kept = [name for name in inspect.signature(DataLoader).parameters if name not in replaced]
         return DataLoader(**{name: getattr(loader, name) for name in kept}, sampler=self._sampler)
@@ -74,36 +104,20 @@ class ReplicaBinding:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def attach(self, session: Session) -> None:
-        """A model has been prepared."""
-        replica = session.replica
-        replica.data = self._sampler
-        replica.on_healed = lambda: self.on_healed(replica.sync.step_index)
-
     def join(self) -> None:
         """Meet the others, if this replica has not yet: before the first sample is drawn."""
-        for session in self._sessions():
+        for session in self._binding.sessions:
             if session.replica is not None and not session.replica.has_joined:
                 session.resume()
-
-    def count_samples(self) -> None:
-        """Counts the samples of one batch, before its backward pass."""
-        for session in self._sessions():
-            if session.replica is not None:
-                session.replica.count_samples(self._batch_size)
 
     @property
     def leads(self) -> bool:
         """Whether this replica is the first one, which writes checkpoints."""
-        return all(session.pace.writes_checkpoints for session in self._sessions())
+        return all(session.pace.writes_checkpoints for session in self._binding.sessions)
 
-    def adapt_trainer(self, trainer: Any, binding_of: Callable[[Any], Any]) -> None:
+    def adapt_trainer(self, trainer: Any) -> None:
         """A Hugging Face Trainer is made."""
-        transformers.adapt(trainer, binding_of)
-
-    def begin_training(self, trainer: Any) -> None:
-        """A Hugging Face Trainer begins."""
-        self.on_healed = functools.partial(transformers.catch_up, trainer)
+        transformers.adapt(trainer)
 
 
 def _log_steps(steps: int) -> None:

@@ -6,23 +6,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lowbit_strategy.accelerate.binding import binding_of, wrap_method
 from lowbit_strategy.elastic.schedule import advance_schedule
 
 
-def adapt(trainer: Any, binding_of: Callable[[Any], Any]) -> None:
-    """Its samples are the replicas', and the lowest replica writes checkpoints."""
+def adapt(trainer: Any) -> None:
+    """Its samples are the replicas', the lowest replica writes checkpoints, and one that joins catches up."""
     trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
-    trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, binding_of, trainer._save_checkpoint)
+    trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, trainer._save_checkpoint)
+    wrap_method(trainer, "train", functools.partial(_train, trainer))
 
 
-def _save_if_lowest(
-    trainer: Any, binding_of: Callable[[Any], Any], save: Callable[..., None], *args: Any, **kwargs: Any
-) -> None:
+def _train(trainer: Any, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if (binding := binding_of(trainer.accelerator)) is not None and binding.replica is not None:
+        binding.replica.on_healed = functools.partial(_catch_up, trainer)
+    return train(*args, **kwargs)
+
+
+def _save_if_lowest(trainer: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
         save(*args, **kwargs)
 
 
-def catch_up(trainer: Any, steps: int) -> None:
+def _catch_up(trainer: Any, steps: int) -> None:
     """The Trainer counts from the others' step, and so does its schedule of the learning rate."""
     missing = steps - trainer.state.global_step
     if missing <= 0:

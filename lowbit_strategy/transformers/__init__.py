@@ -96,7 +96,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
         wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
     if binding is not None and binding.replica is not None:
-        binding.replica.adapt_trainer(trainer, binding_of)
+        binding.replica.adapt_trainer(trainer)
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
         return  # bound for a lowbit_config section, in whose place the script puts its own plugin
     callback = ResidualCallback(trainer)
@@ -108,8 +108,6 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
-            if current.replica is not None:
-                current.replica.begin_training(trainer)
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)
