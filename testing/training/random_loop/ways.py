@@ -219,6 +219,9 @@ class _Module(L.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self(torch.ones(4, WIDTH), "both", 0)
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Lightning's own would take zeros away that the loop has left: the optimizer would step fewer parameters."""
+
     def on_train_batch_end(self, *_: Any) -> None:
         if self.loop[0].glances:
             self.trainer.save_checkpoint(self.loop[0].folder / "lightning.ckpt")
