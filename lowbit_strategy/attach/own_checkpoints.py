@@ -31,7 +31,7 @@ def notice_own_checkpoints(session: Session, optimizer: Optimizer) -> None:
         if current is None or current.is_closed or not (read_at or loaded):
             return
         if read_at and current.last_saved != read_at[0]:
-            _warn(current, "read", "with session.save(path) as stamp: around the writing, which puts them beside it")
+            _warn(current, "read", "with session.save(path) as stamp: around the writing, which puts them next to it")
         if loaded and current.num_loads == 0:
             _warn(current, "loaded", "session.load(path, stamp) after it")
         read_at.clear()

@@ -37,16 +37,16 @@ class Part:
     """
 
     def check_options(self, options: Any) -> None:
-        """With the other options."""
+        """Check it against the other options."""
 
     def check_layout(self, options: Any, *, scatter: bool) -> None:
-        """With FSDP2 (`scatter`) or DDP."""
+        """Check it against FSDP2 (`scatter`) or DDP."""
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
-        """With these parameters, and the compressor for them."""
+        """Check it against these parameters and their compressor."""
 
     def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
-        """With a model whose parameters are on several meshes, such as experts. `meshes`: the ranks of each."""
+        """Check it against a model with parameters on several meshes, such as experts. `meshes`: the ranks of each."""
 
     def on_ranks(self, prepared: Any) -> Any:
         """`prepared` on the ranks that there are.
@@ -57,7 +57,7 @@ class Part:
         return prepared
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """With an optimizer, before it has stepped."""
+        """Check it against an optimizer that has not stepped yet."""
 
     def fitted(self, prepared: Any, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]) -> Any:
         """`prepared` adjusted to what there is, the same on every rank. `modules`: what FSDP2 gathers as one.

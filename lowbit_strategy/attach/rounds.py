@@ -142,7 +142,7 @@ class RoundMembers(Part, ABC):
 
     @abstractmethod
     def adapter(self, framework: str) -> Any:
-        """In the place of `RoundRule.adapter`."""
+        """What replaces `RoundRule.adapter`."""
 
 
 def _from_value(value: Any, source: Source) -> RoundRule:

@@ -28,7 +28,7 @@ class ReplicaBinding:
     | `backward` | samples are counted first |
 
     Args:
-        binding: Of the accelerator.
+        binding: The accelerator's.
 
     Attributes:
         on_healed: Called when this replica has got the others' state, with the number of optimizer steps that the run

@@ -127,7 +127,7 @@ class Registration:
 
         Raises:
             ConnectionError: It does not answer in time.
-            SystemExit: As `deadline` checks.
+            SystemExit: This process has been asked to end.
         """
         missing = (
             f"the lighthouse at {self._lighthouse} does not answer: training waits. Start it again at that address:"

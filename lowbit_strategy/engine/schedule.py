@@ -1,4 +1,4 @@
-"""In which order buckets advance: DDP's, and those of a round, the same on all ranks.
+"""The order in which buckets advance: DDP's, and those of a round, the same on all ranks.
 
 A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
 the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue

@@ -33,7 +33,7 @@ class Reduction:
     Args:
         params: FSDP2's records of its trainable parameters.
         names: Names of the parameters.
-        absent: Of which this rank has no gradient.
+        absent: Those that this rank has no gradient of.
         is_sent: Whether other ranks take part; otherwise the gradients wait, and none is in any ``.grad``.
         device: Where gradients are.
 

@@ -49,7 +49,7 @@ class ShardedGroup:
 
     @property
     def label(self) -> str:
-        """For errors."""
+        """What errors call it."""
         return f"module {self.name}" if self.name else "the model"
 
     @property

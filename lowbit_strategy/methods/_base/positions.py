@@ -156,7 +156,7 @@ class OwnPositions(SparseCompressor):
         """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
 
         Raises:
-            OverflowedSum: From forming it.
+            OverflowedSum: Forming it overflows.
         """
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
