@@ -20,9 +20,8 @@ from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS, Bounds
 from lowbit_strategy.custom_loop import SyncOptions
-from lowbit_strategy.elastic import Seconds
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from lowbit_strategy.local_steps.interval import AdaComm, Quadratic, Stepwise
+from lowbit_strategy.local_steps.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lowbit_strategy.auto import Auto as Auto
     from lowbit_strategy.elastic import Elastic as Elastic
     from lowbit_strategy.elastic import ElasticSampler as ElasticSampler
-    from lowbit_strategy.elastic import Seconds as Seconds
     from lowbit_strategy.exports import *  # noqa: F403
     from lowbit_strategy.local_steps import *  # noqa: F403
 

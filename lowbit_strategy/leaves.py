@@ -10,10 +10,10 @@ PACKAGE = __name__.partition(".")[0]
 
 _OFFERED = {  # by parts, in `lowbit_strategy` itself
     "lowbit_strategy.auto": ("Auto",),
-    "lowbit_strategy.elastic": ("Elastic", "ElasticSampler", "Seconds"),
+    "lowbit_strategy.elastic": ("Elastic", "ElasticSampler"),
     "lowbit_strategy.local_steps": (
         "AdaComm", "DiLoCo", "EagerDiLoCo", "LocalSGD", "OUTER_RULES", "OuterRule", "OverlapLocalSGD", "PostLocalSGD",
-        "Quadratic", "SparseLoCo", "Stepwise", "StreamingDiLoCo", "as_outer",
+        "Quadratic", "Seconds", "SparseLoCo", "Stepwise", "StreamingDiLoCo", "as_outer",
     ),
 }  # fmt: skip
 NAMES = {name: f"{part}:{name}" for part, names in _OFFERED.items() for name in names}

@@ -2,4 +2,3 @@
 
 from lowbit_strategy.elastic.options import Elastic as Elastic
 from lowbit_strategy.elastic.sampler import ElasticSampler as ElasticSampler
-from lowbit_strategy.elastic.seconds import Seconds as Seconds

@@ -34,10 +34,10 @@ from lowbit_strategy.elastic.agreement import (
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.elastic.membership import Members, Membership
 from lowbit_strategy.elastic.sampler import ElasticSampler
-from lowbit_strategy.elastic.seconds import Seconds
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment import FragmentSync
+from lowbit_strategy.local_steps.interval import Seconds
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.telemetry.startup_report import render_reports
 

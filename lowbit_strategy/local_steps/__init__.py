@@ -2,6 +2,7 @@
 
 from lowbit_strategy.local_steps.interval import AdaComm as AdaComm
 from lowbit_strategy.local_steps.interval import Quadratic as Quadratic
+from lowbit_strategy.local_steps.interval import Seconds as Seconds
 from lowbit_strategy.local_steps.interval import Stepwise as Stepwise
 from lowbit_strategy.local_steps.published import OUTER_RULES as OUTER_RULES
 from lowbit_strategy.local_steps.published import DiLoCo as DiLoCo

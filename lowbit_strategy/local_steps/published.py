@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lowbit_strategy import leaves
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Stepwise
+from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
@@ -226,7 +226,7 @@ OUTER_RULES: dict[str, OuterRule] = {
 }
 
 _INTERVALS: dict[str, type[Interval]] = {
-    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Stepwise)
+    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
 }
 
 
@@ -246,17 +246,10 @@ def made_rule(value: Any, source: Source) -> OuterRule:
     return call(type(base), preset | options, source)
 
 
-def _intervals() -> dict[str, type[Interval]]:
-    """Those of this part, and one of another."""
-    target = leaves.NAMES["Seconds"]
-    return _INTERVALS | ({"seconds": leaves.load(target, "seconds")} if leaves.is_present(target) else {})
-
-
 def _interval(value: Any, source: Source) -> Interval:
     if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
-        leaves.need(leaves.NAMES["Seconds"], f"every={value!r}")
-        value = {"name": "seconds", "seconds": float(seconds[1])}
-    cls, options = named(value, _intervals(), "interval")
+        return Seconds(seconds=float(seconds[1]))
+    cls, options = named(value, _INTERVALS, "interval")
     return call(cls, options, source)
 
 
