@@ -225,7 +225,8 @@ class InvariantHarness:
             at += row
         out = torch.full((row_numel,), 3.0, dtype=dtype)
         sync.begin_step()
-        _advance([sync.reduce(BucketLayout(tuple(entries), row_numel), x.view(-1), out)])
+        layout = BucketLayout(tuple(entries), row_numel, num_marked=len(names))
+        _advance([sync.reduce(layout, x.view(-1), out)])
         out /= world_size
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], rank)] for name, at in entries}
 
