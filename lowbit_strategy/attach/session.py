@@ -276,7 +276,7 @@ class Session:
         self._scale.forget()  # the scaler is loaded as well
         if self.sync.weights is not None:
             self.sync.weights.restart()
-        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.world.group)
+        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)
         if isinstance(stamp_or_warning, str):
             self._warn(f"{stamp_or_warning}; continuing with residuals of zero on all ranks")
             self.sync.forget()

@@ -172,7 +172,7 @@ class ResidualSaver:
 
     def begin_run(self) -> None:
         """What is saved from now on belongs together, and not to what was saved before. On all ranks."""
-        self._run = gathered(uuid.uuid4().hex[:8], self._sync.ranks.world.group, "naming a run")[0]
+        self._run = gathered(uuid.uuid4().hex[:8], self._sync.ranks.group, "naming a run")[0]
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
@@ -278,7 +278,7 @@ def resume(
     """
     before = copy.deepcopy(_shared(sync))
     problem = _restore(sync, path, stamp, on_world_size_change)
-    if (warning := agree(problem, on_missing_residual, sync.ranks.world.group)) is None:
+    if (warning := agree(problem, on_missing_residual, sync.ranks.group)) is None:
         return
     if sync.ranks.logs:
         _log.warning("%s; continuing with residuals of zero on all ranks", warning)
@@ -314,7 +314,7 @@ def _start_from_zero(sync: GradientSync, stamp: Stamp, before: dict[str, Any], *
     """Counters and controllers continue, from the first of the ranks that could read them; residuals do not. Without
     such a rank, controllers are as before.
     """
-    group = sync.ranks.world.group
+    group = sync.ranks.group
     readers = gathered(can_read, group, "agreeing on a checkpoint's residual files")
     shared = [before]
     if any(readers):

@@ -236,6 +236,7 @@ class Ranks:
         intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
         coding: How they code what they send each other. None: their sums are exact.
         node_sizes: See `Topology`.
+        group: A group of the ranks of `world` that `destroy` leaves: a closed session still loads checkpoints.
         own: Groups that were made for this value, which `destroy` ends.
         column: Which part of the model this rank and those have over which its gradients are a mean, by the other dims
             of a mesh, such as tensor parallelism.
@@ -254,6 +255,7 @@ class Ranks:
     peers: Comm
     intra_node: Comm | None = None
     node_sizes: tuple[int, ...] | None = None
+    group: dist.ProcessGroup | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
     comes_and_goes: bool = False
     coding: NodeCoding | None = None
@@ -281,7 +283,7 @@ class Ranks:
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
         """One level: all ranks of `comm` reduce whole parameters with each other."""
-        return cls(comm, comm)
+        return cls(comm, comm, group=comm.group)
 
     def coming_and_going(self) -> Ranks:
         """These ranks as a replica that has not met others yet."""
@@ -345,12 +347,20 @@ def make_ranks(
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         connected(group, device)  # FSDP2 has not used it yet if the model is on the meta device
-    everybody, column = world, 0
+    everybody, everyones, column = world, group, 0
     if dist.get_world_size(everyone) > len(members):
-        everybody = GroupComm(everyone)
+        everybody, everyones = GroupComm(everyone), everyone
         column = sorted(set(gathered(members[0], everyone))).index(members[0])
     if size is None:
-        return Ranks(everybody, world, node_sizes=topology.node_sizes, own=tuple(own), column=column, dims=dims)
+        return Ranks(
+            everybody,
+            world,
+            node_sizes=topology.node_sizes,
+            group=everyones,
+            own=tuple(own),
+            column=column,
+            dims=dims,
+        )
     index = rank % size
     intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
     peers = new_group(members[index::size], group, "peers", timeout=timeout)
@@ -361,6 +371,7 @@ def make_ranks(
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         node_sizes=topology.node_sizes,
+        group=everyones,
         own=(*own, intra_node, peers),
         coding=topology.coding,
         column=column,
