@@ -4,6 +4,7 @@ Importing this package registers the strategy names ``<compressor>_ddp`` and ``<
 Fabric, whichever of their namespaces is or will be imported. Where the package is installed, ``import torch`` does so.
 """
 
+import contextlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
@@ -118,8 +119,9 @@ def _offered() -> dict[str, object]:
 
     names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
     offered = {each: getattr(exports, each) for each in names}
-    targets = {each: target for each, target in _targets().items() if leaves.is_present(target)}
-    offered |= {each: leaves.load(target, each) for each, target in targets.items()}
+    for each, target in _targets().items():
+        with contextlib.suppress(leaves.MissingPart):  # also where a part needs another
+            offered[each] = leaves.load(target, each)
     return offered | {"__all__": sorted(offered)}
 
 
