@@ -209,9 +209,10 @@ def before_and_after(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp"])
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp", "cp"])
 def test_folded_into_fewer_data_parallel_ranks(tmp_path: Path, layout: str) -> None:
     """Each rank of a part of the model gets the mean of those that had this part, and nothing of the other part."""
+    num_parts = 1 if layout == "cp" else 2
     saved, loaded = (run_ranks(before_and_after, size, tmp_path, layout, timeout=120) for size in (6, 4))
     before = [unsent for unsent, _ in saved]
     assert not torch.equal(before[0]["0.up.weight"], before[1]["0.up.weight"])
@@ -219,7 +220,7 @@ def test_folded_into_fewer_data_parallel_ranks(tmp_path: Path, layout: str) -> N
         assert each.keys() == before[0].keys() != set()
         assert norms == pytest.approx(saved[0][1], rel=1e-5)
         for name, values in each.items():
-            mean = sum(old[name] for old in before[rank % 2 :: 2]) / 3
+            mean = sum(old[name] for old in before[rank % num_parts :: num_parts]) / (6 / num_parts)
             torch.testing.assert_close(values, mean)
 
 
