@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.custom_loop import Session
+from lowbit_strategy.engine.method_state import sum_of_known
 
 WIDTH = 32
 LOCO = LoCo(block_size=32, exempt=())
@@ -161,3 +162,13 @@ def wrapped(layout: str, *, outermost: str = "dp", hidden: int = 2 * WIDTH, norm
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def unsent(session: Session) -> dict[str, Tensor]:
+    """What this rank has not sent of its parts of the matrices."""
+    found = {}
+    for name in session.sync.specs:
+        values = session.sync.state.store(name).export_unsent(name)
+        if (value := sum_of_known(values, session.sync.state.carryover.get(name))) is not None:
+            found[name] = value.clone()
+    return found

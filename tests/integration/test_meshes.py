@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lowbit_strategy import Dense, DiLoCo, ExDyna, LoCo, TopK
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
-from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -40,6 +39,7 @@ from testing.training.meshes import (
     net,
     place_in,
     tensor_parallel,
+    unsent,
     wrapped,
 )
 
@@ -172,16 +172,6 @@ def test_resumed(facts: list[Facts]) -> None:
         assert rank["same"]
         assert rank["levels"] == facts[0]["levels"] != {}
         assert rank["files"] == 4
-
-
-def unsent(session: Session) -> dict[str, Tensor]:
-    """What this rank has not sent of its parts of the matrices."""
-    found = {}
-    for name in session.sync.specs:
-        values = session.sync.state.store(name).export_unsent(name)
-        if (value := sum_of_known(values, session.sync.state.carryover.get(name))) is not None:
-            found[name] = value.clone()
-    return found
 
 
 def before_and_after(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lowbit_strategy import Dense, DiLoCo, LoCo
+from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
 from lowbit_strategy.control import Accordion
-from lowbit_strategy.custom_loop import adapt, compress, monitor
+from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from testing.processes.node_size import nodes_of
+from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, scenarios
-from testing.training.meshes import LOCO, WIDTH, Block, Run, equal, place_in
+from testing.training.meshes import LOCO, WIDTH, Block, Run, equal, place_in, unsent
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -241,3 +244,86 @@ def test_attended_stages(facts: list[Facts]) -> None:
         for way in ("watched", "resumed"):
             assert equal(rank["plain"][0], rank[way][0])
             assert rank["plain"][1] == rank[way][1] != {}
+
+
+def two_levels(folder: Path, wrapper: str) -> Facts:
+    """Stages with four data-parallel ranks on two nodes: dense as stock, bytes between nodes as planned."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    first, dims = mesh["pp"].get_local_rank(), mesh["dp"]
+    weights, counted = {}, None
+    with nodes_of(2):
+        for way, compressor in {"stock": None, "dense": Dense(), "loco": LOCO}.items():
+            part = stage(first, dims, wrapper)
+            optimizer = torch.optim.SGD(part.parameters(), lr=1e-2)
+            session = None if compressor is None else compress(part, optimizer, compressor, two_level=True)
+            sent = steps(mesh, part, optimizer, 4, session)
+            weights[way] = Run(part, optimizer, dims).weights()
+            if session is not None:
+                messages = [message for each in session.sync.plan().gradients for message in each.messages]
+                between = sum(message.total_nbytes for message in messages if message.level == "inter-node")
+                counted = (sent, [between] * 3)
+                session.close()
+    away = {
+        way: max(float((one - other).abs().max()) for one, other in zip(weights["stock"], weights[way], strict=True))
+        for way in ("dense", "loco")
+    }
+    return {"away": away, "bytes": counted}
+
+
+def steps(
+    mesh: DeviceMesh, part: nn.Module, optimizer: torch.optim.Optimizer, number: int, session: Session | None
+) -> list[int]:
+    """What each step but the first has sent to peers: in that one a stage may be reduced in two passes."""
+    made, run = pipeline("1f1b", [part], (mesh["pp"].get_local_rank(),), mesh)
+    sent = []
+    for step in range(number):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank()))
+        run.step(*([x] if made[0].is_first else []), **({"target": x.roll(1, 1)} if made[-1].is_last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(0 if session is None else session.sync.ranks.peers.sent_nbytes)
+    return [later - earlier for earlier, later in itertools.pairwise(sent)]
+
+
+@pytest.mark.slow
+@scenarios(two_levels, world_size=8, wrapper=("fsdp", "ddp"))
+def test_stages_over_two_levels(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["away"]["dense"] < 1e-6 < rank["away"]["loco"] < 1e-2
+        counted, planned = rank["bytes"]
+        assert counted == planned
+        assert min(planned) > 0
+
+
+def before_and_after(rank: int, world_size: int, folder: Path, wrapper: str) -> tuple[int, dict[str, Tensor]]:
+    """Of eight ranks: saved; of four: loaded. The stage, and what is unsent."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    at = mesh["pp"].get_local_rank()
+    part = stage(at, mesh["dp"], wrapper)
+    optimizer = torch.optim.SGD(part.parameters(), lr=1e-2)
+    session = compress(part, optimizer, TopK(density=0.1, exempt=()), on_world_size_change="fold")
+    path = folder / f"stage {at}"
+    if world_size == 8:
+        steps(mesh, part, optimizer, 3, session)
+        with session.save(path) as stamp:
+            if mesh["dp"].get_local_rank() == 0:
+                torch.save(stamp, folder / f"{at}.pt")
+    else:
+        session.load(path, torch.load(folder / f"{at}.pt"))
+    found = at, unsent(session)
+    session.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+def test_stages_fold_into_fewer_data_parallel_ranks(tmp_path: Path, wrapper: str) -> None:
+    """Each rank of a stage gets the mean of what the ranks of this stage had not sent."""
+    saved, loaded = (run_ranks(before_and_after, size, tmp_path, wrapper, timeout=120) for size in (8, 4))
+    for at, each in loaded:
+        before = [values for stage, values in saved if stage == at]
+        assert len(before) == 4
+        assert each.keys() == before[0].keys() != set()
+        for name, values in each.items():
+            torch.testing.assert_close(values, sum(old[name] for old in before) / 4)
+        assert any(values.any() for values in each.values())
