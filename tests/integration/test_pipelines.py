@@ -273,7 +273,9 @@ def two_levels(folder: Path, wrapper: str) -> Facts:
 def steps(
     mesh: DeviceMesh, part: nn.Module, optimizer: torch.optim.Optimizer, number: int, session: Session | None
 ) -> list[int]:
-    """What each step but the first has sent to peers: in that one a stage may be reduced in two passes."""
+    """What each step but the first has sent to peers. Before the first, torch infers shapes with a real pass, which
+    makes stock DDP reduce the first micro-batch too, and FSDP2 call with no gradient at all.
+    """
     made, run = pipeline("1f1b", [part], (mesh["pp"].get_local_rank(),), mesh)
     sent = []
     for step in range(number):
