@@ -39,7 +39,7 @@ from lowbit_strategy.advisor.inputs import Figure, Situation, Source
 from lowbit_strategy.advisor.workload import layers_of, transformer, uncompressed
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.plan.gradients import Layout, ParamGroup
+from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.ranks.ranks import Topology
 

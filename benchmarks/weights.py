@@ -31,8 +31,8 @@ from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.weight_codings import WeightCoding, as_weights
+from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from recipes.gpt import GPT, VOCABULARY
 from recipes.text import standard_library
 from testing.worlds.simulated import SimulatedWorld

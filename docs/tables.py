@@ -28,8 +28,8 @@ from lowbit_strategy.methods._base.low_rank import LowRankCompressor
 from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.weight_codings import WEIGHTS
 from lowbit_strategy.methods.zoo.composed import Composed
+from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
-from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.register import strategy_names

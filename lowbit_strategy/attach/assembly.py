@@ -25,7 +25,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.handshake import handshake, settings_facts
 from lowbit_strategy.model.mesh import model_group
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
+from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
 from lowbit_strategy.telemetry.step_times import StepTimes

@@ -23,8 +23,8 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.mesh import describe_dims
+from lowbit_strategy.model.param_groups import ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
-from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 

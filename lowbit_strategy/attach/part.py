@@ -22,8 +22,8 @@ from lowbit_strategy import leaves
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 _log = logging.getLogger("lowbit_strategy")

@@ -20,9 +20,9 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
+from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.ranks.ranks import Topology
 
 _log = logging.getLogger("lowbit_strategy")

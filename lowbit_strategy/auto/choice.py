@@ -32,7 +32,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding
-from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.telemetry.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"

@@ -27,10 +27,9 @@ from lowbit_strategy.config_file.section import plugin_from_section, read_config
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.model.param_groups import ModuleLayout, ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
-from lowbit_strategy.plan.gradients import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report

@@ -26,10 +26,9 @@ from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.model.param_groups import Layout, ModuleLayout, ParamGroup
 from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.gradients import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_NOTES = 1000

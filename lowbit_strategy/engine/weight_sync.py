@@ -16,7 +16,8 @@ from lowbit_strategy.collectives.weight_gather import WeightGather
 from lowbit_strategy.collectives.weight_rows import CodecParams
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.plan.weight_bytes import ModuleLayout, has_codes, module_weights
+from lowbit_strategy.model.param_groups import ModuleLayout, has_codes
+from lowbit_strategy.plan.weight_bytes import module_weights
 
 
 class ModuleWeights:

@@ -16,8 +16,8 @@ from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.fitting.memory import Memory
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.inform import inform
+from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.options.sizes import size
-from lowbit_strategy.plan.weight_bytes import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 _PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come

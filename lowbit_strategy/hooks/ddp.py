@@ -18,11 +18,13 @@ from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import bring_back, named_parameters
-from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _MIB = 1024 * 1024
-
+# Of buckets that are compressed. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
+# overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
+# on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
+BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
 
 hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # hooks of ours
 

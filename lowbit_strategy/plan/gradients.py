@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
 
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
@@ -14,10 +13,9 @@ from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.messages import Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
-
-Layout = Literal["ddp", "fsdp", "hsdp"]
 
 
 def node_transfer(
@@ -67,47 +65,6 @@ def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int
         return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
     (part,) = replace(topology, rank=0).own_parts([spec.whole], sharded=spec.sharded)
     return (1, part.ranges[0][1]) if part.part_row_numel is None else (topology.num_peers, part.part_row_numel)
-
-
-DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
-# Of those that are compressed. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
-# overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
-# on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
-BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
-
-
-@dataclass(frozen=True, slots=True)
-class ParamGroup:
-    """Parameters that are reduced as one.
-
-    Args:
-        names: Names of the parameters.
-        itemsize: Bytes of an element of their gradients.
-        name: What reports call it.
-    """
-
-    names: tuple[str, ...]
-    itemsize: int = 4
-    name: str = ""
-
-
-def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CAP_NBYTES) -> list[ParamGroup]:
-    """How DDP puts gradients together, once it has seen in which order they come.
-
-    Args:
-        params: Name, elements and bytes of an element, in the model's order. The last comes first in backward.
-        cap_nbytes: Size of all buckets but the first.
-    """
-    found: list[tuple[list[str], int]] = []
-    nbytes = 0
-    for name, numel, itemsize in reversed(list(params)):
-        full = min(DDP_FIRST_NBYTES, cap_nbytes) if len(found) == 1 else cap_nbytes
-        if not found or itemsize != found[-1][1] or nbytes >= full:
-            found.append(([], itemsize))
-            nbytes = 0
-        found[-1][0].append(name)
-        nbytes += numel * itemsize
-    return [ParamGroup(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,33 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
-from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel
+from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
-from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.methods.weight_codings import WeightCoding
+from lowbit_strategy.model.param_groups import Layout, ModuleLayout, has_codes
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleLayout:
-    """What one sharded module gathers as one.
-
-    Args:
-        specs: Its parameters, in the order in which their shards follow each other in a row.
-        dtype: Type of the gathered weights.
-        num_gathers: How often FSDP2 gathers them in a step of one forward and one backward pass.
-        coded: Whether they can be coded; no where a parameter has another type than floats, or gathers in a way of its
-            own.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    dtype: torch.dtype
-    num_gathers: int
-    coded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +39,6 @@ class ModuleWeightCost:
     @property
     def step_nbytes(self) -> int:
         return self.gather_nbytes * self.num_gathers
-
-
-def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
-    """Whether a module's weights travel as codes; FSDP2's own gathers, or rows as they are, otherwise."""
-    return layout.coded and not isinstance(coding, Exact)
 
 
 def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeightCost:

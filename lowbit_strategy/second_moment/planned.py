@@ -12,9 +12,10 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.gradients import ParamGroup, peer_transfer, summed
+from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import Topology

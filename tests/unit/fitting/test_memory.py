@@ -15,7 +15,7 @@ from lowbit_strategy.local_steps.published import OUTER_RULES
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, ParamGroup
+from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 from testing.invariants.harness import CONFIGURATIONS, SPECS, everything
