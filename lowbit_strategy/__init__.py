@@ -1,7 +1,8 @@
-"""Compressed gradient synchronization for PyTorch training: a strategy's name, or a section of Accelerate's file.
+"""Compressed gradient synchronization for PyTorch training, by strategy name or from Accelerate's config file.
 
 Importing this package registers the strategy names ``<compressor>_ddp`` and ``<compressor>_fsdp`` with Lightning and
-Fabric, whichever of their namespaces is or will be imported. Where the package is installed, ``import torch`` does so.
+Fabric, in whichever of their namespaces is imported, now or later. If the package is installed, ``import torch`` does
+the same.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
 def _look_up(name: str) -> object:
     """A name that has an entry, or one of `exports`.
 
-    What needs a framework is in that framework's module, so that nothing here imports one.
+    Names that need a framework live in that framework's module, so nothing here imports one.
 
     Raises:
         AttributeError: There is no such name. If there is a hint it is an ImportError for an import statement, which

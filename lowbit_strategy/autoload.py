@@ -1,9 +1,9 @@
-"""Being installed is enough: ``import torch`` ends with a call of `autoload`, an entry point of ``torch.backends``.
+"""Installing the package is enough: ``import torch`` ends by calling `autoload`, an entry point of ``torch.backends``.
 
-1. wait for the first import of a framework's module that we serve; until then nothing is imported
-2. once that module has been imported, call the function of ours that serves it
+1. wait for the first import of a framework module that we serve; until then nothing is imported
+2. once that module has been imported, call our function that serves it
 
-``import lowbit_strategy`` does the same where torch does not.
+``import lowbit_strategy`` does the same if torch has not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _before_torch = "torch" not in sys.modules  # a script has imported this package
 def autoload() -> None:
     """Called by ``import torch``, which it must never break.
 
-    With `SWITCH` off everything is as if it had not been called: an import of the package by the script still counts.
+    With `SWITCH` off it does nothing; a script that imports the package still gets everything.
     """
     if os.environ.get(SWITCH) != "0":
         serve()
@@ -55,7 +55,7 @@ def autoload() -> None:
 
 
 def serve() -> None:
-    """Serve the frameworks that have been imported, and the others once they are. Further calls do nothing."""
+    """Serve the frameworks that are already imported, and the others as soon as they are. Further calls do nothing."""
     if os.environ.get(VARIABLE) and _WATCHED[0] in sys.modules:
         _call(_WATCHED[1], sys.modules[_WATCHED[0]])
     if _Waiting.done:
@@ -67,7 +67,7 @@ def serve() -> None:
 
 
 def problem() -> str | None:
-    """Why new processes will not find this package by themselves; None: they will."""
+    """Why new processes will not find this package by themselves, or None if they will."""
     from importlib.metadata import entry_points
 
     for switch in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
@@ -79,9 +79,7 @@ def problem() -> str | None:
 
 
 class _Waiting:
-    """Stands in for wrapt's import hooks until the first of them is needed: importing wrapt alone would make
-    ``import torch`` slower than it may become.
-    """
+    """Stands in for wrapt's import hooks until one is needed: importing wrapt would slow ``import torch`` too much."""
 
     done = False
 
@@ -110,13 +108,13 @@ class _Waiting:
 
 
 def _is_being_imported(module: ModuleType | None) -> bool:
-    """It may be what imports torch. The mark is importlib's own."""
+    """Whether a module is still executing: it may be the one that imports torch. The mark is importlib's own."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _serve_when_done(name: str) -> None:
-    """When the module has been executed, importlib takes its mark off. Its package is no help: transformers replaces
-    its own while it is imported.
+    """Wait until importlib takes its mark off the executed module. Its package is no help: transformers replaces its
+    own package during import.
     """
     spec: Any = sys.modules[name].__spec__
     kind = type(spec)
@@ -137,7 +135,7 @@ def _serve(module: ModuleType) -> None:
 
 
 def _call(function: str, module: ModuleType) -> None:
-    """An error of ours must not break somebody else's import: it is logged when one of our names is asked for."""
+    """An error of ours must not break somebody else's import, so it is logged when one of our names is used."""
     try:
         where, _, name = function.partition(":")
         getattr(importlib.import_module(where), name)(module)

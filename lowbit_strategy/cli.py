@@ -1,4 +1,4 @@
-"""The `lowbit` command. Each sub-command lives with what it is about, and is imported when it is called."""
+"""The `lowbit` command. Each subcommand lives in the package that it belongs to, and is imported when it is called."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Commands(TyperGroup):
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
-        """Print errors that the user can mend as messages, and exit with status 2."""
+        """Print errors that the user can fix as messages, and exit with status 2."""
         try:
             return super().invoke(ctx)
         except MissingPart as error:
@@ -83,7 +83,7 @@ def lowbit(
 
 
 def main() -> None:
-    """Looking for garbage among all that torch makes takes a second, and this process ends soon."""
+    """Run without garbage collection: a pass over torch's objects takes a second, and this process ends soon."""
     gc.disable()
     try:
         app()

@@ -1,10 +1,10 @@
-"""Everything that a training loop without a framework calls. `compress` is enough; by hand it is, in this order:
+"""Everything that a training loop without a framework calls. `compress` is enough; to do it by hand, in this order:
 
 1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return a `Session`
 2. `adapt` for a controller, `monitor` for observation and a record; both take ``session.sync``
 3. ``session.load`` of a checkpoint, if there is one
 4. ``session.begin_step`` before every backward pass, ``session.end_step`` after every optimizer step
-5. ``with session.save(path) as stamp:`` around the writing of each checkpoint, ``session.close`` at the end
+5. ``with session.save(path) as stamp:`` around writing each checkpoint, ``session.close`` at the end
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ __all__ = [
 
 @dataclass(eq=False)
 class LoopClock:
-    """The progress of a training loop whose steps no framework counts.
+    """Counts the steps and epochs of a training loop that no framework counts.
 
     Args:
-        optimizer: Gives the learning rate.
-        num_steps: Optimizer steps planned; for phases in fractions.
-        steps_per_epoch: Optimizer steps per epoch; epochs are counted by it. None: set `epoch` yourself.
+        optimizer: The optimizer whose learning rate controllers see.
+        num_steps: Number of planned optimizer steps, needed for phases given as fractions.
+        steps_per_epoch: Optimizer steps per epoch, used to count epochs. None: set `epoch` yourself.
     """
 
     optimizer: Optimizer | None = None
@@ -94,20 +94,20 @@ class LoopClock:
 
 
 def control_of(sync: GradientSync) -> ModelControl:
-    """The control of this engine, made if it has none yet. Set its ``loss`` before each step to have it recorded."""
+    """This engine's control, made if there is none yet. Set its ``loss`` before each step to record the loss."""
     return ModelControl.of(sync) or ModelControl(sync)
 
 
 def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Progress] | None = None) -> AdaptiveDriver:
-    """Let a controller choose compressors from the next step on; call it before a checkpoint is loaded.
+    """Let a controller choose compressors from the next step on. Call this before loading a checkpoint.
 
-    What a controller decides except compressors is in the driver's ``accumulation`` and ``learning_rate_factor``, for
-    the loop to apply.
+    Other decisions of the controller are in the driver's ``accumulation`` and ``learning_rate_factor``; the loop must
+    apply them.
 
     Args:
         sync: The engine, ``session.sync``.
         controller: One of `lowbit_strategy.control`.
-        clock: Gives the progress of each step, such as a `LoopClock`; without one only steps are counted.
+        clock: Reports the progress at each step, such as a `LoopClock`. None: only steps are counted.
 
     Raises:
         ValueError: The controller cannot serve this model, or there is one already.
@@ -131,10 +131,10 @@ def monitor(
 
     Args:
         sync: See `adapt`.
-        log: Such as ``fabric.log_dict`` or ``accelerator.log``; None: for the record alone.
-        every_n_steps: Optimizer steps from one observation to the next; nothing is measured between.
+        log: A function such as ``fabric.log_dict`` or ``accelerator.log``. None: only the record is written.
+        every_n_steps: Optimizer steps between observations; nothing is measured in between.
         group_by: See `lowbit_strategy.control.group_of`.
-        bounds: Warn when a group leaves them.
+        bounds: Limits; a warning says when a group leaves them.
         record: A folder where rank 0 keeps the record that `lowbit report` draws.
 
     Raises:
@@ -158,30 +158,29 @@ def compress(
     mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Session:
-    """Compress the gradient synchronization of a model in a loop that uses no framework. Call on all ranks that hold a
-    part of it. Over which of them its gradients are a mean is read from DDP or FSDP2.
+    """Compress the gradient synchronization of a model in a training loop without a framework. Call it on every rank
+    that holds part of the model. DDP or FSDP2 determines which ranks average its gradients.
 
     1. the ranks compare model, options and versions, and compression is attached
-    2. a backward pass begins a step: what ``begin_step`` of the session does
-    3. a step of `optimizer` ends it: what ``end_step`` of the session does
+    2. every backward pass calls the session's ``begin_step``
+    3. every step of `optimizer` calls the session's ``end_step``
 
     Args:
         model: Wrapped in ``DistributedDataParallel``, or sharded with ``fully_shard``.
-        optimizer: All that step parameters of `model`, made after sharding.
+        optimizer: Every optimizer that steps parameters of `model`, made after sharding.
         compressor: A configuration or a preset's name; None: ``LoCo()``.
         scaler: The ``GradScaler``, if there is one.
-        mesh: All ranks that hold a part of `model`, where its parameters do not show it: tensor parallelism without
-            ``DTensor``.
-        options: Those of `SyncOptions`.
+        mesh: The mesh of all ranks that hold part of `model`, needed only for tensor parallelism without ``DTensor``.
+        options: The fields of `SyncOptions`.
 
     Returns:
-        The session: ``save`` and ``load`` go around checkpoints, ``finish`` comes after training, ``shared_weights``
-        goes around validation where steps are local.
+        The session: use ``save`` and ``load`` for checkpoints, ``finish`` after training, and with local steps
+        ``shared_weights`` around validation.
 
     Raises:
         TypeError: An option is unknown.
-        ValueError: `model` is neither wrapped nor sharded, an optimizer steps none of its parameters, or what was
-            chosen does not go together.
+        ValueError: `model` is neither wrapped nor sharded, an optimizer steps none of its parameters, or the options do
+            not go together.
         RuntimeError: The ranks differ.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -227,9 +226,10 @@ def compress(
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:
-    """A backward pass begins a step; gradients may be cleared until then. The session lives as long as the model.
+    """Let every backward pass begin a step; gradients may be cleared until then. The session lives as long as the
+    model.
 
-    Under DDP the pass may be one rank's own, through the module itself: there ranks meet when DDP has gradients.
+    Under DDP, one rank alone may run a pass through the unwrapped module, so ranks meet only when DDP has gradients.
     """
     weak = weakref.ref(session)
     is_ddp = isinstance(model, DistributedDataParallel)

@@ -1,6 +1,6 @@
-"""What `lowbit_strategy` offers, except compressors (`methods/entries.py`) and parts that can be left out (`leaves`).
+"""The public names of `lowbit_strategy`, except compressors (`methods/entries.py`) and optional parts (`leaves`).
 
-Imported when a name is looked up: it takes a second.
+This module takes a second to import, so it is imported only when a name is looked up.
 """
 
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError as ResidualFileError

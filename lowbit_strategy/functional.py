@@ -1,9 +1,9 @@
-"""Compressed collectives of any tensors, over any process group.
+"""Compressed collectives for any tensors, over any process group.
 
-For embeddings of recommenders, tokens of experts, activations between stages. Each function returns a new tensor; all
-ranks of the group call it with the same `codec`. There is no state: errors are lost, or within the bound of `Bounded`.
-All are differentiable, any number of times: gradients take the opposite collective, coded, so all ranks must
-differentiate in the same way.
+Use them for recommender embeddings, expert tokens, or activations between pipeline stages. Each function returns a new
+tensor; all ranks of the group call it with the same `codec`. There is no error feedback: errors are lost, or stay
+within the bound of `Bounded`. All functions are differentiable any number of times: gradients take the opposite
+collective, also coded, so all ranks must differentiate in the same way.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _LARGEST = 2**23  # above, neighboring float32 are further apart than the bound 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """No element is further from what is decoded than `bound`, before that is rounded to its type.
+    """Keeps every decoded element within `bound` of the original, before rounding to its dtype.
 
-    The rounding adds at most half a unit in the last place: of the magnitude ``2**-24`` in float32, ``2**-11`` in
-    float16, ``2**-8`` in bfloat16. A bound below that is kept by float32 alone.
+    Rounding adds at most half a unit in the last place, which relative to the magnitude is ``2**-24`` in float32,
+    ``2**-11`` in float16, and ``2**-8`` in bfloat16. Only float32 keeps a bound below that.
 
     1. ``q = round(x / (2 * bound))``
     2. every block of 128 elements has the width that its largest ``|q|`` needs, from 0 bits on, and a byte that says so
     3. a block whose values are not finite, or too large for the bound, travels as float32
 
-    How many bytes that takes depends on the values.
+    The number of bytes depends on the values.
 
     Args:
-        bound: Largest error, in units of the tensor. Of a sum or a mean over ranks: of the result.
+        bound: Largest error, in units of the tensor. For a sum or a mean over ranks it applies to the result.
 
     Raises:
         ValueError: `bound` is not positive.
@@ -65,7 +65,7 @@ class Bounded:
             raise ValueError(f"bound must be a positive number, the largest error allowed, got {self.bound!r}")
 
     def encode(self, x_N: Tensor) -> Tensor:
-        """uint8, as long as need be: a width per block, then the blocks' bits, those of equal width together."""
+        """Encode as uint8 of variable length: a width per block, then the blocks' bits, grouped by width."""
         x_KB = torch.nn.functional.pad(x_N.detach().float().reshape(-1), (0, -x_N.numel() % _BLOCK)).view(-1, _BLOCK)
         q_KB = (x_KB.double() / (2 * self.bound)).round()
         raw_K = ~(q_KB.abs() <= _LARGEST).all(1)

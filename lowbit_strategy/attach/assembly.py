@@ -1,4 +1,4 @@
-"""What attaching to DDP and to FSDP2 has in common: ranks compare, then come the engine and the session around it."""
+"""The common steps of attaching to DDP and to FSDP2: compare ranks, make the engine, make the session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 def warn_of_one_rank() -> None:
-    """Logged in the same way in all frameworks, once per run."""
+    """Warn that there is only one rank, with the same words in all frameworks, once per run."""
     _log.warning("lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed")
 
 
@@ -47,8 +47,8 @@ def compare_with_all(
     *,
     has_scaler: bool,
 ) -> dist.ProcessGroup | None:
-    """All ranks that hold a part of the model, once they have compared everything but its parameters, which only those
-    of `group` share.
+    """Return all ranks that hold part of the model, after they have compared everything except parameters, which only
+    the ranks of `group` share.
     """
     everyone = model_group(module, group, device, mesh)
     facts = settings_facts(prepared.compressor, scatter=prepared.scatter, settings=settings_of(prepared.options))
@@ -65,8 +65,8 @@ def make_engine(
     modules: Mapping[str, ModuleLayout] | None = None,
     others: Mapping[str, Ranks] | None = None,
 ) -> tuple[PreparedModel, GradientSync]:
-    """A prepared model, fitted to the memory, and its engine. A single rank only keeps the residuals that a checkpoint
-    brings along. `modules`: what FSDP2 gathers as one. `others`: see `GradientSync`.
+    """Fit a prepared model to the memory and make its engine. A single rank only keeps the residuals that a checkpoint
+    contains. `modules`: the parameters that FSDP2 gathers together. `others`: see `GradientSync`.
     """
     fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
     for part in () if fewest.alone else prepared.parts:
@@ -101,7 +101,7 @@ def make_session(
     ddp: DistributedDataParallel | None = None,
     members: Any = None,
 ) -> Session:
-    """The session around a model's engine. `digests`: compare parameters; `members`: see `RoundRule.meet`."""
+    """Make the session around a model's engine. `digests` compare parameters; `members`: see `RoundRule.meet`."""
     options, ranks = prepared.options, sync.ranks
     if options.max_residual is not None:
         BoundedResiduals(sync, options.max_residual)
@@ -121,7 +121,7 @@ def make_session(
 
 
 class Comparison(StepListener):
-    """Compares parameters over the ranks after steps, where gradients are reduced."""
+    """Compares parameters across ranks after steps in which gradients were reduced."""
 
     def __init__(self, sync: GradientSync, digests: Sequence[ParameterDigest]) -> None:
         self._sync, self.digests = sync, tuple(digests)
@@ -132,7 +132,7 @@ class Comparison(StepListener):
 
 
 def _report(sync: GradientSync, *, times_steps: bool) -> None:
-    """Called last: only then the memory for messages is known."""
+    """Log the start-up report. Called last, because only then is the memory for messages known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
     if sync.ranks.logs:
@@ -142,7 +142,7 @@ def _report(sync: GradientSync, *, times_steps: bool) -> None:
 
 
 def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The one that was given, or that of the parameters; with the index that futures and streams need."""
+    """The given device or the parameters' device, with the index that futures and streams need."""
     if device is None:
         device = next(param.device for param in module.parameters() if param.requires_grad)
     if device.type == "cuda" and device.index is None:

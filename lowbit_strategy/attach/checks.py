@@ -1,4 +1,4 @@
-"""Mistakes in a training loop, and optimizers and clipping that a compressor cannot serve: an error names each."""
+"""Checks for mistakes in a training loop, and for optimizers and clipping that a compressor cannot serve."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -
 
 def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
     """Raises:
-    ValueError: A method selects from all of a rank's parameters, of which ranks have other parts by tensor or expert
-        parallelism, and one of them is the same on all.
+    ValueError: A method selects from all of a rank's parameters, while tensor or expert parallelism gives ranks
+        different parts of some and the same copy of another.
     """
     if sync.ranks.world.world_size == sync.ranks.world_size:
         return
@@ -81,7 +81,7 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 
 def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
-    """Explains a first step in which nothing was sent. `waits`: DDP waits for all gradients."""
+    """Explain a first step in which nothing was sent. `waits`: whether DDP waits for all gradients."""
     params = [(name, param) for name, param in named_parameters(module) if param.requires_grad]
     idle = [name for name, param in params if param.grad is None]
     if waits and 0 < len(idle) < len(params):
@@ -107,8 +107,8 @@ def unfrozen_under_ddp(name: str) -> str:
 
 def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: Iterable[Optimizer]) -> None:
     """Raises:
-    ValueError: An optimizer's momentum does not go with the compressor's, it has not what the options need, or it
-        exchanges weights itself where steps are local.
+    ValueError: An optimizer's momentum conflicts with the compressor's, it lacks what the options need, or it exchanges
+        weights itself with local steps.
     """
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
@@ -117,10 +117,10 @@ def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: I
 
 
 def check_synchronizes(model: DistributedDataParallel) -> None:
-    """An optimizer has stepped on gradients that `model` was to synchronize.
+    """Check, when an optimizer has stepped, that DDP synchronized the gradients of `model`.
 
     Raises:
-        RuntimeError: It was told not to, or has not yet.
+        RuntimeError: DDP was told not to synchronize, or has not done so yet.
     """
     if in_backward():
         raise RuntimeError(
@@ -138,7 +138,7 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
 
 
 class ClippingWarning:
-    """Clipping takes away what a sparse method has sent: it has left the residual already. Logged once.
+    """Warns once that clipping discards part of what a sparse method sent, which is no longer in the residual.
 
     Args:
         compressor: The one in use.
@@ -149,7 +149,7 @@ class ClippingWarning:
         self._waits = logs and compressor.is_sparse
 
     def clipped(self, clip: float | None, option: str) -> None:
-        """Gradients are, or will be, clipped at `clip`; None and 0: they are not."""
+        """Note that gradients are clipped at `clip`; None and 0: they are not."""
         if clip and self._waits:
             self._waits = False
             _log.warning(
@@ -161,7 +161,7 @@ class ClippingWarning:
 
 
 def one_replica(options: SyncOptions) -> str:
-    """What is logged if there is no other replica to exchange with."""
+    """The message to log if there is no other replica to exchange with."""
     off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
     return (
         "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"

@@ -1,6 +1,6 @@
-"""The constructors of the strategies, one for DDP and one for FSDP2, the same for Lightning and Fabric.
+"""The strategies' constructors, one for DDP and one for FSDP2, shared by Lightning and Fabric.
 
-All that is about synchronization goes into one `SyncOptions`: the constructors show its fields as arguments, so that
+All options about synchronization go into one `SyncOptions`. The constructors show its fields as arguments, so that
 LightningCLI knows them.
 """
 
@@ -52,7 +52,7 @@ _FSDP1_REMEDIES = {
 
 
 class LowBitStrategy:
-    """What the strategies of both frameworks have: what their constructors leave behind, and the framework's parts.
+    """The common base of both frameworks' strategies: the stored options, and what the framework asks a strategy for.
 
     Attributes:
         compressor, options: The user's choice.
@@ -63,11 +63,11 @@ class LowBitStrategy:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+        """Do nothing: `lowbit_strategy.register` registers both kinds."""
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's. A launcher other than the framework's own, such as Ray's, may show each process one device."""
+        """This rank's device. A launcher such as Ray's may show each process only one device."""
         stock: Any = super()
         try:
             device: torch.device = stock.root_device
@@ -94,15 +94,15 @@ class LowBitStrategy:
         self.on_configured()
 
     def on_configured(self) -> None:
-        """All options are valid and stored; nothing has been attached."""
+        """Called when all options are valid and stored, and before anything is attached."""
 
 
 class DDPConstructor(LowBitStrategy):
-    """Stands before a framework's ``DDPStrategy`` in the bases of a class.
+    """The constructor of a DDP strategy; the framework's ``DDPStrategy`` follows it in the class's bases.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        kwargs: Options of `SyncOptions`, and arguments of the framework's ``DDPStrategy`` other than its hooks.
+        kwargs: Fields of `SyncOptions`, and arguments of the framework's ``DDPStrategy`` except its hooks.
     """
 
     _ddp_kwargs: dict[str, Any]
@@ -122,36 +122,37 @@ class DDPConstructor(LowBitStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks that there are, where a launcher shows each process fewer devices."""
+        """Use the real number of ranks, even if a launcher shows each process fewer devices."""
         stock: Any = self
         return {"num_replicas": stock.world_size, "rank": stock.global_rank}
 
     def choose_buckets(self, device: torch.device) -> None:
-        """Sets the default size of DDP's buckets on `device`, before DDP wraps."""
+        """Set the default size of DDP's buckets on `device`, before DDP wraps the model."""
         if not isinstance(self.compressor, Chooser):  # the framework's own step has the framework's own buckets
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
 class FSDPConstructor(LowBitStrategy):
-    """Stands before a framework's ``ModelParallelStrategy`` in the bases of a class.
+    """The constructor of an FSDP2 strategy; the framework's ``ModelParallelStrategy`` follows it in the class's bases.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
-        mp_policy: FSDP2's types. None: as the framework's ``precision`` says. With ``bf16-mixed`` weights are
-            gathered, and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced
-            in float32; batch norms keep the parameters' type.
-        accumulate: Over several micro-batches. ``local``: unsharded gradients are kept on every rank until the last
-            one, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock strategy does,
-            which keeps none and sends that many times the bytes.
-        data_parallel_size: Ranks over which gradients are a mean; ``"auto"``: those that tensor parallelism leaves.
-        tensor_parallel_size: Ranks that share the parameters that the model parallelizes; ``"auto"``: those that
-            `data_parallel_size` leaves.
-        parallelize_fn: Fabric: applies tensor parallelism, given the module and the mesh; before it is sharded, unless
-            it shards the module as well. In Lightning a module does so in ``configure_model``.
+        mp_policy: FSDP2's dtypes. None: the framework's ``precision`` decides. With ``bf16-mixed``, weights are
+            gathered and used in bfloat16, float inputs of modules are cast to it, and gradients are reduced in float32;
+            batch norms keep the parameters' dtype.
+        accumulate: What happens with several micro-batches per step. ``local``: every rank keeps unsharded gradients
+            and compresses them once, after the last micro-batch. ``reduce``: every micro-batch is reduced, as in the
+            stock strategy, which needs no such memory and sends that many times the bytes.
+        data_parallel_size: Number of ranks that average gradients. ``"auto"``: all ranks divided by the tensor-parallel
+            size.
+        tensor_parallel_size: Number of ranks that share each parallelized parameter. ``"auto"``: all ranks divided by
+            `data_parallel_size`.
+        parallelize_fn: Fabric only: a function of the module and the mesh that applies tensor parallelism, and may
+            shard the module; otherwise it is sharded afterwards. In Lightning, ``configure_model`` does this.
         save_distributed_checkpoint: True: a folder of shards; False: one full file.
         process_group_backend, timeout: See ``ModelParallelStrategy``.
-        options: Those of `SyncOptions`.
+        options: The fields of `SyncOptions`.
     """
 
     num_nodes: int
@@ -201,7 +202,7 @@ class FSDPConstructor(LowBitStrategy):
         self._configure(compressor, sync_options, scatter=True)
 
     def shard(self, module: nn.Module, device_mesh: Any, precision: Any, *, by_child: bool = False) -> nn.Module:
-        """Shard `module` in place, in the types that were chosen or that follow from the framework's `precision`."""
+        """Shard `module` in place, with the chosen dtypes or those that the framework's `precision` implies."""
         stock: Any = self
         policy = ShardPolicy(
             min_numel=self.min_shard_numel,
@@ -216,7 +217,7 @@ class FSDPConstructor(LowBitStrategy):
         return module
 
     def stock_options(self) -> dict[str, Any]:
-        """More arguments of the framework's strategy."""
+        """Additional arguments for the framework's strategy."""
         return {}
 
     def setup_environment(self) -> None:
@@ -239,7 +240,7 @@ class FSDPConstructor(LowBitStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks over which gradients are a mean have different data."""
+        """Give different data to the ranks that average gradients."""
         stock: Any = self
         if self._sampler is None:
             tensor = stock._tensor_parallel_size
@@ -247,11 +248,11 @@ class FSDPConstructor(LowBitStrategy):
         return self._sampler
 
     def _follow_mesh(self, module: nn.Module) -> None:
-        """A sharded module may be on a mesh that it has made itself. Where gradients are a mean over more ranks than
-        were given as data-parallel, these have parts of the same data.
+        """Follow the mesh of a module that sharded itself. If more ranks average gradients than are data-parallel, they
+        hold parts of the same data.
 
         Raises:
-            ValueError: There are data loaders for other ranks already.
+            ValueError: Data loaders have already been made for other ranks.
         """
         stock: Any = self
         ranks = data_ranks(by_mesh(sharded_groups(module))[0][0])
@@ -271,7 +272,7 @@ def _refuse_unknown(
     strategy: type, options: Iterable[str], known: Collection[str], remedies: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Raises:
-    TypeError: There is an option that is not in `known`. The message has the nearest one, or where the option goes.
+    TypeError: An option is not in `known`. The message names the nearest one, or where the option belongs.
     """
     for name in options:
         if name in remedies:
@@ -281,7 +282,7 @@ def _refuse_unknown(
 
 
 def _whose(strategy: type, name: str) -> str:
-    """Hint for an unknown option that belongs to another class; "" if none has it."""
+    """A hint for an unknown option that belongs to another class; "" if no class has it."""
     of_options = [(f"{field}={{}}({{}}=...)", known_of(kind)) for field, kind in types_of(SyncOptions).items()]
     compressors = (f"the compressor, {strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values()))
     for form, configurations in (compressors, *of_options):

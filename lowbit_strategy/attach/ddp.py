@@ -1,4 +1,4 @@
-"""Attaching compression to a model in DDP, or to a replica that joins and leaves."""
+"""Attaches compression to a model in DDP, or to a replica that joins and leaves."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def attach_ddp(
     mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
-    """Register the hook, unless there is only one rank. Gradients are a mean over the ranks of DDP's process group.
+    """Register the hook, unless there is only one rank. The ranks of DDP's process group average gradients.
 
-    On CPU, and where ranks meet in rounds, its collectives have their own process group, with DDP's timeout.
+    On CPU, and if ranks meet in rounds, the collectives get their own process group with DDP's timeout.
 
     Args:
-        model: What was prepared, in ``DistributedDataParallel``.
+        model: The prepared module wrapped in ``DistributedDataParallel``.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
-        mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        mesh: The mesh of all ranks that hold part of the model, needed only if its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
-        ValueError: `model` is not what was prepared, or not wrapped in DDP.
-        RuntimeError: The ranks differ, or the model has a communication hook already.
+        ValueError: `model` was not prepared, or is not wrapped in DDP.
+        RuntimeError: The ranks differ, or the model already has a communication hook.
     """
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     refuse_other_hooks(model)
@@ -95,20 +95,20 @@ def attach_replica(
     has_scaler: bool = False,
     ddp: DistributedDataParallel | None = None,
 ) -> Session:
-    """A replica that may join and leave: a process with a whole model, which meets the others in `Session.resume`, at
-    the latest before its first forward pass in training.
+    """Attach to a replica that may join and leave: a process with a whole model. It meets the others in
+    `Session.resume`, at the latest before its first forward pass in training.
 
     Args:
-        module: What was prepared, with options that say where it meets the others.
+        module: The prepared module; its options say where it meets the others.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
-        group: This one rank; None: the default group, which has only this rank.
+        group: The group that has only this rank; None: the default group.
         has_scaler: Whether a loss scaler is used (float16).
-        ddp: Around `module`, if it is wrapped.
+        ddp: DDP around `module`, if it is wrapped.
 
     Raises:
         ValueError: The replica has several ranks.
-        ConnectionError: Nobody answers where they are to meet.
+        ConnectionError: Nobody answers at the meeting address.
     """
     device = device_of(module, device)
     members = prepared.options.registered(prepared, module, group)
@@ -118,14 +118,14 @@ def attach_replica(
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
-    """The buckets that DDP will make once it knows the order of gradients."""
+    """Predict the buckets that DDP will make once it knows the order of gradients."""
     params = named_parameters(model.module)
     trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
     return ddp_buckets(trained, cap_nbytes)
 
 
 def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) -> PreparedModel:
-    """DDP passes no gradients of parameters that it ignores or reduces itself."""
+    """Leave out parameters that DDP ignores or reduces itself, whose gradients it does not pass on."""
     names = {canonical_name(name) for name in model.parameters_to_ignore}
     left_out = [spec.name for spec in prepared.specs if spec.name in names]
     if left_out and dist.get_rank(model.process_group) == 0:
@@ -134,7 +134,7 @@ def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) ->
 
 
 def _named(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters that DDP keeps equal on all ranks: those that it does not ignore."""
+    """The parameters that DDP keeps equal on all ranks, that is, does not ignore."""
     names = {canonical_name(name) for name in ignored}
     return {name: param for name, param in named_parameters(module) if name not in names}
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer steps on what the last backward pass delivered."""
+"""Tells whether an optimizer steps on what the last backward pass delivered."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_DIFFERENT = 0.05  # of the signs, as rounding may change them
 
 
 class DeliveredSigns:
-    """The signs of some elements of what a backward pass has delivered: scaling and clipping keep them, and what is
-    made of several passes has others.
+    """Remembers the signs of some delivered gradient elements: scaling and clipping keep signs, while a combination of
+    several passes changes some.
     """
 
     def __init__(self, sync: GradientSync) -> None:
@@ -26,7 +26,7 @@ class DeliveredSigns:
         self._signs: dict[str, Tensor] = {}
 
     def note_after_backward(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Note these parameters' once the backward pass that reduces next has ended."""
+        """Note the signs of these parameters when the next backward pass that reduces has ended."""
         self._signs = {}
 
         def note() -> None:
@@ -35,7 +35,7 @@ class DeliveredSigns:
         self._sync.call_after_backward(note)
 
     def differ_from(self, params: Mapping[str, nn.Parameter]) -> bool:
-        """Whether these parameters have other gradients than what was delivered; the same on all ranks."""
+        """Whether the gradients of these parameters differ from what was delivered; the same on all ranks."""
         pairs = [(_signs(p.grad), self._signs.get(name)) for name, p in params.items() if p.grad is not None]
         counts = torch.zeros(2, device=self._sync.device)
         for now, before in pairs:
@@ -46,6 +46,6 @@ class DeliveredSigns:
 
 
 def _signs(grad: Tensor) -> Tensor:
-    """int8, of elements all over this rank's part of a gradient."""
+    """Signs as int8, of elements spread over this rank's part of a gradient."""
     flat = local_part(grad).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)].sign().to(torch.int8)

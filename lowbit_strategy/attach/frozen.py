@@ -1,4 +1,4 @@
-"""Which parameters are trained, and whether they are still those of set-up."""
+"""Tracks which parameters are trained, and whether they are still the ones known at set-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit_strategy.model.parameters import describe_parameters, keep_names, na
 
 
 class Frozen:
-    """Compares a model's parameters with those at set-up: others in their place must not train unsynchronized."""
+    """Compares a model's parameters with those at set-up, so that no replacement trains unsynchronized."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -26,7 +26,7 @@ class Frozen:
         self._ids = self._identities()
 
     def _identities(self) -> list[tuple[int, ...]]:
-        """Identities of modules and parameters, found in a fraction of a millisecond."""
+        """Identities of modules and parameters; finding them takes a fraction of a millisecond."""
         modules = list(self._module.modules())
         shards = [shard for each in sharded_groups(self._module) for shard in each.shards]
         found = [tuple(map(id, child._modules.values())) for child in modules]
@@ -35,14 +35,14 @@ class Frozen:
         return [*found, tuple(map(id, shards))]
 
     def follow(self, *, is_served: bool) -> dict[str, nn.Parameter] | None:
-        """All parameters by name (of sharded ones the shards) if they are others than before; otherwise None.
+        """Return all parameters (or their shards) by name if they have changed, otherwise None.
 
         Args:
-            is_served: Anything that FSDP2 shards is synchronized.
+            is_served: Whether what FSDP2 shards is synchronized.
 
         Raises:
-            RuntimeError: One is trained and nothing synchronizes it.
-            ValueError: FSDP2 shards one that the model no longer has.
+            RuntimeError: A trained parameter is not synchronized.
+            ValueError: FSDP2 shards a parameter that the model no longer has.
         """
         if self._identities() == self._ids:
             return None
@@ -65,12 +65,12 @@ class Frozen:
         return params
 
     def describe(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen: their residuals are kept until they are trained again."""
+        """Describe the frozen parameters among `names`; their residuals are kept until they are trained again."""
         also = {name for name in names if name in self._frozen}
         return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
 
     def newly_trainable(self) -> list[str]:
-        """Parameters that were frozen at set-up and no longer are."""
+        """Parameters that were frozen at set-up and are now trainable."""
         return [name for name, param in self._frozen.items() if param.requires_grad]
 
     def newly_frozen(self) -> list[str]:
@@ -78,13 +78,13 @@ class Frozen:
         return [name for name, param in self._expected.items() if not param.requires_grad]
 
     def take_newly_trainable(self) -> tuple[list[TensorSpec], dict[str, nn.Parameter]]:
-        """Those parameters, which count as trained from now on."""
+        """Return the newly trainable parameters, which count as trained from now on."""
         names = set(self.newly_trainable())
         self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
         specs = [spec for spec in describe_parameters(self._module) if spec.name in names]
         return specs, {n: p for n, p in trainable_parameters(self._module).items() if n in names}
 
     def wrapped_anew(self) -> None:
-        """DDP waits for what is trainable now."""
+        """Note that DDP was wrapped again and waits for what is trainable now."""
         self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
         self._expected = trainable_parameters(self._module)

@@ -1,4 +1,4 @@
-"""Attaching compression to a model that FSDP2 shards: its meshes, and who reduces what."""
+"""Attaches compression to a model that FSDP2 shards: reads its meshes, and finds which ranks reduce what."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def attach_fsdp(
     mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
-    """Give every FSDP2 module under `module` its compressed reduce-scatter. Gradients are a mean over the ranks that
-    ``fully_shard`` was given.
+    """Give every FSDP2 module under `module` its compressed reduce-scatter. The ranks given to ``fully_shard`` average
+    gradients.
 
     Args:
-        module: What was prepared, after ``fully_shard``.
+        module: The prepared module, after ``fully_shard``.
         prepared: What `prepare` returned, with ``scatter=True``.
         device: Device of the gradients; None: that of the parameters.
-        mesh: All ranks that hold a part of the model, where its parameters do not show it.
+        mesh: The mesh of all ranks that hold part of the model, needed only if its parameters do not show it.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
@@ -118,7 +118,7 @@ def _on_mesh(
     device: torch.device,
     everyone: dist.ProcessGroup | None,
 ) -> tuple[PreparedModel, Ranks]:
-    """The configuration on the ranks of one mesh, and they."""
+    """The configuration on the ranks of one mesh, and these ranks."""
     mesh, group = groups[0].mesh, _mean_group(groups, device)
     prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
     params = [param.sharded_param for each in groups for param in each.param_group.fsdp_params]
@@ -132,7 +132,7 @@ def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
 
 
 def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """What is trained and has a gradient that is a mean over several ranks, as it is on the mesh of these."""
+    """The trained parameters whose gradients several ranks average, as they are on the mesh of `ranks`."""
     shared = {id(shard) for each in groups for shard in each.shards}
     alone = {id(shard) for each in sharded_groups(module) for shard in each.shards} - shared
     left = {
@@ -144,7 +144,7 @@ def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequenc
 
 
 def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
-    """HSDP: one for the ranks that have the same shards, mesh by mesh."""
+    """HSDP: a digest for the ranks that have the same shards, mesh by mesh."""
 
     def of(ranks: Ranks) -> dict[str, nn.Parameter]:
         return {name: p for name, p in sharded_parameters(module).items() if sync.state.ranks_of(name) is ranks}
@@ -154,7 +154,7 @@ def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
 
 def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], device: torch.device) -> None:
     """Raises:
-    ValueError: The option says otherwise than the mesh of the model.
+    ValueError: The option contradicts the model's mesh.
     """
     asked, found = options.shard_size, groups[0].mesh.shape[-1]
     if asked == "node":  # of all ranks, if the mesh has no replicas yet
@@ -168,7 +168,7 @@ def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], devi
 
 
 def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks], device: torch.device) -> None:
-    """HSDP: the ranks of a node share one model, and all replicas get the weights of the first."""
+    """HSDP: the ranks of a node share one model, and all replicas start with the weights of the first."""
     held: dict[Comm, dict[str, Tensor]] = {ranks.peers: dict(module.named_buffers())}
     for name, param in named_parameters(module):
         held.setdefault(others.get(name, ranks).peers, {})[name] = param
@@ -178,7 +178,7 @@ def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks],
 
 
 def _broadcast_shards(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """All replicas get the shards of the first one; `group` has the ranks with the same shard."""
+    """Copy the first replica's shards to all replicas; `group` has the ranks with the same shard."""
     for tensor in tensors:
         if (local := local_part(tensor.detach())).numel():
             dist.broadcast(local, group_src=0, group=group)

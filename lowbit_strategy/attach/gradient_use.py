@@ -1,4 +1,4 @@
-"""What becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step."""
+"""Follows what becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class GradientUse:
     """Commits and rolls back the reductions of one model's parameters, by their ``.grad``.
 
     A gradient that is gone when the next backward pass begins was cleared: its reduction is set aside until an
-    optimizer steps the parameter. If it does on what the last pass delivered, scaled or clipped, those before were
-    thrown away. If it does on something else, that was made of all of them (`DeliveredSigns`).
+    optimizer steps the parameter. If the step takes what the last pass delivered, scaled or clipped, the earlier
+    reductions were thrown away. If it takes something else, that was made from all of them (`DeliveredSigns`).
 
     Attributes:
-        stepped: Parameters that optimizers have stepped since the last step ended.
-        ddp_of: Gives DDP around the model, if it is wrapped in it.
-        optimizers: Gives the optimizers; unless set, those that have stepped.
+        stepped: The parameters that optimizers have stepped since the last step ended.
+        ddp_of: Returns the DDP wrapper of the model, if there is one.
+        optimizers: Returns the optimizers; unless set, those that have stepped.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
@@ -41,7 +41,7 @@ class GradientUse:
         self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
-        """Look parameters up again if the model has others; raises, and takes, what `Frozen.follow` does."""
+        """Look up parameters again if the model has others. Arguments and errors are those of `Frozen.follow`."""
         if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
             return
         self._name(params)
@@ -77,8 +77,8 @@ class GradientUse:
         return any(id(param) in self._names for param in module.parameters())
 
     def moves_nothing(self, optimizer: Optimizer) -> bool:
-        """Whether its step is none of training: at a rate of zero, on gradients that are all zero. torch takes one to
-        make the state that it saves or loads into.
+        """Whether its step trains nothing: the learning rate and all gradients are zero. torch takes such a step to
+        create the state that it saves or loads into.
         """
         if has_rate(optimizer):
             return False
@@ -86,7 +86,8 @@ class GradientUse:
         return bool(given) and all(self._are_zero([given]))
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Commit what it has stepped, of those that it owns. An optimizer inside another one has stepped for both.
+        """Commit the parameters of this model that it has stepped. An optimizer inside another one has stepped for
+        both.
 
         Raises:
             RuntimeError: DDP was told not to synchronize the gradients.
@@ -109,18 +110,18 @@ class GradientUse:
             sync.commit(stepped)
 
     def _settle(self, stepped: Mapping[str, nn.Parameter]) -> None:
-        """Decide about reductions of these parameters that were set aside."""
+        """Decide what becomes of these parameters' reductions that were set aside."""
         transactions = self._sync.transactions
         if undecided := {name: param for name, param in stepped.items() if name in transactions.undecided}:
             transactions.settle(undecided, used=self._delivered.differ_from(undecided))
 
     def settle_all(self) -> None:
-        """An optimizer that is not torch's has stepped."""
+        """Settle all parameters, because an optimizer that is not torch's has stepped."""
         self._settle({name: param for name, param in self._params.items() if param.grad is not None})
 
     def take_stepped(self, optimizer: Optimizer | None, *, is_known: bool) -> set[str] | None:
-        """A step ends: the parameters that have been stepped in it, if that `is_known`, or that `optimizer` would have
-        stepped, had a loss scaler not skipped it. None: all, by an optimizer that is not torch's.
+        """A step ends: return the parameters stepped in it if that `is_known`, otherwise those that `optimizer` would
+        have stepped if a loss scaler had not skipped it. None: all, by an optimizer that is not torch's.
         """
         stepped, self.stepped = self.stepped, set()
         if is_known:
@@ -128,8 +129,8 @@ class GradientUse:
         return None if optimizer is None else set(self.owned_by(optimizer)) or None
 
     def roll_back_cleared(self) -> None:
-        """A backward pass begins: gradients that were reduced before it and are gone have been thrown away. So have
-        those that are not finite where a loss scaler skips steps.
+        """A backward pass begins: roll back gradients that were reduced before it and are gone, and those that are not
+        finite if a loss scaler skips steps.
         """
         sync, prepared = self._sync, self._sync.transactions.prepared
         if not prepared or sync.rounds is not None:
@@ -142,14 +143,15 @@ class GradientUse:
             sync.transactions.set_aside(cleared)
 
     def note_delivered(self) -> None:
-        """A backward pass is about to reduce: if gradients have been cleared without a step, note what it delivers."""
+        """A backward pass is about to reduce: note what it delivers if gradients have been cleared without a step."""
         if undecided := self._sync.transactions.undecided:
             self._delivered.note_after_backward({name: self._params[name] for name in undecided})
 
     def _zeroed(self, names: Iterable[str]) -> list[str]:
-        """What ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero, on all ranks.
+        """Which parameters ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero on all
+        ranks.
 
-        One parameter's zeros prove nothing, nor one rank's: it may have rows of an embedding that no batch used.
+        Zeros in one parameter or on one rank prove nothing: no batch may have used its rows of an embedding.
         """
         left = set(names)
         groups: list[set[str]] = []

@@ -1,4 +1,4 @@
-"""The loss scale of the coming gradients."""
+"""Reads the loss scale of the coming gradients."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ class LossScale:
         self._is_new = False  # it was read for the next step
 
     def read(self, scaler: Any) -> None:
-        """A step has ended: read the scale of the next one, if there is a scaler."""
+        """A step has ended: read the next step's scale, if there is a scaler."""
         self._is_new = scaler is not None and scaler.is_enabled()
         if self._is_new:
             self.value = float(scaler.get_scale())
 
     def of_step(self, scaler: Any, *, begins: bool) -> float | None:
-        """The scale before a backward pass; read now if it `begins` a step and the last step's end did not read it."""
+        """The scale before a backward pass. It is read now if the pass `begins` a step and the end of the last step did
+        not read it.
+        """
         if begins and not self._is_new:
             self.read(scaler)
         self._is_new = False
         return self.value
 
     def forget(self) -> None:
-        """The scaler has another scale now."""
+        """Forget what was read, because the scaler has another scale now."""
         self._is_new = False

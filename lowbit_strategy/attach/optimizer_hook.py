@@ -1,4 +1,6 @@
-"""torch's hook after every optimizer step: it tells sessions, and refuses a step on a model that was never attached."""
+"""Installs torch's hook after every optimizer step. It tells sessions, and refuses a step on a model that was never
+attached.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 
 def watch_optimizers(session: Any) -> None:
-    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``, however it is called.
-    The session has its model alone from now on.
+    """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
+    From now on no other session has its model.
     """
     _take_over(session.param_ids)
     _watching[session] = None
@@ -31,13 +33,13 @@ def stop_watching(session: Any) -> None:
 
 
 def await_attachment(module: nn.Module) -> None:
-    """The model was prepared: a step of an optimizer is an error until a session watches for it."""
+    """The model was prepared: make an optimizer step an error until a session watches for it."""
     _take_over(set(map(id, module.parameters())))
     _unattached[module] = None
 
 
 def _take_over(param_ids: set[int]) -> None:
-    """Take a model with these parameters from whoever had it: another trainer has it now, or it is attached."""
+    """Remove a model with these parameters from its earlier session: another trainer has it now, or it is attached."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     for session in list(_watching):
@@ -49,7 +51,9 @@ def _take_over(param_ids: set[int]) -> None:
 
 
 def has_rate(optimizer: Optimizer) -> bool:
-    """Whether its step can move a parameter. A rate on a device counts as one: the host would wait for its value."""
+    """Whether its step can move a parameter. A learning rate on a device counts as nonzero, since the host would wait
+    for its value.
+    """
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     return any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates)
 

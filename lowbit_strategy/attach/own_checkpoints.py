@@ -1,4 +1,4 @@
-"""A plain loop's checkpoints that are written without `Session.save`, or loaded without `Session.load`: said once."""
+"""Warns once if a plain loop writes checkpoints without `Session.save` or loads them without `Session.load`."""
 
 from __future__ import annotations
 

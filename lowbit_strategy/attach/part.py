@@ -1,4 +1,4 @@
-"""The door for what options bring that the rest does without: one shape for all of it.
+"""The interface of optional parts: what an option outside the core may do, and when it is called.
 
 | when | what is called |
 |---|---|
@@ -30,10 +30,10 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Part:
-    """What an option brings. It does nothing: a part overrides what concerns it.
+    """What an option adds. The methods here do nothing; a part overrides those that it needs.
 
-    `options` are `SyncOptions`, `prepared` is a `PreparedModel`. What starts with ``check`` raises a ValueError if
-    something does not go together.
+    `options` are `SyncOptions`, `prepared` is a `PreparedModel`. Methods that start with ``check`` raise a ValueError
+    if something does not go together.
     """
 
     def check_options(self, options: Any) -> None:
@@ -46,13 +46,15 @@ class Part:
         """Check it against these parameters and their compressor."""
 
     def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
-        """Check it against a model with parameters on several meshes, such as experts. `meshes`: the ranks of each."""
+        """Check it against a model with parameters on several meshes, such as experts. `meshes`: the ranks of each
+        mesh.
+        """
 
     def on_ranks(self, prepared: Any) -> Any:
-        """`prepared` on the ranks that there are.
+        """Adapt `prepared` to the ranks that there are.
 
         Raises:
-            ValueError: It is not possible there.
+            ValueError: It cannot run on these ranks.
         """
         return prepared
 
@@ -60,7 +62,8 @@ class Part:
         """Check it against an optimizer that has not stepped yet."""
 
     def fitted(self, prepared: Any, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]) -> Any:
-        """`prepared` adjusted to what there is, the same on every rank. `modules`: what FSDP2 gathers as one.
+        """Return `prepared` fitted to the machine, the same on every rank. `modules`: the parameters that FSDP2 gathers
+        together.
 
         Raises:
             ValueError: Nothing fits.
@@ -68,22 +71,22 @@ class Part:
         return prepared
 
     def extra(self, prepared: Any) -> Extra | None:
-        """What ranks will exchange and keep for it; None: nothing."""
+        """What ranks will exchange and keep for this part; None: nothing."""
         return None
 
     def given_up(self) -> Part:
-        """What is left if it cannot be had and nobody has asked for it."""
+        """What to use instead if the part cannot work and the user has not asked for it."""
         return self
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> None:
-        """Begin; there are several ranks."""
+        """Begin. Called only if there are several ranks."""
 
 
 def made_parts(options: Any) -> list[Part]:
-    """The parts that options bring, asked for or not.
+    """The parts that options add, whether the user asked for them or not.
 
     Raises:
-        MissingPart: One was asked for, and is not installed.
+        MissingPart: The user asked for a part that is not installed.
     """
     asked = {option: getattr(options, option) for option in leaves.OPTIONS}
     for option, part in leaves.OPTIONS.items():
@@ -94,7 +97,7 @@ def made_parts(options: Any) -> list[Part]:
 
 
 def warn_of_missing_parts(options: Any) -> None:
-    """Log what is not done because its part is not installed, though nobody has turned it off."""
+    """Log what is not done because its part is not installed, although the user has not turned it off."""
     for option, part in leaves.OPTIONS.items():
         if part.unasked and getattr(options, option) is None and not leaves.is_present(part.target):
             _log.warning("%s", leaves.undone(option))

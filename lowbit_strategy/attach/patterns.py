@@ -1,4 +1,4 @@
-"""Patterns of a configuration that match no parameter of the model."""
+"""Finds patterns of a configuration that match no parameter of the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
 
 
 def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
-    """All selectors of a configuration and of those inside it."""
+    """All selectors of a configuration and of the configurations inside it."""
     found: list[tuple[str, Selector]] = []
     waiting: list[object] = [compressor]
     while waiting:

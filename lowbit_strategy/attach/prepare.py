@@ -1,4 +1,4 @@
-"""Checks a configuration before the model is wrapped, and on the ranks that it is attached to; ranks compare it."""
+"""Checks a configuration before the model is wrapped and again on its ranks, which compare their configurations."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _log = logging.getLogger("lowbit_strategy")
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that all ranks agree on. Its ranks, and whether FSDP2 has replicas (HSDP), are known once it is attached.
+    """A model that all ranks agree on. Its ranks, and whether FSDP2 has replicas, are known once it is attached.
 
     Args:
-        layout: What wraps the model.
-        topology: The ranks over which its gradients are a mean.
+        layout: The wrapper: DDP or FSDP2.
+        topology: The ranks that average its gradients.
     """
 
     compressor: Compressor
@@ -51,7 +51,7 @@ class PreparedModel:
 
     @property
     def weights(self) -> WeightCoding | None:
-        """How FSDP2's travel. Unless chosen: exactly under HSDP, where they stay inside a node with fast links."""
+        """How FSDP2's weights travel. By default exactly under HSDP, where they stay inside a node with fast links."""
         if not self.scatter:
             return None
         unchosen = Exact() if self.layout == "hsdp" else default_weights(self.compressor)
@@ -59,7 +59,7 @@ class PreparedModel:
 
     @property
     def copies_residuals(self) -> bool:
-        """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
+        """Whether residuals are copied before each reduction. Rounds throw nothing away unless replicas leave."""
         options = self.options
         return options.rollback and (options.outer is None or options.comes_and_goes)
 
@@ -76,7 +76,7 @@ def prepare(
     *,
     scatter: bool = False,
 ) -> PreparedModel:
-    """Check the configuration against the model, on all ranks together, which train it.
+    """Check the configuration against the model, on all ranks that train it.
 
     Args:
         module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
@@ -122,7 +122,7 @@ def checked(
 
 
 def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup | None = None) -> None:
-    """Ranks that have the same parameters compare them, and their settings. The model is to be attached next.
+    """Compare parameters and settings across the ranks that have the same parameters. The model must be attached next.
 
     Raises:
         RuntimeError: The ranks differ.
@@ -137,10 +137,10 @@ def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup
 
 
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
-    """A checked configuration on the ranks that there are. `shard_size`: HSDP: how many have one model together.
+    """Adapt a checked configuration to the ranks that there are. `shard_size`: HSDP: how many ranks share one model.
 
     Raises:
-        ValueError: An option does not suit them.
+        ValueError: An option does not suit these ranks.
     """
     options = prepared.options
     if options.two_level and topology.obstacle is not None:

@@ -1,4 +1,4 @@
-"""The door for ranks that meet in rounds: what the option that brings them has to offer, and its part in a session."""
+"""The interface of options by which ranks meet in rounds: what such an option provides, and its part in a session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit_strategy.plan.rounds import RoundPlan
 
 
 class EveryStep:
-    """When ranks meet, as a session asks: in every step. What lets them meet in rounds derives from this.
+    """Tells a session when ranks meet. Here they meet in every step; what lets them meet in rounds derives from this.
 
     Attributes:
         serves_replaced: Whether other parameters in the place of those that it was given are served.
@@ -41,32 +41,34 @@ class EveryStep:
         return self.replica is None or bool(self.replica.leads)
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Who steps the model: these and the scaler, if there is one, have a state that may differ between ranks."""
+        """Note who steps the model. The state of the optimizers and of the scaler, if there is one, may differ between
+        ranks.
+        """
 
     def attached(self, session: Any, module: nn.Module) -> None:
         """The session is complete."""
 
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
-        """DDP around the model, which the adapter may have replaced."""
+        """Note the DDP wrapper of the model, which the adapter may have replaced."""
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and the engine knows them."""
+        """More parameters are trained now; the engine already knows them."""
 
     def begin_forward(self) -> None:
         """A forward pass in training begins."""
 
     def begin_backward(self, loss: Tensor | None) -> None:
-        """A backward pass begins, before this rank steps. `loss`: of its batch, where it is known."""
+        """A backward pass begins, before this rank steps. `loss`: the loss of its batch, if known."""
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
-        """An optimizer has stepped, or a scaler has skipped its step. None: the only one has."""
+        """An optimizer has stepped, or a scaler has skipped its step. None: there is only one optimizer."""
 
     def shared_weights(self, *, validates: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which the model has the weights that all ranks share."""
         return contextlib.nullcontext()
 
     def arrive(self) -> None:
-        """Waits for what is under way, before the engine's state is read."""
+        """Wait for exchanges that are under way, before the engine's state is read."""
 
     def resume(self) -> None:
         """The framework has loaded everything, or training begins."""
@@ -78,12 +80,12 @@ class EveryStep:
         """Training ends."""
 
     def close(self) -> bool:
-        """Returns whether the threads of this have ended."""
+        """Return whether all threads of this object have ended."""
         return True
 
 
 class RoundRule(Part, ABC):
-    """An option by which ranks meet in rounds, with gradients that stay on their rank in between."""
+    """An option by which ranks meet in rounds; between meetings, gradients stay on their rank."""
 
     @property
     @abstractmethod
@@ -92,11 +94,11 @@ class RoundRule(Part, ABC):
 
     @abstractmethod
     def compressor(self) -> Compressor:
-        """If the user chooses none."""
+        """The compressor to use if the user chooses none."""
 
     @abstractmethod
     def planned(self, every: int | None = None) -> RoundPlan:
-        """A round. `every`: its optimizer steps; None: those of the first one."""
+        """Plan a round of `every` optimizer steps; None: as many as the first round has."""
 
     @abstractmethod
     def meet(
@@ -108,14 +110,14 @@ class RoundRule(Part, ABC):
         check_digest: bool,
         ddp: DistributedDataParallel | None,
     ) -> EveryStep:
-        """A model is attached. Returns what takes over when ranks meet.
+        """A model is attached: return the object that decides when ranks meet.
 
         Args:
             module: The model.
-            sync: Its engine, whose group nothing else uses between steps.
-            members: What `RoundMembers.registered` has returned; None: the ranks stay.
-            check_digest: Compare over the ranks now and then what they share.
-            ddp: Around the model, if it is wrapped.
+            sync: Its engine, whose process group nothing else uses between steps.
+            members: What `RoundMembers.registered` returned; None: the ranks stay the same.
+            check_digest: Now and then compare the shared weights across ranks.
+            ddp: DDP around the model, if it is wrapped.
         """
 
     def adapter(self, framework: str) -> Any:
@@ -124,11 +126,13 @@ class RoundRule(Part, ABC):
 
 
 class RoundMembers(Part, ABC):
-    """An option by which those who meet join and leave: each process, or node with one model, has its own world."""
+    """An option by which ranks that meet may join and leave: each process, or each node with one model, has its own
+    world.
+    """
 
     @abstractmethod
     def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:
-        """A model is about to be attached: make it known to the others. Returns what a rule needs to meet them.
+        """A model is about to be attached: make it known to the others, and return what a rule needs to meet them.
 
         Args:
             prepared: A `PreparedModel`.

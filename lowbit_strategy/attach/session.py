@@ -51,11 +51,11 @@ class Session:
         module: The model, without DDP around it.
         options: Those given to `prepare`.
         hook: The hook of DDP, or of FSDP2 under HSDP.
-        pace: When ranks meet; None: in every step.
-        choice: Picks the compressor; None: it stays.
+        pace: Decides when ranks meet; None: in every step.
+        choice: Picks the compressor during training; None: the compressor stays.
 
     Attributes:
-        ended_by: Optimizers whose steps end the session's, so that nobody has to call `end_step`.
+        ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def is_in_rounds(self) -> bool:
-        """Whether gradients stay on this rank, now."""
+        """Whether gradients stay on this rank now."""
         return self.sync.rounds is not None
 
     @property
@@ -100,7 +100,9 @@ class Session:
 
     @property
     def _is_in_ddp(self) -> bool:
-        """Which does not see that other parameters are trained than at set-up, unlike FSDP2."""
+        """Whether the model is in DDP, which, unlike FSDP2, does not notice when other parameters are trained than at
+        set-up.
+        """
         return self.sync.weights is None
 
     @property
@@ -112,8 +114,8 @@ class Session:
         """Tell who steps.
 
         Args:
-            optimizers: Gives the optimizers; those that step no parameter of this model are left out.
-            scaler: Gives the gradient scaler, or None.
+            optimizers: Returns the optimizers; those that step no parameter of this model are ignored.
+            scaler: Returns the gradient scaler, or None.
         """
         self._use.optimizers = optimizers
         self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
@@ -121,28 +123,29 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begins a forward pass in training, if the framework exposes that point; weights may change until then."""
+        """Begin a training forward pass, if the framework exposes that point. Weights may change until then."""
         self._end_open_step()
         self.pace.begin_forward()
 
     def _end_open_step(self) -> None:
-        """Training continues: end the step that an optimizer took, if nothing ended it."""
+        """Training continues: end the step that an optimizer took, unless it has been ended."""
         if self._is_open:
             self._close_step()
         self._meet()
         self._use.stepped.clear()
 
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
-        """Begins a backward pass: called before each, on the thread and stream of training, on all ranks.
+        """Begin a backward pass. Call it before each one, on all ranks, in the thread and stream of training.
 
-        1. the step that an optimizer took ends, if nothing ended it
+        1. the step that an optimizer took is ended, unless it has been ended already
         2. reductions whose gradients were cleared without a step are set aside
-        3. parameters that have been unfrozen are served from now on
-        4. the first of a step: controllers decide, methods may change, and residuals follow the loss scale
+        3. parameters that have been unfrozen are synchronized from now on
+        4. in the first backward pass of a step, controllers decide, methods may change, and residuals follow the loss
+           scale
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
-            loss: Loss of the batch, before `scaler`: for rounds whose length follows it.
+            loss: Loss of the batch before scaling, for rounds whose length depends on it.
 
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
@@ -151,7 +154,7 @@ class Session:
         self.begin_reducing(scaler)
 
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
-        """What a rank does of `begin_step` for a backward pass that may be its own: 1 to 3."""
+        """Steps 1 to 3 of `begin_step`, which a rank takes even if it runs the backward pass alone."""
         if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
@@ -166,21 +169,21 @@ class Session:
         self.pace.begin_backward(loss)
 
     def begin_reducing(self, scaler: Any = None) -> None:
-        """What ranks do together of `begin_step`, at the latest when DDP has the first gradients of a pass: 4."""
+        """Step 4 of `begin_step`, which ranks take together, at the latest when DDP has a pass's first gradients."""
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
         self._use.note_delivered()
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
-        """Ends a step: called after every optimizer step, a skipped one too, and after ``scaler.update()``.
+        """End a step. Call it after every optimizer step, even a skipped one, and after ``scaler.update()``.
 
-        If it is never called, the step ends when training continues. With a loss scaler, or an optimizer that is not
-        torch's, it must be called.
+        Without this call, the step ends when training continues. With a loss scaler, or an optimizer that is not
+        torch's, the call is required.
 
         Args:
-            optimizer: Which one has stepped, for rounds; None: the only one.
-            scaler: See `begin_step`. Reading its scale here, where it changes, keeps the host from waiting for the
+            optimizer: The optimizer that has stepped, needed in rounds; None: there is only one.
+            scaler: See `begin_step`. Its scale changes here, and reading it here keeps the host from waiting for the
                 device before backward.
 
         Returns:
@@ -188,7 +191,7 @@ class Session:
 
         Raises:
             RuntimeError: `optimizer` steps no parameter of this model, and no other optimizer has stepped one.
-            DivergenceError: On every rank, if parameters were compared after this step and differ.
+            DivergenceError: Raised on every rank if parameters were compared after this step and differ.
         """
         if not self._is_open and optimizer is not None and self._use.moves_nothing(optimizer):
             return False
@@ -198,7 +201,9 @@ class Session:
         return counted
 
     def _close_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
-        """What this rank does alone of `end_step`, unless ranks meet in rounds or a loss scaler may skip the step."""
+        """The part of `end_step` that this rank does alone, unless ranks meet in rounds or a loss scaler may skip the
+        step.
+        """
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
         stepped = self._use.take_stepped(optimizer, is_known=self._is_open)
@@ -231,7 +236,7 @@ class Session:
         return counted
 
     def _meet(self) -> None:
-        """All ranks have ended the step, or will before they go on: what they do together at its end."""
+        """The part of `end_step` that ranks do together, when all have ended the step or will before they go on."""
         meet, self._closed = self._closed, None
         if meet is not None:
             meet()
@@ -239,18 +244,20 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
-        """Around the writing of the checkpoint `path`. Each rank saves its own residuals and waits for no other, so
-        call it on all ranks: those that do not save have none, and a resumed run says so. In rounds all have to save.
+        """A context for writing the checkpoint `path`. Each rank saves its own residuals without waiting for the
+        others, so use it on all ranks. Ranks that do not save have no residuals, and a resumed run says so. In rounds
+        all ranks must save.
 
         1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
-        2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
-        3. when rank 0 has left the block, residuals of a checkpoint that was replaced are removed; if an exception has
-           ended it, those of this one
+        2. the block writes the checkpoint, which must contain the value that the context returns, under
+           `CHECKPOINT_KEY`
+        3. when rank 0 leaves the block, the residuals of a replaced checkpoint are removed; after an exception, those
+           of this one are
 
         Args:
             path: Path of the checkpoint, the same on all ranks.
-            asynchronous: The block only starts to write, from copies. It must finish before the next save, which then
-                does 3.
+            asynchronous: The block only starts to write, from copies. Writing must finish before the next save, which
+                then does 3.
         """
         if self._is_open:
             self._close_step()
@@ -262,12 +269,12 @@ class Session:
 
         Args:
             path: The checkpoint.
-            stamp: What it holds under `CHECKPOINT_KEY`; None: it was written by an uncompressed run. An error: why it
-                cannot be read.
+            stamp: What the checkpoint holds under `CHECKPOINT_KEY`. None: an uncompressed run wrote it. An error: why
+                it cannot be read.
 
         Raises:
             ResidualFileError: A rank's file is missing or damaged, and `on_missing_residual` does not accept that.
-            ValueError: The residuals are of another model.
+            ValueError: The residuals belong to another model.
         """
         if not self.is_in_rounds:
             self._end_open_step()
@@ -301,26 +308,26 @@ class Session:
         return self._saver.last_step
 
     def weights_changed(self) -> None:
-        """Weights were changed between a forward and its backward pass: the next gather sends them. On all ranks."""
+        """Weights changed between a forward and its backward pass: the next gather sends them. Call it on all ranks."""
         self.sync.weights_changed()
 
     def weights_unchanged(self) -> None:
-        """No optimizer steps on what was reduced: the weights serve the next micro-batch too. On all ranks."""
+        """No optimizer steps on what was reduced: the next micro-batch uses the same weights. Call it on all ranks."""
         if self.sync.weights is not None:
             self.sync.weights.unchanged()
 
     def resume(self) -> None:
-        """The framework has loaded all that it saves, after `load`, or training begins; for rounds."""
+        """The framework has loaded everything, after `load`, or training begins. Needed in rounds."""
         self.pace.resume()
 
     def finish(self) -> None:
-        """Training ends on this rank; call on all ranks, which have the same weights then."""
+        """End training. Call it on all ranks, which then have the same weights."""
         self._end_open_step()
         self.pace.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the weights that all ranks share: for validation, with a warning if the
-        last one saw the same weights, or for saving with ``validates=False``.
+        """A context in which the model has the weights that all ranks share. Use it for validation, where it warns if
+        the last one saw the same weights, or with ``validates=False`` for saving.
         """
         return self.pace.shared_weights(validates=validates)
 
@@ -329,7 +336,7 @@ class Session:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Session) -> None:
-        """Continue with the state of an earlier attachment of the same model (a second fit), which may have changed."""
+        """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
         saved = capture.capture(earlier.sync) | {"own": {}}
         if capture.keep_fitting(self.sync, saved):
@@ -338,11 +345,11 @@ class Session:
         self.choice.after_load()
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:
-        """Serve the newly trainable parameters too, between steps, on all ranks together.
+        """Synchronize newly trainable parameters too. Call it between steps, on all ranks together.
 
         Args:
-            model: The model wrapped again, since DDP synchronizes only what was trainable when it wrapped. Not needed
-                for FSDP2.
+            model: The model wrapped again, since DDP synchronizes only what was trainable when it wrapped the model.
+                Not needed for FSDP2.
         """
         specs, params = self.frozen.take_newly_trainable()
         self.sync.extend(specs)
@@ -374,7 +381,7 @@ class Session:
             self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether `module` is this model, regardless of what wraps it."""
+        """Whether `module` is this model, however it is wrapped."""
         return self._use.serves(module)
 
     @property
@@ -382,9 +389,10 @@ class Session:
         return self._use.param_ids
 
     def close(self) -> None:
-        """End the hook's thread and destroy the process groups made for it; what is saved can still be read.
+        """End the hook's thread and destroy the process groups made for it. State to be saved can still be read.
 
-        A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
+        A thread that has not ended, for example after an error on another rank, may wait in a collective; then the
+        groups stay.
         """
         self.is_closed = True
         stop_watching(self)
@@ -398,7 +406,7 @@ class Session:
                 comm.release(ranks.own)
 
     def give_back_with(self, stop: Callable[[], bool]) -> None:
-        """Give back process groups when this session is garbage-collected, as it is with a sharded model, and threads
+        """When this session is garbage-collected, as with a sharded model, destroy its process groups and end threads
         by `stop`.
         """
         groups = [group for ranks in self._ranks for group in ranks.own]

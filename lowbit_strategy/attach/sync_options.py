@@ -1,4 +1,4 @@
-"""All that is about synchronization around a compressor: the same options in every framework and configuration file."""
+"""All options about synchronization except the compressor, the same in every framework and configuration file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, cal
 
 @configuration
 class SyncOptions:
-    """How compression behaves around the compressor.
+    """Options of synchronization that do not belong to the compressor.
 
     Args:
         seed: Seed of stochastic rounding and selection; the same on all ranks.
@@ -91,7 +91,7 @@ class SyncOptions:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether those who meet join and leave, each with its own world."""
+        """Whether the ranks that meet join and leave, each with its own world."""
         return self.elastic is not None
 
     @property
@@ -100,7 +100,7 @@ class SyncOptions:
         return [*made_parts(self), *(part for part in (self.elastic, self.outer) if part is not None)]
 
     def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:
-        """See `RoundMembers.registered`; None where ranks stay."""
+        """See `RoundMembers.registered`; None if the ranks stay the same."""
         return None if self.elastic is None else self.elastic.registered(prepared, module, group)
 
     def adapter(self, framework: str) -> Any:

@@ -1,1 +1,1 @@
-"""One model's gradient synchronization on one rank: buckets, state of the methods, carry-over, steps."""
+"""Gradient synchronization of one model on one rank: buckets, methods' state, carry-over, steps."""

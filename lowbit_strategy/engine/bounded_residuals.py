@@ -1,4 +1,4 @@
-"""Residuals that are not allowed to grow beyond their gradients: ``max_residual=``."""
+"""Keeps residuals from growing too large for their gradients: ``max_residual=``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit_strategy.engine.schedule import Stages
 
 
 class BoundedResiduals(StepListener, BucketObserver):
-    """Makes residuals smaller before a bucket is reduced; where a gradient is zero, its residual waits.
+    """Shrinks residuals before a bucket is reduced. If a gradient is zero, its residual waits.
 
     Args:
         limit: Largest norm of a residual, in norms of the parameter's gradient.

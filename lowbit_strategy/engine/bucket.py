@@ -1,6 +1,6 @@
-"""Buckets of gradients: which exchange or method reduces each of their parameters.
+"""Buckets of gradients, and how each of their parameters is reduced.
 
-Methods that look at the whole model wait under DDP for the last bucket, which reduces for all (`Collector`).
+Under DDP, methods that look at the whole model wait for the last bucket, which reduces for all (`Collector`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class Collector:
-    """Views of the buckets of one backward pass.
+    """Collects the views of one backward pass's buckets, for methods that need the whole model.
 
-    Buckets are announced when DDP hands them in, on the autograd thread, and arrive when a worker reduces them. The
-    last one may arrive before earlier ones do, so it waits until all announced buckets have arrived.
+    A bucket is announced when DDP hands it in, on the autograd thread, and arrives when a worker reduces it. The last
+    bucket may arrive before earlier ones, so it waits until all announced buckets have arrived.
 
     Args:
         names: All parameters, in the order in which methods see them, regardless of buckets.
@@ -44,8 +44,8 @@ class Collector:
         self._arrived: dict[Method, list[list[ParamView]]] = {}
 
     def announce(self, *, first: bool, last: bool) -> None:
-        """A bucket has been handed in: the `first` or the `last` of a pass, at whose beginning nothing is in flight.
-        What an earlier pass that failed has left is forgotten.
+        """A bucket has been handed in; it may be the `first` or the `last` of a pass. When a pass begins nothing is in
+        flight, and anything left by a failed pass is dropped.
         """
         if self._complete or first:
             self._num_announced, self._arrived = 0, {}
@@ -56,7 +56,7 @@ class Collector:
         self._arrived.setdefault(method, []).append(views)
 
     def misses(self, method: Method) -> bool:
-        """Whether the last bucket, which calls, must wait for earlier ones."""
+        """Whether the last bucket, which calls this, must wait for earlier ones."""
         return len(self._arrived[method]) < self._num_announced
 
     def views(self, method: Method) -> list[ParamView]:
@@ -65,25 +65,25 @@ class Collector:
         return sorted(views, key=lambda view: self._order[view.spec.name])
 
     def waits(self, method: Method) -> bool:
-        """Whether the last bucket has not reduced yet."""
+        """Whether a bucket must wait because the last one has not reduced yet."""
         return method in self._arrived
 
     def finish(self, method: Method) -> None:
-        """The last bucket has reduced for all."""
+        """Note that the last bucket has reduced for all."""
         del self._arrived[method]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """What a bucket holds.
+    """The parameters in a bucket, and where they lie.
 
     Args:
-        entries: Each parameter's name, and the place of its first element (FSDP2: in every row).
+        entries: Each parameter's name and the offset of its first element (FSDP2: in every row).
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
-        alone: Whole-model methods take it for a whole model, as they do every bucket of FSDP2.
-        names: All parameters, where this rank has no part of some; empty: those of `entries`.
-        num_marked: FSDP2: of how many parameters ranks tell each other whether they had a gradient.
+        alone: Whole-model methods treat this bucket as a whole model, as they do with every bucket of FSDP2.
+        names: All parameters, if this rank has no part of some; empty: the parameters of `entries`.
+        num_marked: FSDP2: the number of parameters for which ranks tell each other whether they had a gradient.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -96,17 +96,17 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketContext:
-    """What all buckets of a model share while the parameters keep their methods.
+    """What all buckets of a model share until a parameter changes its method.
 
     Args:
         specs: All parameters.
         methods: The method of each parameter.
         stores: The state of each method.
-        comm: Group to reduce over.
-        flags: Overflows and errors that this rank finds.
+        comm: Ranks to reduce over.
+        flags: Collects overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.
-        collector: Brings the buckets of whole-model methods together; None: there is no such method.
-        notes_overflow: Whether results that are not finite are noted, for a rollback.
+        collector: Collects buckets for whole-model methods; None: there is no such method.
+        notes_overflow: Whether to note results that are not finite, for a rollback.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -122,33 +122,36 @@ class BucketContext:
 
 
 class BucketObserver:
-    """Looks at every bucket of one step. It does nothing: what derives from this overrides what concerns it.
+    """Looks at every bucket of one step. The methods here do nothing; subclasses override those that they need.
 
     Attributes:
-        traces: Whether `trace_residual` and `trace` are requested; they cost a decode of each message and a float32
-            copy of the bucket.
-        accounts: Whether the byte check learns of all that it sends.
+        traces: Whether `trace_residual` and `trace` are called, which costs a decode of each message and a float32 copy
+            of the bucket.
+        accounts: Whether the byte check knows of everything that this observer sends.
     """
 
     traces: bool = False
     accounts: bool = True
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        """Yield from `stages`, looking at `x` before they start and at `out` after they have ended."""
+        """Yield from `stages`; look at `x` before they start and at `out` when they have ended."""
         return stages
 
     def trace_residual(self, name: str, residual: Tensor | None) -> None:
-        """One parameter's residual before it is reduced, float32 ``[numel]``, not to be kept; None: there is none."""
+        """Receive one parameter's residual before it is reduced, float32 ``[numel]``, which must not be kept. None:
+        there is none.
+        """
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
-        """One parameter, float32 ``[numel]``: gradient plus residual, and what the others decode of it.
+        """Receive one parameter's gradient plus residual, and what the others decode from this rank; float32
+        ``[numel]``.
 
-        Blocks whose gradient is all zero wait for another step; they are zero in both.
+        Blocks whose gradient is all zero wait for another step, and are zero in both.
         """
 
 
 class Bucket:
-    """One bucket's plan: the exchange that its codecs share, and its reducers. Made once per layout."""
+    """How one bucket is reduced: by the exchange that its codecs share, and by its reducers. Made once per layout."""
 
     def __init__(self, context: BucketContext, layout: BucketLayout) -> None:
         self.context = context
@@ -203,17 +206,18 @@ class Bucket:
         observers: Sequence[BucketObserver],
         marks: Tensor | None = None,
     ) -> Stages:
-        """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
+        """Reduce `x` into `out`. Yields while bytes travel; yields None while waiting for other buckets of the pass.
 
-        Gradients are reduced in the types that methods choose, also if backward runs inside an autocast region, which
-        would make a method's matrix products bfloat16.
+        Methods choose the dtypes, even if backward runs inside an autocast region, which would otherwise turn a
+        method's matrix products into bfloat16.
 
         Args:
             x: The bucket, 1-D contiguous.
-            out: DDP: as `x`, may be `x` itself; the mean. FSDP2: the own row, ``[row_numel]``; the sum.
+            out: DDP: receives the mean, has the shape of `x` and may be `x` itself. FSDP2: receives the sum of this
+                rank's row, ``[row_numel]``.
             step: Counter and seeds.
-            observers: The innermost first.
-            marks: The same as for `Exchange.run`.
+            observers: Observers of the step, the innermost first.
+            marks: See `Exchange.run`.
         """
         stages = self._stages(x, out, step, [each for each in observers if each.traces], marks)
         for observer in observers:
@@ -282,7 +286,7 @@ class Bucket:
         step: StepContext,
         tracers: Sequence[BucketObserver],
     ) -> Stages:
-        """Whole-model methods: wait for the last bucket of the pass, which reduces for all."""
+        """Wait, for a whole-model method, until the last bucket of the pass has reduced for all."""
         collector = self.context.collector
         assert collector is not None
         collector.arrive(method, views)
@@ -308,14 +312,14 @@ class Bucket:
         return residual
 
     def residual(self, param: ParamView) -> Tensor | None:
-        """float32 ``[numel]``, a copy: what is added to a parameter's next gradient; None where nothing is kept."""
+        """A copy of what will be added to a parameter's next gradient, float32 ``[numel]``; None if nothing is kept."""
         return self.context.stores[self.context.methods[param.name]].residual(param.name)
 
     def compensated(self, param: ParamView, x: Tensor, out: Tensor, residual: Tensor | None) -> Tensor:
-        """float32 ``[numel]``: gradient plus residual, a copy; zero where the method is idle.
+        """A copy of the gradient plus the residual, float32 ``[numel]``; zero where the method is idle.
 
-        That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
-        `residual`: what `residual` gives; it is overwritten.
+        A method is idle where a block's gradient, or the parameter's, is all zero: nothing is sent, and the residual
+        waits. `residual`: what the method `residual` returned; it is overwritten.
         """
         view, method = param.within(x, out), self.context.methods[param.name]
         gradient = view.flat()
@@ -334,7 +338,9 @@ class Bucket:
 
     @staticmethod
     def _idle_together(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
-        """``[W, K, B]``, padded with zeros: blocks, or ``[1, 1, N]``, that send nothing if all of them is zero."""
+        """The gradient as ``[W, K, B]``, padded with zeros, or as ``[1, 1, N]``; a block that is all zero sends
+        nothing.
+        """
         if idle_numel is None:
             return gradient.view(1, 1, -1)
         rows_WN = view.rows(gradient)
@@ -344,7 +350,7 @@ class Bucket:
 
 
 def _without_autocast(stages: Stages, device_type: str) -> Stages:
-    """`stages`, each of them run with autocast off; between them it is as the caller has it."""
+    """Run each of the `stages` with autocast off; between stages it is as the caller set it."""
     while True:
         off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
         try:

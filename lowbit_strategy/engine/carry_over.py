@@ -1,4 +1,4 @@
-"""What replaced methods had not sent yet: it is added to the next gradient."""
+"""Keeps what replaced methods had not sent yet, and adds it to the next gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 
 @dataclass(slots=True)
 class _Leftover:
-    """What a former method of one parameter has not sent.
+    """What a replaced method of one parameter had not sent.
 
     Args:
-        tensors, numbers: State of the replaced method, or of one that has a residual of float32, as `unsent_part` reads
+        tensors, numbers: State of the replaced method, or of a method with a float32 residual, as `unsent_part` reads
             it.
-        factor: What the loss scale has been multiplied by since.
+        factor: The factor by which the loss scale has changed since.
     """
 
     tensors: StateTensors
@@ -37,12 +37,13 @@ class _Leftover:
 
 
 class CarryOver:
-    """Leftover residuals by parameter name, in units of the gradient; as few bytes as they had before.
+    """Leftover residuals by parameter name, in units of the gradient, stored in as few bytes as before.
 
-    Each is added once to a gradient that is not all zero. If that gradient is thrown away it is kept and added again.
+    Each one is added once, to a gradient that is not all zero. If that gradient is thrown away, it is added again
+    later.
 
     Attributes:
-        waiting: Not added to a gradient yet.
+        waiting: Leftovers that have not been added to a gradient yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,15 +56,17 @@ class CarryOver:
 
     @property
     def nbytes(self) -> int:
-        """Memory for what waits."""
+        """Bytes of memory for the leftovers that wait."""
         return sum(tensor.nbytes for each in self.waiting.values() for tensor in each.tensors.values())
 
     def get(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``, a copy; None: nothing is left over."""
+        """A copy of the leftover, float32 ``[numel]``; None: nothing is left over."""
         return self.waiting[name].read() if name in self.waiting else None
 
     def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
-        """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: its state there says the same."""
+        """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: a store whose state says the
+        same.
+        """
         if not values.any():
             return
         tensors = {"residual": values.to(self._device)}
@@ -74,13 +77,13 @@ class CarryOver:
         self.waiting[name] = _Leftover(tensors, numbers)
 
     def release(self, name: str) -> Tensor | None:
-        """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
+        """Remove and return the leftover of `name`, for a method that keeps a residual itself."""
         values = self.get(name)
         self.waiting.pop(name, None)
         return values
 
     def add_to_(self, view: ParamView) -> None:
-        """Add what is kept for the view's parameter to its gradient, in place."""
+        """Add the leftover of the view's parameter to its gradient, in place."""
         name = view.spec.name
         if name not in self.waiting or not view.x.any():
             return
@@ -89,17 +92,17 @@ class CarryOver:
         view.x.add_(view.rows(values) if view.spec.sharded else values)
 
     def commit(self, names: Iterable[str]) -> None:
-        """What was added to the gradients of these parameters has been used."""
+        """What was added to these parameters' gradients has been used."""
         for name in names:
             self._added.pop(name, None)
 
     def roll_back(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters were thrown away: what was added to them waits for the next ones."""
+        """These parameters' gradients were thrown away: what was added to them waits for the next ones."""
         self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
 
     @contextmanager
     def taken_back(self, names: Iterable[str]) -> Iterator[None]:
-        """A context in which what was added to the gradients of these parameters waits again."""
+        """A context in which what was added to these parameters' gradients waits again."""
         added, waiting = self._added, self.waiting
         self.waiting = waiting | {name: added[name] for name in names if name in added}
         yield

@@ -1,4 +1,4 @@
-"""Copies of what methods keep, taken before a reduction changes it."""
+"""Copies of methods' state, taken before a reduction changes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowbit_strategy.methods._base.residuals import HOPS, read_residual, write_r
 
 
 class Copies:
-    """The state of parameters before their reductions. Memory is allocated once for all parameters of a store.
+    """Copies of parameters' state before their reductions. Memory is allocated once for all parameters of a store.
 
     Args:
-        state: What is copied, as long as its stores stay the same.
+        state: The state to copy, as long as its stores stay the same.
     """
 
     def __init__(self, state: MethodState) -> None:
@@ -27,11 +27,11 @@ class Copies:
         self._runs: dict[tuple[str, ...], tuple[list[Tensor], list[Tensor]]] = {}  # copies, and what they are of
 
     def of(self, name: str) -> StateTensors:
-        """The copy of one parameter's state, which was taken."""
+        """Return the copy of one parameter's state, which must have been taken."""
         return self._by_name.get(name, {})
 
     def take(self, names: tuple[str, ...]) -> None:
-        """Copy the state of these parameters, with as few operations as there are gaps between them."""
+        """Copy these parameters' state, with one operation per run of neighbors."""
         if names not in self._runs:
             stores = list(dict.fromkeys(map(self._state.store, names)))
             pairs = [pair for store in stores for pair in self._pairs(store, names)]
@@ -41,7 +41,7 @@ class Copies:
             torch._foreach_copy_(copies, sources)
 
     def _pairs(self, store: MethodStore, names: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copies of `names` in one store, and what they are of."""
+        """Pairs of copies and originals, for the parameters `names` of one store."""
         if store not in self._mirrors:
             self._allocate(store)
         mine = {name: store.state[name] for name in names if store.state.get(name)}
@@ -71,7 +71,7 @@ def _lies_in(tensor: Tensor, arena: Tensor) -> bool:
 
 
 def _runs(arena: Tensor, mine: Mapping[str, StateTensors]) -> list[tuple[int, int]]:
-    """Where in an arena the tensors of these parameters lie; neighbors are one run."""
+    """Where these parameters' tensors lie in an arena; neighbors form one run."""
     parts = [tensor for tensors in mine.values() for tensor in tensors.values() if _lies_in(tensor, arena)]
     places = [(int(part.storage_offset()), part.numel()) for part in parts]
     found: list[tuple[int, int]] = []
@@ -89,8 +89,8 @@ def copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
 
 
 def average_(targets: StateTensors, sources: StateTensors, share: float) -> None:
-    """Move one parameter's state toward that of `sources`, by `share`. What is no number in between stays, or is that
-    of `sources` if `share` is 1.
+    """Move one parameter's state toward `sources` by the fraction `share`. Values that cannot be averaged stay, or are
+    taken from `sources` if `share` is 1.
     """
     if share == 1.0:
         copy_(targets, sources)

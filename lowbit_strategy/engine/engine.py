@@ -1,4 +1,4 @@
-"""One model's gradient synchronization on one rank, step by step."""
+"""Gradient synchronization of one model on one rank, step by step."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ class GradientSync:
 
     A step is one optimizer step, regardless of the number of backward passes in it:
 
-    1. `begin_step`, before each backward pass. In the first one of a step controllers decide, and parameters whose
+    1. `begin_step`, before each backward pass. In the first one of a step, controllers decide, and parameters whose
        method changes are regrouped
-    2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages, which
-       the hook runs: on DDP's worker thread or side stream; under FSDP2 in its reduce-scatter stream, or overlapping
-       backward (`OverlappedReducer`, `BetweenNodes`)
-    3. `commit` the parameters that an optimizer has stepped, or `roll_back` those whose gradients were thrown away
+    2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages for the
+       hook to run, under DDP on a worker thread or side stream, under FSDP2 in the reduce-scatter stream or overlapped
+       with backward (`OverlappedReducer`, `BetweenNodes`)
+    3. `commit` the parameters that an optimizer has stepped, or `roll_back` if gradients were thrown away
     4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
-        ranks: Who trains the model; nothing else may use `Ranks.peers` while buckets are in flight.
-        others: Who reduces those parameters that are on another mesh, such as experts, by name.
+        ranks: The ranks that train the model; nothing else may use `Ranks.peers` while buckets are in flight.
+        others: The ranks that reduce parameters on another mesh, such as experts, by parameter name.
         device: Device of gradients.
-        scatter: FSDP2's reduce-scatter (sum of the owned share) instead of DDP's all-reduce (mean).
-        seed: Seed of all randomness; the same on all ranks.
-        skips_overflow: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
-        keeps_copies: State is copied before it changes. Without copies, what is rolled back is forgotten.
+        scatter: True: FSDP2's reduce-scatter (sum of the owned share). False: DDP's all-reduce (mean).
+        seed: The seed of all randomness; the same on all ranks.
+        skips_overflow: Whether a step that overflows may be skipped (fp16 with loss scaling); it is then rolled back.
+        keeps_copies: Whether state is copied before it changes. Without copies, rolling back resets it.
 
     Attributes:
-        ranks: Who reduces all parameters but those of `others`.
-        state: What is reduced, by which method, and what methods keep.
-        listeners: Who is called when steps begin and end.
-        notes: What is to be written into the record of the run: the kind of each line, and its fields. The last ones.
+        ranks: The ranks that reduce all parameters except those of `others`.
+        state: The parameters, their methods, and the methods' state.
+        listeners: Objects that are called when steps begin and end.
+        notes: The latest lines for the record of the run: the kind of each line, and its fields.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
-        weights: How FSDP2's weights travel; None under DDP.
-        node_means: Who forms the means inside a node, by its ranks.
-        extra_state, rank_state, part_state: What is saved with the methods' own state, by name; what differs between
-            ranks; of what ranks have parts.
+        weights: Gathers FSDP2's weights; None under DDP.
+        node_means: Computes the means inside a node, by the node's ranks.
+        extra_state, rank_state, part_state: Other state that is saved, by name: the same on all ranks, different on
+            each rank, and of values of which ranks have parts.
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
-        rounds: Reduces in rounds, and counts steps, while gradients stay on their rank; None: gradients are reduced.
-        follower: Who follows gradients to the optimizers' steps.
+        rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
+        follower: Is called when optimizers step on what was reduced.
         extra: What ranks exchange in addition to gradients.
     """
 
@@ -131,16 +131,18 @@ class GradientSync:
 
     @property
     def all_ranks(self) -> list[Ranks]:
-        """Who reduces any parameter, `ranks` first; the same order on all ranks."""
+        """Every `Ranks` that reduces parameters, `ranks` first, in the same order on all ranks."""
         return self.state.all_ranks
 
     @property
     def in_parts(self) -> bool:
-        """Whether some ranks hold other parts of a parameter, by dims of a mesh over which its gradient is no mean."""
+        """Whether ranks hold different parts of a parameter along mesh dims over which its gradient is not averaged."""
         return any(self.ranks.world.world_size > ranks.world_size for ranks in self.all_ranks)
 
     def summed_in_parts(self, counts: Tensor) -> Tensor:
-        """The sum of what ranks have counted of their parts of gradients; where all have whole ones, `counts`."""
+        """Sum `counts` over the ranks that hold different parts of gradients; if all ranks have whole gradients, return
+        `counts`.
+        """
         if self.scatter or self.weights is not None or self.in_parts:
             before = self.ranks.peers.sent_nbytes
             self.ranks.world.all_reduce(counts).wait()
@@ -158,35 +160,36 @@ class GradientSync:
     # -- which method reduces what -------------------------------------------------------------------------------------
 
     def use(self, compressor: Compressor, chosen: Mapping[str, Compressor] | None = None) -> None:
-        """Give every parameter its method again: that of `compressor`, or of the one that is `chosen` for it. Residuals
-        are carried over; between steps only.
+        """Give every parameter its method again, from `compressor` or from the one `chosen` for it. Residuals are
+        carried over. Call it between steps only.
         """
         self._regroup(self.state.use, compressor, chosen or {}, self.step_index)
 
     def follow_phase(self) -> None:
-        """Regroup if a compressor has another configuration for this step."""
+        """Regroup if a compressor changes its configuration in this step."""
         if self.state.phase_ends_before(self.step_index):
             self._regroup(self.state.follow_phase, self.step_index)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
-        """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
+        """Synchronize more parameters, the same on all ranks; others keep their state. Call it between steps only."""
         if specs:
             self._regroup(self.state.extend, specs)
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
-        """Give parameters these methods. Residuals are carried over; between steps only."""
+        """Give parameters these methods. Residuals are carried over. Call it between steps only."""
         self._regroup(self.state.assign, assignments)
 
     def forget(self) -> None:
-        """All state as at the start; methods stay. Between steps only."""
+        """Reset all state to its start; methods stay. Call it between steps only."""
         self._clear_step()
         self._regroup(self.state.forget)
 
     def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
-        """Reduce with other ranks from the next step on. Between steps, on all of them.
+        """Reduce with other ranks from the next step on. Call it between steps, on all of them.
 
-        All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is new, and
-        what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
+        State is kept if this rank's place and the number of peers stay the same. Otherwise, or if `afresh`, state is
+        new, and what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as
+        before.
         """
         assert ranks.topology.node_size == self.ranks.topology.node_size
         self.ranks = ranks
@@ -200,7 +203,7 @@ class GradientSync:
                     comm.describe_step = self._describe_step
 
     def _regroup(self, change: Callable[..., None], *values: Any) -> None:
-        """Change methods, or their state. Drops all buckets, which hold offsets into the state."""
+        """Change methods or their state. This drops all buckets, which hold offsets into the state."""
         self._buckets = {}
         self.transactions.forget()
         change(*values)
@@ -228,7 +231,7 @@ class GradientSync:
 
     @property
     def outside_buckets(self) -> list[WeightSync | NodeMeans]:
-        """What else sends messages in a step."""
+        """The other senders of messages in a step."""
         return [*([] if self.weights is None else [self.weights]), *self.node_means.values()]
 
     @property
@@ -249,8 +252,8 @@ class GradientSync:
         return f"optimizer step {self.step_index + 1}" + f", backward pass {self._num_passes}" * (self._num_passes > 1)
 
     def begin_step(self, loss_scale: float | None = None) -> None:
-        """Begin a step, before its first backward pass, on all ranks; further calls do nothing until it has ended.
-        `loss_scale`: of the coming gradients; residuals follow when it changes. None: as it was.
+        """Begin a step, before its first backward pass, on all ranks. Further calls do nothing until the step has
+        ended. `loss_scale`: the scale of the coming gradients; residuals are rescaled when it changes. None: unchanged.
         """
         if self.has_begun:
             return
@@ -271,19 +274,19 @@ class GradientSync:
         self.transactions.byte_check.begin_step(peers, checks=checks)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
-        not committed before `end_step`.
+        """Optimizers have stepped these parameters on what was reduced; None: all parameters. A step that may still be
+        skipped is not committed before `end_step`.
         """
         if not self.skips_overflow:
             self.transactions.commit(names)
 
     def roll_back(self) -> None:
-        """All reduced gradients were thrown away, on all ranks, as if no step had begun."""
+        """All reduced gradients were thrown away on all ranks: restore the state as if no step had begun."""
         self.transactions.roll_back()
         self._clear_step()
 
     def has_overflowed(self) -> bool:
-        """Whether a pass of the open step has given any rank inf or NaN; on all ranks together."""
+        """Whether a pass of the open step gave any rank inf or NaN. Call it on all ranks together."""
         before = self.ranks.peers.sent_nbytes
         overflowed = self.transactions.flags.overflowed(self.ranks.world)
         self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
@@ -291,7 +294,7 @@ class GradientSync:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """A context in which methods have what they had before all open reductions."""
+        """A context in which methods have the state from before all open reductions."""
         if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
             yield
             return
@@ -299,8 +302,8 @@ class GradientSync:
             yield
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """No rank had a gradient of these parameters: their reductions, of zeros, have not been. In rounds what is open
-        is no gradient's.
+        """No rank had a gradient for these parameters: undo their reductions of zeros. In rounds this does nothing,
+        since open reductions are not of gradients.
         """
         if self.rounds is None:
             self.transactions.withdraw(names)
@@ -322,10 +325,11 @@ class GradientSync:
         *,
         ranks: Ranks | None = None,
     ) -> Stages:
-        """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
+        """Reduce one bucket: a generator that yields while bytes travel, and yields None while waiting for other
+        buckets.
 
         All ranks run the same buckets and advance them in the same order. `x`, `out`, `marks`: see `Bucket.run`.
-        `ranks`: who reduces its parameters; None: those of most.
+        `ranks`: the ranks that reduce its parameters; None: the engine's `ranks`.
 
         Raises:
             RuntimeError: The step has not begun.
@@ -367,14 +371,14 @@ class GradientSync:
         self._after_backward = callback
 
     def reduced_outside(self) -> None:
-        """Gradients were reduced outside of a backward pass, as a pipeline does after its last micro-batch. It may be
+        """Gradients were reduced outside a backward pass, as a pipeline does after its last micro-batch. This may be
         called after each part of them.
         """
         if self._after_backward is not None:
             self._after_backward()
 
     def _keeping(self, names: tuple[str, ...], stages: Stages) -> Stages:
-        """Keep the state of these parameters where `stages` change it."""
+        """Keep copies of these parameters' state before `stages` change it."""
         self.transactions.keep(names)
         yield from stages
 
@@ -386,9 +390,9 @@ class GradientSync:
         return StepContext(self.step_index, hash32(shared + GOLDEN * (self.ranks.rank + 1)), shared)
 
     def end_step(self, stepped: Iterable[str] | None = None) -> bool:
-        """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
+        """The optimizer has stepped, or a loss scaler has skipped the step. Call this on all ranks.
 
-        Raises and returns the same as `close_step`.
+        Errors and the return value are those of `close_step`.
         """
         counted = self.close_step(stepped)
         self.weights_changed()
@@ -396,21 +400,22 @@ class GradientSync:
         return counted
 
     def weights_changed(self) -> None:
-        """An optimizer has stepped: under FSDP2 the next gather sends. On all ranks."""
+        """An optimizer has stepped: under FSDP2 the next gather sends weights. Call it on all ranks."""
         if self.weights is not None:
             self.weights.invalidate()
 
     def close_step(self, stepped: Iterable[str] | None = None) -> bool:
-        """What this rank does alone of `end_step`; with a loss scaler that may skip the step, all ranks call it.
+        """The part of `end_step` that this rank does alone; with a loss scaler that may skip the step, all ranks call
+        it.
 
         Args:
-            stepped: The parameters that it has stepped, or would have; None: all.
+            stepped: The parameters that were stepped, or would have been; None: all.
 
         Returns:
             Whether the step counted: False if it overflowed and was rolled back.
 
         Raises:
-            RuntimeError: Another number of bytes was sent than planned; on CUDA: in an earlier step a rank sent a
+            RuntimeError: The number of bytes sent differs from the plan; on CUDA: in an earlier step a rank sent a
                 message of another layout.
         """
         entered, counted = self.in_step, True
@@ -439,11 +444,11 @@ class GradientSync:
 
     @property
     def steps_per_reduction(self) -> int:
-        """Optimizer steps since the reduction before."""
+        """Optimizer steps since the previous reduction."""
         return 1 if self.rounds is None else self.rounds.stride
 
     def reduce_for(self, rounds: Rounds | None) -> None:
-        """What `rounds` brings is reduced from now on, and no gradients; None: gradients, in every step."""
+        """From now on reduce what `rounds` provides instead of gradients; None: reduce gradients in every step."""
         changes, self.rounds = (rounds is None) != (self.rounds is None), rounds
         self.skips_overflow = self._may_overflow and rounds is None
         self.transactions.keeps_copies = self._keeps_copies and (rounds is None or rounds.revocable)
@@ -453,13 +458,13 @@ class GradientSync:
             self.forget()
 
     def count_step(self) -> None:
-        """Count an optimizer step for which nothing is reduced, where ranks meet in rounds."""
+        """Count an optimizer step in which nothing is reduced, in rounds."""
         self.step_index += 1
 
     # -- what is saved, and who follows --------------------------------------------------------------------------------
 
     def serve_weights(self, weights: WeightSync) -> None:
-        """FSDP2's weights travel through `weights`: its steps are the engine's, its state is saved with it."""
+        """Send FSDP2's weights through `weights`, which follows the engine's steps and is saved with the engine."""
         self.weights = weights
         self.save_with("weights", weights)
 
@@ -468,21 +473,21 @@ class GradientSync:
         self.extra_state[name] = part
 
     def save_per_rank(self, name: str, part: RankState) -> None:
-        """The same for state that differs between ranks."""
+        """Save and restore state that differs between ranks."""
         self.rank_state[name] = part
 
     def save_parts(self, name: str, part: PartState) -> None:
-        """The same for state of which ranks have parts."""
+        """Save and restore state of which each rank has a part."""
         self.part_state[name] = part
 
     def follow(self, follower: Follower, extra: Extra) -> None:
-        """Call `follower` when an optimizer has stepped on what was reduced; `extra`: what ranks exchange for it."""
+        """Call `follower` when an optimizer steps on what was reduced. `extra`: what ranks exchange for it."""
         tallies = self.transactions.tallies
         tallies[:] = [follower, *(each for each in tallies if each is not self.follower)]
         self.follower, self.extra = follower, extra
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
-        """Continue where a checkpoint was; the compressor's phase follows."""
+        """Continue at the step of a checkpoint; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
 
