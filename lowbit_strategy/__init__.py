@@ -15,6 +15,7 @@ from lowbit_strategy.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lowbit_strategy.auto import Auto as Auto
+    from lowbit_strategy.divergence import DivergenceError as DivergenceError
     from lowbit_strategy.elastic import Elastic as Elastic
     from lowbit_strategy.elastic import ElasticSampler as ElasticSampler
     from lowbit_strategy.exports import *  # noqa: F403

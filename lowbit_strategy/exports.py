@@ -16,5 +16,4 @@ from lowbit_strategy.methods.weight_codings import WeightCode as WeightCode
 from lowbit_strategy.methods.weight_codings import WeightCoding as WeightCoding
 from lowbit_strategy.methods.weight_codings import WeightDelta as WeightDelta
 from lowbit_strategy.methods.weight_codings import as_weights as as_weights
-from lowbit_strategy.model.digest import DivergenceError as DivergenceError
 from lowbit_strategy.version import __version__ as __version__

@@ -10,6 +10,7 @@ PACKAGE = __name__.partition(".")[0]
 
 _OFFERED = {  # by parts, in `lowbit_strategy` itself
     "lowbit_strategy.auto": ("Auto",),
+    "lowbit_strategy.divergence": ("DivergenceError",),
     "lowbit_strategy.elastic": ("Elastic", "ElasticSampler"),
     "lowbit_strategy.local_steps": (
         "AdaComm", "DiLoCo", "EagerDiLoCo", "LocalSGD", "OUTER_RULES", "OuterRule", "OverlapLocalSGD", "PostLocalSGD",
@@ -37,6 +38,9 @@ class NeededBy(NamedTuple):
 
 
 OPTIONS = {
+    "check_digest": NeededBy(
+        "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks"
+    ),
     "far_links": NeededBy("lowbit_strategy.far_links", "another transport where ranks are far apart, on CPUs"),
     "intra": NeededBy("lowbit_strategy.node_codes.option:NodeCodesOption"),
     "memory": NeededBy("lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory"),

@@ -174,6 +174,8 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_WRAPPER}.bucket_bytes_cap
     local steps: a static graph is reduced at the end of its first backward pass, synchronized or not
       set {_WRAPPER}._static_graph_delay_allreduce_enqueued
+    what DDP ignores may differ between ranks (divergence/comparison.py)
+      read {_WRAPPER}._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
     where compression does not help, all that attaching has set is put back (hooks/ddp.py, hooks/fsdp.py)
       set {_FSDP_GROUP}._all_gather_comm
     what FSDP2 must be set to, it is set to while it reduces: the user's settings stay (hooks/fsdp_gradients.py)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,11 +17,9 @@ from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Choice, Chooser
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.handshake import handshake, settings_facts
 from lowbit_strategy.model.mesh import model_group
 from lowbit_strategy.model.param_groups import ModuleLayout
@@ -96,39 +93,24 @@ def make_session(
     sync: GradientSync,
     *,
     hook: Hook | None = None,
-    digests: Sequence[ParameterDigest] = (),
     choice: Choice | None = None,
     ddp: DistributedDataParallel | None = None,
     members: Any = None,
 ) -> Session:
-    """Make the session around a model's engine. `digests` compare parameters; `members`: see `RoundRule.meet`."""
+    """Make the session around a model's engine. `members`: see `RoundRule.meet`."""
     options, ranks = prepared.options, sync.ranks
     if options.max_residual is not None:
         BoundedResiduals(sync, options.max_residual)
     if not ranks.alone:
         for part in prepared.parts:
             part.attach(sync, module, prepared)
-    compares = options.check_digest and not ranks.alone and not ranks.comes_and_goes
     pace = None
     if options.outer is not None and not ranks.alone:
-        pace = options.outer.meet(module, sync, members, check_digest=compares, ddp=ddp)
-    if compares:
-        sync.listeners.add(Comparison(sync, digests), StepPhase.RECORD)
+        pace = options.outer.meet(module, sync, members, ddp=ddp)
     session = Session(sync, module, options, hook=hook, pace=pace, choice=choice)
     _report(sync, times_steps=pace is None)
     session.pace.attached(session, module)
     return session
-
-
-class Comparison(StepListener):
-    """Compares parameters across ranks after steps in which gradients were reduced."""
-
-    def __init__(self, sync: GradientSync, digests: Sequence[ParameterDigest]) -> None:
-        self._sync, self.digests = sync, tuple(digests)
-
-    def end_step(self, *, counted: bool) -> None:
-        for digest in self.digests if counted and self._sync.rounds is None else ():
-            self._sync.listeners.together(functools.partial(digest.after_step, self._sync.step_index))
 
 
 def _report(sync: GradientSync, *, times_steps: bool) -> None:

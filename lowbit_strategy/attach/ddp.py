@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,11 @@ from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_en
 from lowbit_strategy.attach.checks import check_ddp, check_whole_model
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
-from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.mesh import describe_dims
 from lowbit_strategy.model.param_groups import ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
@@ -79,9 +77,7 @@ def attach_ddp(
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or rule.begins_in_steps):
         hook = DDPHook(model, sync)
-    module, ignored = model.module, model.parameters_to_ignore  # the digest must not keep the wrapper alive
-    digest = ParameterDigest(lambda: _named(module, ignored), _digest_comm(ranks, group), device)
-    session = make_session(module, prepared, sync, hook=hook, digests=[digest], choice=choice, ddp=model)
+    session = make_session(model.module, prepared, sync, hook=hook, choice=choice, ddp=model)
     session.close_with(model)
     return session
 
@@ -131,16 +127,6 @@ def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) ->
     if left_out and dist.get_rank(model.process_group) == 0:
         inform("not compressed, because DDP ignores them or reduces them by itself: %s", ", ".join(left_out))
     return replace(prepared, specs=tuple(spec for spec in prepared.specs if spec.name not in names))
-
-
-def _named(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters that DDP keeps equal on all ranks, that is, does not ignore."""
-    names = {canonical_name(name) for name in ignored}
-    return {name: param for name, param in named_parameters(module) if name not in names}
-
-
-def _digest_comm(ranks: Ranks, group: dist.ProcessGroup | None) -> Comm:
-    return ranks.world if ranks.world.world_size == ranks.world_size else GroupComm(group)
 
 
 def _refuse_join(**options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,11 +18,10 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.methods._base.chooser import Chooser
-from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, check_held, reshard, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mesh import (
     by_mesh,
@@ -101,8 +99,7 @@ def attach_fsdp(
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         wiring.give_back()
         choice = prepared.compressor.begin(prepared, sync, wiring)
-    digests = _digests(module, sync) if prepared.layout == "hsdp" else []
-    session = make_session(module, prepared, sync, hook=wiring, digests=digests, choice=choice, members=members)
+    session = make_session(module, prepared, sync, hook=wiring, choice=choice, members=members)
     session.give_back_with(wiring.stop)
     return session
 
@@ -143,15 +140,6 @@ def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequenc
     return tuple(spec for spec in describe_parameters(module) if spec.name not in left)
 
 
-def _digests(module: nn.Module, sync: GradientSync) -> list[ParameterDigest]:
-    """HSDP: a digest for the ranks that have the same shards, mesh by mesh."""
-
-    def of(ranks: Ranks) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in sharded_parameters(module).items() if sync.state.ranks_of(name) is ranks}
-
-    return [ParameterDigest(functools.partial(of, ranks), ranks.peers, sync.device) for ranks in sync.all_ranks]
-
-
 def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], device: torch.device) -> None:
     """Raises:
     ValueError: The option contradicts the model's mesh.
@@ -173,7 +161,7 @@ def _share_weights(module: nn.Module, ranks: Ranks, others: Mapping[str, Ranks],
     for name, param in named_parameters(module):
         held.setdefault(others.get(name, ranks).peers, {})[name] = param
     for peers, same in held.items():
-        if not ParameterDigest(functools.partial(dict, same), peers, device).agree():
+        if differing(same, peers, device):
             _broadcast_shards(same.values(), peers.group)
 
 

@@ -88,16 +88,19 @@ def made_parts(options: Any) -> list[Part]:
     Raises:
         MissingPart: The user asked for a part that is not installed.
     """
-    asked = {option: getattr(options, option) for option in leaves.OPTIONS}
     for option, part in leaves.OPTIONS.items():
-        if asked[option]:
+        if getattr(options, option) and not _is_unchosen(options, option):
             leaves.need(part.target, option)
     present = {option: part.target for option, part in leaves.OPTIONS.items() if leaves.is_present(part.target)}
     return [leaves.load(target, option)(options) for option, target in present.items() if ":" in target]
 
 
+def _is_unchosen(options: Any, option: str) -> bool:
+    return bool(getattr(options, option) == getattr(type(options), option))
+
+
 def warn_of_missing_parts(options: Any) -> None:
     """Log what is not done because its part is not installed, although the user has not turned it off."""
     for option, part in leaves.OPTIONS.items():
-        if part.unasked and getattr(options, option) is None and not leaves.is_present(part.target):
+        if part.unasked and _is_unchosen(options, option) and not leaves.is_present(part.target):
             _log.warning("%s", leaves.undone(option))

@@ -107,7 +107,6 @@ class RoundRule(Part, ABC):
         sync: GradientSync,
         members: Any,
         *,
-        check_digest: bool,
         ddp: DistributedDataParallel | None,
     ) -> EveryStep:
         """A model is attached: return the object that decides when ranks meet.
@@ -116,7 +115,6 @@ class RoundRule(Part, ABC):
             module: The model.
             sync: Its engine, whose process group nothing else uses between steps.
             members: What `RoundMembers.registered` returned; None: the ranks stay the same.
-            check_digest: Now and then compare the shared weights across ranks.
             ddp: DDP around the model, if it is wrapped.
         """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
+from torch import Tensor
+
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -58,6 +60,10 @@ class Rounds(Protocol):
 
     def planned(self, ranks: Ranks) -> RoundPlan:
         """The current round of the parameters that `ranks` reduce."""
+
+    @property
+    def shared(self) -> Mapping[str, Tensor]:
+        """What all ranks hold alike, by name."""
 
     @property
     def drift(self) -> float | None:

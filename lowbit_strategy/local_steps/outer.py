@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,7 +65,6 @@ class OuterSync:
         round_length: Optimizer steps of the current round.
         stride: Optimizer steps between the last two fragments that were sent.
         num_syncs: Fragment synchronizations completed.
-        on_sync: Called after each one, on all ranks, when nothing is in flight; it may be collective.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
         asked: Whether a rank has asked in a completed one; the same on all ranks.
         finished: Whether `finish` has been called since the last step: the model is the user's.
@@ -92,7 +92,6 @@ class OuterSync:
         self.every: int | None = None
         self.stride = 1
         self.num_syncs = 0
-        self.on_sync: Callable[[], None] = lambda: None
         self.asks: Callable[[], bool] = bool
         self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
@@ -132,6 +131,10 @@ class OuterSync:
     def anchors(self) -> dict[str, Tensor]:
         """float32, by name: what all ranks share."""
         return self.model.anchors
+
+    @property
+    def shared(self) -> Mapping[str, Tensor]:
+        return ChainMap(self.anchors, self.model.buffers.shared)
 
     @property
     def fragments(self) -> list[Fragment]:
@@ -305,7 +308,6 @@ class OuterSync:
             self.on_left_out()
         self.num_syncs += 1
         self.sync.end_step()
-        self.on_sync()
 
     @torch.no_grad()
     def _move(self, arrived: FragmentSync, *, average: bool) -> None:

@@ -143,11 +143,10 @@ class OuterRule(RoundRule):
         sync: GradientSync,
         members: Any,
         *,
-        check_digest: bool,
         ddp: DistributedDataParallel | None,
     ) -> EveryStep:
         make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
-        made: EveryStep = make(module, sync, self, check_digest=check_digest, ddp=ddp, make_outer=members)
+        made: EveryStep = make(module, sync, self, ddp=ddp, make_outer=members)
         return made
 
     def check_options(self, options: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
-from lowbit_strategy.model.digest import ParameterDigest
+from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.mesh import group_of
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
 from lowbit_strategy.ranks.ranks import Ranks
@@ -41,7 +40,6 @@ class LocalSteps(EveryStep):
         module: The model, the same on all ranks of `sync`.
         sync: Engine of the model; nothing else uses its group between steps.
         rule: When ranks synchronize, and how.
-        check_digest: Compare the anchors over the ranks now and then.
         ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
         make_outer: Makes what synchronizes; None: `OuterSync`.
 
@@ -58,7 +56,6 @@ class LocalSteps(EveryStep):
         sync: GradientSync,
         rule: OuterRule,
         *,
-        check_digest: bool,
         ddp: DistributedDataParallel | None,
         make_outer: Callable[..., OuterSync] | None = None,
     ) -> None:
@@ -72,7 +69,6 @@ class LocalSteps(EveryStep):
         if rule.delay_of(rule.shortest_turn):
             self._reducer = bucket_runner(sync.device)
         self.wrapped_by(ddp)
-        self._check_digest = check_digest
         self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
@@ -173,10 +169,6 @@ class LocalSteps(EveryStep):
             self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, inside=self.inside
         )
         outer.on_left_out = self._forget_moments
-        if self._check_digest:
-            shared = ChainMap(outer.anchors, outer.model.buffers.shared)
-            digest = ParameterDigest(lambda: shared, self.sync.ranks.peers, self.sync.device)
-            outer.on_sync = lambda: digest.after_step(self.sync.step_index)
         return outer
 
     def _forget_moments(self) -> None:
@@ -199,7 +191,7 @@ class LocalSteps(EveryStep):
             state = self.outer.state_dict()
             self.outer = self._make_outer()
             self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
-            if not ParameterDigest(lambda: params, self.sync.ranks.peers, self.sync.device).agree():
+            if differing(params, self.sync.ranks.peers, self.sync.device):
                 self.outer.model.rebase_on_mean(params)
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:

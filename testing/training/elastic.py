@@ -25,6 +25,7 @@ from lowbit_strategy.elastic import outer as elastic_outer
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
@@ -98,6 +99,17 @@ class TrainedReplica(Trained):
     healed: int
 
 
+class AfterTurns(StepListener):
+    """Calls `note` when a turn has been taken."""
+
+    def __init__(self, sync: GradientSync, note: Callable[[], None]) -> None:
+        self._note = note
+        sync.listeners.add(self, StepPhase.RECORD)
+
+    def end_step(self, *, counted: bool) -> None:
+        self._note()
+
+
 class Replica:
     """One replica, without a framework."""
 
@@ -128,7 +140,7 @@ class Replica:
             membership=self.membership,
         )
         self.turns: list[Turn] = []
-        self.outer.on_sync = self.note
+        AfterTurns(self.sync, self.note)
         self.log: Path | None = None
 
     def note(self) -> None:

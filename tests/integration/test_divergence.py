@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.divergence.comparison import Comparison
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.model.digest import ParameterDigest
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.accelerated import make, prepared
 from testing.training.accelerated import train as train_job
@@ -116,13 +116,13 @@ def test_a_gradient_that_differs_on_one_rank(facts: list[Facts]) -> None:
 @contextmanager
 def _comparisons() -> Iterator[list[int]]:
     """The steps after which parameters were compared."""
-    steps, compare = [], ParameterDigest.compare
+    steps, compare = [], Comparison.compare
 
-    def counted(self: ParameterDigest, step_index: int) -> None:
+    def counted(self: Comparison, step_index: int) -> None:
         steps.append(step_index)
         compare(self, step_index)
 
-    with mock.patch.object(ParameterDigest, "compare", counted):
+    with mock.patch.object(Comparison, "compare", counted):
         yield steps
 
 

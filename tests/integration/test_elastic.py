@@ -47,8 +47,7 @@ def test_members_that_stay_are_ranks_that_stay(tmp_path: Path, fragments: int) -
     check_agreement(results)
     for rank, name in enumerate("abc"):
         assert results[name].losses == without[rank].losses
-        watched = without[rank].sent - results[name].sent  # digests of what has no mean, 8 bytes each
-        assert watched in (5 * 16, 6 * 16)
+        assert results[name].sent == without[rank].sent
         assert all(map(torch.equal, results[name].weights, without[rank].weights))
 
 

@@ -29,7 +29,7 @@ from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas, ranks_of
 from testing.record import read_record
 from testing.training.comparing import fingerprint, outcome
-from testing.training.elastic import arm
+from testing.training.elastic import AfterTurns, arm
 from testing.training.regression import MIN_SHARD_NUMEL, ByStep, Regression, dataset, mlp, trainer
 
 RULE = DiLoCo(every=5, momentum=0.5)
@@ -139,7 +139,7 @@ class Watched(Callback):
         self.membership = self.outer.membership
         self.options = self.membership.options
         self.membership.options = dataclasses.replace(self.options, min_replicas=self.start_with)
-        self.outer.on_sync = self.note
+        AfterTurns(self.outer.sync, self.note)
         if self.fault is not None and self.fault[0] != "step":
             seen = SimpleNamespace(outer=self.outer, membership=self.membership, turns=self.turns, log=self.path)
             arm(seen, *self.fault, end=self.strike)

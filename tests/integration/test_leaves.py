@@ -61,6 +61,11 @@ LEAVES = {  # one row per leaf
     "functional": Leaf(
         ("functional.py",), "import lowbit_strategy.functional", "No module named 'lowbit_strategy.functional'"
     ),
+    "divergence": Leaf(
+        ("divergence",),
+        "from lowbit_strategy import DivergenceError",
+        "DivergenceError needs lowbit_strategy.divergence, which this installation lacks",
+    ),
     "elastic": Leaf(
         ("elastic",),
         "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(elastic={})",

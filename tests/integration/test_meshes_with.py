@@ -14,10 +14,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import AdaComm, Auto, Dense, DiLoCo, Exact, LocalSGD, LoCo, WeightCode, WeightDelta
+from lowbit_strategy import (
+    AdaComm,
+    Auto,
+    Dense,
+    DiLoCo,
+    DivergenceError,
+    Exact,
+    LocalSGD,
+    LoCo,
+    WeightCode,
+    WeightDelta,
+)
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import adapt, compress, monitor
-from lowbit_strategy.model.digest import DivergenceError
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.meshes import LOCO, WIDTH, Run, equal, local, net, place_in, wrapped

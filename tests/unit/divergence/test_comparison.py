@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit_strategy.model.digest import is_due
+from lowbit_strategy.divergence.comparison import is_due
 
 
 def test_when_it_is_due() -> None:
