@@ -46,9 +46,7 @@ class Part:
         """Check it against these parameters and their compressor."""
 
     def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
-        """Check it against a model with parameters on several meshes, such as experts. `meshes`: the ranks of each
-        mesh.
-        """
+        """Check it against a model with parameters on several meshes, such as experts. `meshes`: each mesh's ranks."""
 
     def on_ranks(self, prepared: Any) -> Any:
         """Adapt `prepared` to the ranks that there are.

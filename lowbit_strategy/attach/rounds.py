@@ -41,9 +41,7 @@ class EveryStep:
         return self.replica is None or bool(self.replica.leads)
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Note who steps the model. The state of the optimizers and of the scaler, if there is one, may differ between
-        ranks.
-        """
+        """Note who steps the model. The state of the optimizers and of the scaler, if any, may differ between ranks."""
 
     def attached(self, session: Any, module: nn.Module) -> None:
         """The session is complete."""
@@ -124,9 +122,7 @@ class RoundRule(Part, ABC):
 
 
 class RoundMembers(Part, ABC):
-    """An option by which ranks that meet may join and leave: each process, or each node with one model, has its own
-    world.
-    """
+    """An option that lets ranks join and leave: each process, or each node with one model, has its own world."""
 
     @abstractmethod
     def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:

@@ -1,1 +1,1 @@
-"""Compressed collectives: exchanges of bytes between ranks, and where every element lives."""
+"""Compressed collectives: exchanges of bytes between ranks, and the layout of parameters over ranks."""

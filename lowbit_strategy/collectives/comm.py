@@ -1,7 +1,7 @@
-"""The collectives that gradients travel on, and the count of the bytes they put on the wire.
+"""The collectives that carry gradients, and the count of the bytes they put on the wire.
 
-The only place that calls ``torch.distributed`` for gradients. Every method starts its collective and returns at once;
-the caller waits on the returned handle (on CUDA that makes the current stream wait, not the host).
+This is the only place that calls ``torch.distributed`` for gradients. Every method starts its collective and returns at
+once; the caller waits on the returned handle (on CUDA, the current stream waits and not the host).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ atexit.register(time.sleep, _GRACE_S)
 
 
 class Pending(Protocol):
-    """What a method yields while its bytes travel."""
+    """A handle that a method yields while its bytes travel."""
 
     def wait(self) -> object: ...
 
 
 def wait_for_all(stages: Iterable[Pending | None]) -> None:
-    """Run all stages of a reduction, waiting for each; None means nothing is in flight at this stage."""
+    """Run all stages of a reduction and wait for each one. A stage of None has nothing in flight."""
     for pending in stages:
         if pending is not None:
             pending.wait()
 
 
 def finished(stages: Generator[Pending, None, T]) -> T:
-    """What a reduction returns, waiting for each of its stages."""
+    """Run all stages of a reduction, wait for each one, and return its result."""
     while True:
         try:
             next(stages).wait()
@@ -57,14 +57,14 @@ def finished(stages: Generator[Pending, None, T]) -> T:
 
 
 class Comm(ABC):
-    """The collectives among `world_size` ranks, this one being `rank`.
+    """The collectives among `world_size` ranks; this rank is `rank`.
 
     Attributes:
-        group: The process group; None where there is none.
-        sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
-        num_near: How many of the other ranks are on the same node.
-        describe_step: Says which step an exchange belongs to, for errors.
-        is_far: Whether latency is so high that all messages are sent before any is waited for.
+        group: The process group; None if there is none.
+        sent_nbytes: Bytes that this rank has sent to other ranks so far; what it keeps for itself does not count.
+        num_near: Number of other ranks on the same node.
+        describe_step: Names the step that an exchange belongs to, for errors.
+        is_far: Whether latency is so high that all messages are sent before waiting for any of them.
     """
 
     group: dist.ProcessGroup | None = None
@@ -78,20 +78,20 @@ class Comm(ABC):
         self.describe_step: Callable[[], str] = str
 
     def between_nodes(self, nbytes: float) -> int:
-        """How much of `nbytes`, sent to all others equally, leaves the node."""
+        """How many of `nbytes`, sent equally to all other ranks, leave the node."""
         others = self.world_size - 1
         return round(nbytes * (others - self.num_near) / others) if others else 0
 
     def with_own_counter(self) -> Comm:
-        """The same ranks, with its own count of bytes."""
+        """The same ranks with a separate count of bytes."""
         return copy.copy(self)
 
     def end(self) -> None:
-        """No receive stays posted; on all ranks, with nothing in flight."""
+        """Cancel all posted receives. Call it on all ranks, with nothing in flight."""
         return None
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
+        """Drop references to destroyed process groups, since the last reference keeps a group's threads."""
         if self.group in groups:
             nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
             self.group = nobody
@@ -99,22 +99,22 @@ class Comm(ABC):
     # -- collectives: counted here, sent by what is derived ---------------------------------------------------------
 
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
-        """Row r of `x_WB` goes to rank r; row r of `out_WB` comes from rank r."""
+        """Send row r of `x_WB` to rank r; receive row r of `out_WB` from rank r."""
         self.sent_nbytes += (self.world_size - 1) * x_WB[0].nbytes
         return self._all_to_all(out_WB, x_WB)
 
     def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        """Consecutive runs of `x` of `in_splits` elements go to the ranks in order."""
+        """Send consecutive runs of `x`, of `in_splits` elements, to the ranks in order."""
         self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
         return self._all_to_all_uneven(out, x, out_splits, in_splits)
 
     def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
-        """`x_B` of rank r becomes row r of `out_WB` on every rank."""
+        """Gather `x_B` of rank r into row r of `out_WB` on every rank."""
         self.sent_nbytes += (self.world_size - 1) * x_B.nbytes
         return self._all_gather(out_WB, x_B)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """Reduce over ranks by `op`, in place. Bytes are counted as for a ring: twice (W - 1) / W of the tensor."""
+        """Reduce over ranks by `op`, in place. Bytes are counted as for a ring: 2 (W - 1) / W of the tensor."""
         self.sent_nbytes += ring_nbytes(x, self.world_size)
         return self._all_reduce(x, op)
 
@@ -142,7 +142,7 @@ class Comm(ABC):
 
 
 def ring_nbytes(x: Tensor, world_size: int) -> int:
-    """What each rank of a ring sends to reduce `x`."""
+    """Bytes that each rank of a ring sends to reduce `x`."""
     return 2 * (world_size - 1) * x.nbytes // world_size
 
 
@@ -150,7 +150,7 @@ class GroupComm(Comm):
     """The collectives of a process group.
 
     Args:
-        group: The default group if None. Nothing else may use it while buckets are in flight on CPU.
+        group: The process group; None: the default group. On CPU nothing else may use it while buckets are in flight.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -182,7 +182,7 @@ class GroupComm(Comm):
         return self._begin("broadcast", x, dist.broadcast, x, group_src=source)
 
     def _begin(self, kind: str, x: Tensor, collective: Callable[..., Any], *values: Any, **options: Any) -> Pending:
-        """Start a collective, whose failure names the ranks that did not take part."""
+        """Start a collective. If it fails, the error names the ranks that did not take part."""
         self._num_exchanges += 1
         what = f"the {kind} of {x.nbytes:,} bytes, exchange {self._num_exchanges}"
 
@@ -196,7 +196,7 @@ class GroupComm(Comm):
                 raise
 
     def _backend(self, device: torch.device) -> str:
-        """The backend that serves `device`: a group may have one for each, or call itself "undefined"."""
+        """The backend for `device`. A group may have one per device type, or call itself "undefined"."""
         group = self.group if self.group is not None else dist.group.WORLD
         assert group is not None
         self._backends[device.type] = name = group._get_backend(device).name()
@@ -209,7 +209,7 @@ class UnderWay:
 
     Args:
         work: torch's handle.
-        explained: An error that is raised inside says what a failure means.
+        explained: A context that turns a failure into an error that explains it.
     """
 
     work: Any
@@ -229,11 +229,11 @@ class _Done:
 
 
 class LocalComm(Comm):
-    """Rank 0 without a process group, to try a method, compile its kernels, count its bytes. Every other rank is taken
-    to send what this rank sends to itself. Every collective is done at once.
+    """Rank 0 without a process group, used to try a method, compile its kernels, or count its bytes. All other ranks
+    are assumed to send what this rank sends to itself. Every collective is complete at once.
 
     Args:
-        world_size: Ranks in all. With one, results are what the method makes of this rank's tensors alone.
+        world_size: Number of ranks. With 1, results depend on this rank's tensors alone.
     """
 
     def __init__(self, world_size: int = 1) -> None:
@@ -263,7 +263,7 @@ class LocalComm(Comm):
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the comparison of values") -> list[T]:
-    """Every rank's value, in rank order, by pickling; all ranks call this.
+    """Gather every rank's value by pickling, in rank order. All ranks call this.
 
     Raises:
         LostRankError: A rank has ended. `what` names this exchange.
@@ -280,12 +280,12 @@ def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the 
 def gather_uneven(
     wire_B: Tensor, comm: Comm, lengths: Sequence[int] | None = None
 ) -> Generator[Pending, None, list[Tensor]]:
-    """Every rank's message, uint8, on every rank, in rank order. They travel as long as the longest.
+    """Gather every rank's uint8 message on every rank, in rank order. Messages are padded to the longest.
 
     Args:
-        wire_B: The own one.
+        wire_B: This rank's message.
         comm: Group.
-        lengths: Lengths of all ranks' parts, where that is known; None: they travel first.
+        lengths: Lengths of all ranks' messages, if known; None: lengths are exchanged first.
     """
     if comm.world_size == 1:
         return [wire_B]
@@ -302,12 +302,12 @@ def gather_uneven(
 def scatter_uneven(
     wires: Sequence[Tensor], comm: Comm, lengths: Sequence[int] | None = None
 ) -> Generator[Pending, None, list[Tensor]]:
-    """Message r, uint8, goes to rank r: what each rank has sent to this one, in rank order.
+    """Send uint8 message r to rank r, and return what each rank has sent to this one, in rank order.
 
     Args:
         wires: One message for each rank.
         comm: Group.
-        lengths: Length of what each rank sends, where that is known; None: lengths travel first.
+        lengths: Length of each rank's message to this rank, if known; None: lengths are exchanged first.
     """
     if comm.world_size == 1:
         return [wires[0]]

@@ -3,13 +3,12 @@
 reduce-scatter (the uplink): (1) every codec encodes each parameter's W shares into W messages, scales inline; (2) one
 all-to-all of bytes; (3) the owner decodes the W contributions to its shares and adds them in float32, in rank order.
 
-all-reduce: the same, then the downlink: (4) the owner encodes the mean of its shares, with its own residual;
-(5) one all-gather of bytes; (6) every rank decodes every share. All ranks decode the same bytes: results are
-bit-identical.
+all-reduce: the same, then the downlink: (4) the owner encodes the mean of its shares, with its own residual; (5) one
+all-gather of bytes; (6) every rank decodes every share. All ranks decode the same bytes, so results are bit-identical.
 
-A message starts with a header: magic, a checksum of the layout, and under FSDP2 on the uplink a bit for each parameter
-that the sender had no gradient of; 16 bytes, or more for more than 64 parameters. Owners check what they receive: at
-once on a CPU, on CUDA in a later `end_step`.
+A message starts with a header of 16 bytes, or more for more than 64 parameters. It holds a magic number, a checksum of
+the layout, and on FSDP2's uplink a bit for each parameter for which the sender had no gradient. Owners check the header
+at once on a CPU, and in a later `end_step` on CUDA.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _MAGIC = 0x4C4F5742  # "LOWB"
 
 
 class CodedGroup(NamedTuple):
-    """Parameters that the same codecs carry, and the codecs' state.
+    """Parameters that share codecs, and the codecs' state.
 
     Args:
-        uplink, uplink_state: Codec of what goes to the owners of shares.
-        downlink, downlink_state: Codec of what comes from the owners, in an all-reduce. None: reduce-scatter, the
+        uplink, uplink_state: Codec of messages to the owners of shares.
+        downlink, downlink_state: Codec of messages from the owners, in an all-reduce. None: reduce-scatter, where the
             owners keep the result.
-        block_size: A share's state is a whole number of blocks of both codecs.
-        params: Where the parameters lie.
+        block_size: State of a share is padded to a multiple of this, a whole number of blocks of both codecs.
+        params: Where the parameters lie in the bucket.
     """
 
     uplink: Codec
@@ -53,7 +52,7 @@ class CodedGroup(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """A codec with its state, and the segment tables that it encodes and decodes in turn."""
+    """A codec with its state, and the segment tables that it encodes and decodes one after the other."""
 
     codec: Codec
     state: StateTensors
@@ -62,12 +61,12 @@ class _Hop(NamedTuple):
 
 
 def marks_nbytes(num_params: int) -> int:
-    """Bytes with a bit for each parameter: set where a rank had no gradient of it."""
+    """Bytes needed for one bit per parameter, set if a rank had no gradient for it."""
     return -(-num_params // 8)
 
 
 def header_nbytes(num_marked: int = 0) -> int:
-    """Size of the header of a message that has a mark for each of these parameters."""
+    """Size of the header of a message with a mark for each of these parameters."""
     return round_up(CHECKED_NBYTES + marks_nbytes(num_marked), ALIGNMENT)
 
 
@@ -77,13 +76,13 @@ def message_nbytes(sizes: Iterable[int], num_marked: int = 0) -> int:
 
 
 def layout_header(layout: bytes, device: torch.device, num_marked: int = 0) -> Tensor:
-    """uint8: what a message starts with, by which ranks notice that their layouts differ. No mark is set."""
+    """The uint8 header of a message, by which ranks notice that their layouts differ. No mark is set."""
     header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(header_nbytes(num_marked), b"\0")
     return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
 
 
 def and_rows_(rows_WB: Tensor, out_B: Tensor) -> None:
-    """The bits that are set in all rows."""
+    """Write into `out_B` the bits that are set in all rows."""
     total_B = rows_WB[0].clone()
     for row_B in rows_WB[1:]:
         total_B &= row_B
@@ -91,17 +90,17 @@ def and_rows_(rows_WB: Tensor, out_B: Tensor) -> None:
 
 
 class Exchange:
-    """The exchanges of one bucket. Tables are made once and serve every step; memory for messages is borrowed.
+    """The exchanges of one bucket. Tables are made once and used in every step; memory for messages is borrowed.
 
     Args:
-        groups: The codecs and which parameters they carry. Either all have a downlink, or none does.
-        comm: Group to exchange over.
+        groups: The codecs and their parameters. Either all groups have a downlink, or none has.
+        comm: Ranks to exchange with.
         device: Where gradients and messages lie.
         buffers: Lends memory for messages.
-        flags: Where this rank notes that it contributes inf or NaN, or owns such a mean, and that a message did not
-            have the expected layout.
-        alpha: Reduce-scatter: factor of the sums.
-        num_marked: How many parameters the uplink has a mark for.
+        flags: Records that this rank contributes inf or NaN, or owns such a mean, or received a message of another
+            layout.
+        alpha: Reduce-scatter: factor that multiplies the sums.
+        num_marked: Number of parameters that have a mark on the uplink.
     """
 
     def __init__(
@@ -144,16 +143,17 @@ class Exchange:
         sent: Tensor | None = None,
         marks: Tensor | None = None,
     ) -> Iterator[Pending]:
-        """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
+        """Reduce `x` into `out`. Yields whenever bytes travel, so that the caller can wait or start another bucket.
 
         Args:
-            x: The bucket, 1-D contiguous, laid out as the groups' parameters say.
-            out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
-                of the owned shares, since FSDP2 divides afterwards, times `alpha`.
+            x: The bucket, 1-D and contiguous, with the layout of the groups' parameters.
+            out: All-reduce: receives the mean, laid out as `x`, and may be `x` itself. Reduce-scatter: receives `alpha`
+                times the *sum* of the owned shares, since FSDP2 divides afterwards.
             step: Counter and seeds.
-            sent: float32, as `x`: filled with what the other ranks decode of this rank's messages, or None.
-            marks: uint8, what this rank had no gradient of; afterwards what no rank had one of. None: it had all, and
-                need not know more.
+            sent: None, or a float32 tensor of the shape of `x`, filled with what the other ranks decode from this
+                rank's messages.
+            marks: uint8 bits of the parameters for which this rank had no gradient; afterwards, those for which no rank
+                had one. None: this rank had all gradients and does not need the result.
         """
         world_size, flag = self.comm.world_size, self._flags.overflow
         send = self._buffers.borrow(world_size, self.uplink_nbytes)
@@ -197,8 +197,8 @@ class Exchange:
                 codec.decode_sum_(wire_WB, out, table, state, alpha)
 
     def _tabulate(self, device: torch.device) -> None:
-        """What each codec encodes and decodes: where it lies in the bucket, in the messages and among the owned means,
-        group by group, the parameters one after the other.
+        """Make the tables of what each codec encodes and decodes: its place in the bucket, in the messages and among
+        the owned means, group by group and parameter by parameter.
         """
         world_size, rank = self.comm.world_size, self.comm.rank
         uplink_at, downlink_at = self._header_nbytes, HEADER_NBYTES

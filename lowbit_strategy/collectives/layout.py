@@ -1,10 +1,10 @@
-"""What is reduced, and where it lies: parameters are cut over the ranks one by one, never by bucket.
+"""Layout of parameters: each parameter is cut over the ranks separately, never by bucket.
 
 A parameter of n elements is cut into W shares of ``row_numel`` elements; rank r owns flat elements
 ``[r * row_numel, (r + 1) * row_numel)`` as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
 so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
 
-Where ranks have two levels, a rank reduces a part of every parameter with the ranks of other nodes that have the same
+With two levels, a rank reduces a part of every parameter together with the ranks of other nodes that have the same
 part.
 """
 
@@ -29,19 +29,20 @@ MemoryOrder = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter: its name in the model, unsharded shape, what it is for, and how its elements lie in memory.
+    """One parameter: its name in the model, unsharded shape, role, and order in memory.
 
     Args:
-        name: What the model calls it.
-        shape: Unsharded.
-        role: What it is for.
-        memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat
-            gradients and residuals have their elements in this order.
-        sharded: FSDP2 shards it over the ranks that reduce it: each gets the sum of its own rows (reduce-scatter).
-            Otherwise all get the mean (all-reduce).
-        whole_shape: Shape of the whole parameter, if `shape` is that of a part only.
-        ranges: For a part, start and length of each run of elements in the flat parameter; joined they are the part.
-        part_row_numel: Elements of each rank's share of a part that is sharded, padding included.
+        name: Its name in the model.
+        shape: The unsharded shape.
+        role: What the parameter is used for.
+        memory_order: Dims from outermost to innermost in memory, for example of ``channels_last``; None: in order. Flat
+            gradients and residuals keep this order.
+        sharded: Whether FSDP2 shards it over the ranks that reduce it. If so, each rank gets the sum of its own rows
+            (reduce-scatter); if not, all ranks get the mean (all-reduce).
+        whole_shape: Shape of the whole parameter, if `shape` belongs to a part.
+        ranges: Start and length of each run of elements of the flat parameter that together form this part, if it is
+            one.
+        part_row_numel: Elements of each rank's share of a sharded part, padding included.
     """
 
     name: str
@@ -63,21 +64,21 @@ class TensorSpec:
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the parameter that this is a part of, or of itself."""
+        """Elements of the whole parameter, also if this is a part."""
         return math.prod(self.shape if self.whole_shape is None else self.whole_shape)
 
     @property
     def whole(self) -> TensorSpec:
-        """The parameter that this is a part of, or itself."""
+        """The whole parameter, also if this is a part."""
         if self.whole_shape is None:
             return self
         return replace(self, shape=self.whole_shape, whole_shape=None, ranges=(), part_row_numel=None)
 
     def part_for(self, index: int, count: int, num_peers: int) -> TensorSpec:
-        """The part that number `index` of the `count` ranks of a node reduces with its `num_peers`, itself included.
+        """The part that rank `index` of a node's `count` ranks reduces with its `num_peers`, itself included.
 
-        Parts are whole rows of the dim that is outermost in memory. If parameters are sharded over all ranks, a rank
-        reduces the shards of all ranks that have its index in their node; otherwise its part is one run of rows.
+        Parts are whole rows of the outermost dim in memory. If parameters are sharded over all ranks, a rank reduces
+        the shards of all ranks with its index in their node; otherwise its part is one run of rows.
         """
         row_dim = self.memory_order[0] if self.memory_order else 0
         shape, ranges, row_numel = _part_of(self.shape, row_dim, index, count, num_peers if self.sharded else 1)
@@ -86,17 +87,17 @@ class TensorSpec:
 
     @property
     def runs(self) -> list[list[int]]:
-        """Start and length of each run of elements in the flat parameter, as they are saved; one of all for a whole."""
+        """Start and length of each run of elements in the flat parameter, as saved; a whole parameter is one run."""
         return [[0, self.numel]] if self.whole_shape is None else [list(run) for run in self.ranges]
 
     def take(self, whole_N: Tensor) -> Tensor:
-        """The part of the flat parameter, or all of it."""
+        """This part of the flat parameter `whole_N`, or all of it."""
         if self.whole_shape is None:
             return whole_N
         return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
 
     def row_numel(self, world_size: int, block_size: int) -> int:
-        """Elements of the share of each rank that reduces it, padding included."""
+        """Elements of each reducing rank's share, padding included."""
         if not self.sharded:
             return round_up(-(-self.numel // world_size), block_size)
         if self.part_row_numel is not None and self.part_row_numel * world_size >= self.numel:  # a rank may try alone
@@ -109,7 +110,7 @@ class TensorSpec:
 def _part_of(
     shape: tuple[int, ...], row_dim: int, index: int, count: int, num_runs: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
-    """Shape and ranges of the part that number `index` of `count` ranks reduces, and the elements of a run's rows."""
+    """Shape and ranges of the part that rank `index` of `count` reduces, and the elements of a run's rows."""
     dims = shape or (1,)
     per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
     num_shares = count * num_runs
@@ -121,25 +122,25 @@ def _part_of(
 
 
 class ParamView(NamedTuple):
-    """One parameter as the ranks that reduce it see it: where it lies in a bucket and in state, and its gradient there.
-    All offsets count elements.
+    """One parameter in a bucket: its place in the bucket and in the state, and its gradient there. All offsets count
+    elements.
 
     Args:
         spec: The parameter, sharded (reduce-scatter) or not (all-reduce).
-        world_size: Number of the ranks that it is cut over.
+        world_size: Number of ranks over which it is cut.
         row_numel: Elements of each rank's share, padding included.
-        offset: First element of the share of rank 0 in the bucket buffer; under FSDP2 also of the own share in the
-            output buffer.
+        offset: First element of rank 0's share in the bucket; under FSDP2 also of this rank's share in the output
+            buffer.
         row_stride: Elements from one rank's share to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
-        state_offset: First element of the own share in state that holds one share of each parameter; in state of whole
-            parameters it is W times that.
-        out_offset: Reduce-scatter: first element of the own share in the output buffer. None: `offset`.
-        x: The gradient, once a bucket has come. All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r
-            for rank r, padded with zeros.
-        out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
-            row, ``[row_numel]``, since FSDP2 divides afterwards.
+        state_offset: First element of this rank's share in state that holds one share of each parameter; state of whole
+            parameters uses W times this offset.
+        out_offset: Reduce-scatter: first element of this rank's share in the output buffer. None: `offset`.
+        x: The gradient, once the bucket has arrived. All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``,
+            row r for rank r, padded with zeros.
+        out: All-reduce: receives the mean, flat ``[numel]``; may be `x` itself. Reduce-scatter: receives the *sum* of
+            this rank's row, ``[row_numel]``, since FSDP2 divides afterwards.
         compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
-        sent: float32 ``[numel]`` to fill with what the others decode of it, or None.
+        sent: float32 ``[numel]`` to fill with what the other ranks decode, or None.
     """
 
     spec: TensorSpec
@@ -159,15 +160,15 @@ class ParamView(NamedTuple):
         return self.spec.name
 
     def row_length(self, rank: int) -> int:
-        """Elements of the share of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
+        """Elements of the share of `rank` without padding; 0 if it owns nothing of this parameter."""
         return row_length(self.spec.numel, self.row_numel, rank)
 
     def common_layout(self) -> tuple[Any, ...]:
-        """What is the same on all ranks, for the checksum of a message's layout."""
+        """The values that are equal on all ranks, for the checksum of a message's layout."""
         return self.name, self.offset, self.row_stride, self.spec.numel, self.row_numel, self.world_size
 
     def within(self, x: Tensor, out: Tensor) -> ParamView:
-        """The view with its gradient in the bucket `x` and its result in `out`."""
+        """This view with its gradient in the bucket `x` and its result in `out`."""
         if self.spec.sharded:
             row = slice(self.offset, self.offset + self.row_numel)
             return self._replace(x=x.view(self.world_size, -1)[:, row], out=out[row])
@@ -175,17 +176,17 @@ class ParamView(NamedTuple):
         return self._replace(x=x[where], out=out[where])
 
     def flat(self) -> Tensor:
-        """The whole gradient, flat ``[numel]``, in every layout; a copy under reduce-scatter."""
+        """The whole gradient, flat ``[numel]``, in both layouts; under reduce-scatter it is a copy."""
         return self.x.reshape(-1)[: self.spec.numel] if self.spec.sharded else self.x
 
     def rows(self, values_N: Tensor) -> Tensor:
-        """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
+        """Cut flat ``[numel]`` values into ``[W, row_numel]``: row r for rank r, padded with zeros."""
         padding = self.row_numel * self.world_size - self.spec.numel
         padded_N = torch.nn.functional.pad(values_N, (0, padding)) if padding else values_N
         return padded_N.view(self.world_size, self.row_numel)
 
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
-        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""
+        """Store the mean over ranks, flat ``[numel]`` of any float dtype, in `out`, converted to its form."""
         if not self.spec.sharded:
             self.out.copy_(mean_N)
             return
@@ -200,23 +201,23 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def dim0_row_numel(shape: tuple[int, ...], world_size: int) -> int:
-    """FSDP2, and inside a node: elements of equal shares of whole dim-0 rows."""
+    """Elements of equal shares of whole dim-0 rows, as under FSDP2 and inside a node."""
     dim0 = shape[0] if shape else 1
     return -(-dim0 // world_size) * (math.prod(shape) // dim0) if dim0 else 0
 
 
 def row_length(numel: int, row_numel: int, rank: int) -> int:
-    """Number of elements that `rank` owns of `numel` elements in shares of `row_numel`."""
+    """Number of elements that `rank` owns if `numel` elements are cut into shares of `row_numel`."""
     return max(0, min(row_numel, numel - rank * row_numel))
 
 
 def salt_of(name: str, number: int) -> int:
-    """32 bits that make the random numbers of a parameter's message with this number its own."""
+    """32 bits that make random numbers differ between parameters, and between messages by their `number`."""
     return hash32(zlib.crc32(name.encode()) + number * GOLDEN)
 
 
 def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor) -> None:
-    """Add a part to the flat parameter that it belongs to."""
+    """Add a part to the flat parameter to which it belongs."""
     at = 0
     for start, length in ranges:
         whole_N[start : start + length] += part_N[at : at + length]
@@ -224,7 +225,7 @@ def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor
 
 
 def in_memory_order(values_N: Tensor, shape: Sequence[int], source: MemoryOrder, target: MemoryOrder) -> Tensor:
-    """Flat values of a parameter of `shape`, brought from one memory order into another."""
+    """Convert a parameter's flat values from one memory order to another."""
     if source == target:
         return values_N
     dims = range(len(shape))

@@ -1,7 +1,7 @@
-"""When an exchange fails: which ranks were where, in one message instead of a transport's own words.
+"""When an exchange fails, says what each rank was doing, in one message instead of the transport's words.
 
 A rank whose exchange fails leaves a note of what it was doing in the store of the process group and reads the others'
-notes. A rank that leaves none within seconds has ended, or is busy with something else.
+notes. A rank that leaves no note within seconds has ended or is busy with something else.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NO_MEMORY = "it ran out of memory"
 
 
 class LostRankError(RuntimeError):
-    """An exchange between ranks has failed: a rank has ended, or does something else than the others."""
+    """An exchange between ranks has failed: a rank has ended, or is doing something different from the others."""
 
 
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) -> Iterator[None]:
     """Args:
-        group: Whose exchange is waited for inside.
-        what: Which exchange.
-        place: Which step.
+        group: The process group of the exchange in this context.
+        what: Name of the exchange.
+        place: Name of the step.
 
     Raises:
-        LostRankError: It has failed.
-        OutOfMemoryError: There is no memory for it on this rank; the others' errors name it.
+        LostRankError: The exchange has failed.
+        OutOfMemoryError: This rank is out of memory; the others' errors name this rank.
     """
     try:
         yield
@@ -79,8 +79,8 @@ def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
 
 
 def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> dict[int, str | None] | None:
-    """What each rank of the group says, by its global rank; None: nothing. None for all: the store has ended with the
-    process that held it, so nobody could be asked.
+    """The note of each rank in the group, by global rank; None: it left none. If the store has ended with the process
+    that held it, the result is None.
     """
     ranks = dist.get_process_group_ranks(group)
     notes: dict[int, str | None] = dict.fromkeys(ranks)
@@ -109,7 +109,7 @@ def _key(rank: int) -> str:
 
 
 def _stack() -> str:
-    """Names of functions that training is in, outermost first, without those of this package."""
+    """Names of the functions on the stack of training, outermost first, without this package's."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     own, names = "", []
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Exact collectives: sums of floats in rank order, and gathers over one level of ranks or two."""
+"""Exact collectives: sums of floats in rank order, and gathers over one or two levels of ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("
 
 @functools.lru_cache(maxsize=256)
 def _whole(numel: int) -> Segments:
-    """Cached, because a new table has to be copied to the device."""
+    """The table of one whole tensor, cached because a new table must be copied to the device."""
     return Segments([Segment(0, numel, 0, 0)])
 
 
 def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
-    """All-reduce whose bits depend on nothing but the ranks' values: not on the bucket, the backend or its algorithm.
+    """An all-reduce whose bits depend only on the ranks' values, not on the bucket, the backend or its algorithm.
 
-    A run that is resumed has other buckets in its first step than the one that went on; a ring adds in an order that
+    A resumed run has other buckets in its first step than an uninterrupted one, and a ring adds in an order that
     depends on an element's place in the bucket.
 
-    1. row r of every rank goes to rank r
+    1. row r of every rank is sent to rank r
     2. rank r adds in rank order
-    3. the sums go to everyone
+    3. the sums are sent to all ranks
 
-    As many bytes as a ring. The sum of a single rank is `x_N` itself.
+    It sends as many bytes as a ring. With a single rank the result is `x_N` itself.
     """
     world_size, numel = comm.world_size, x_N.numel()
     if world_size == 1:
@@ -52,7 +52,7 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
 
 
 def sum_each(tensors: list[Tensor], comm: Comm) -> Generator[Pending, None, list[Tensor]]:
-    """`sum_ordered` of several tensors in one message; the sums have their shapes."""
+    """`sum_ordered` of several tensors in one message; each sum has its tensor's shape."""
     return shaped_like(tensors, (yield from sum_ordered(flattened(tensors), comm)))
 
 
@@ -73,17 +73,17 @@ def sum_rows(
     alpha: float = 1.0,
     buffers: WireBuffers | None = None,
 ) -> Generator[Pending, None, None]:
-    """Reduce-scatter: ``out = alpha * sum`` of what the ranks have for this rank, added in float32 in rank order.
+    """Reduce-scatter: ``out = alpha * sum`` of the ranks' rows for this rank, added in float32 in rank order.
 
-    A message of more than `MESSAGE_NBYTES` goes in pieces, columns of all rows, each of which waits for the one before
-    it: the memory for what is sent and received is that of a piece. The sums are the same.
+    A message of more than `MESSAGE_NBYTES` is sent in pieces, which are columns of all rows. Each piece waits for the
+    one before it, so that messages need the memory of one piece only. The sums are the same.
 
     Args:
-        x_WGN: What is for rank r, in G rows. Need not be contiguous.
-        out_GN: Contiguous, of the same type.
+        x_WGN: For each rank r, G rows. Need not be contiguous.
+        out_GN: Contiguous, of the same dtype.
         comm: Group.
-        alpha: Factor.
-        buffers: Lends memory for messages; None: it is allocated.
+        alpha: Factor of the sum.
+        buffers: Lends memory for messages; None: memory is allocated.
     """
     num_ranks, num_rows, _ = x_WGN.shape
     size = num_ranks * num_rows * x_WGN.element_size()
@@ -111,7 +111,7 @@ def sum_rows(
 
 
 def pieces_of_rows(row_numel: int, column_nbytes: int) -> list[tuple[int, int]]:
-    """Where the pieces of a message begin and end in its rows; one at least.
+    """Where the pieces of a message begin and end in its rows; there is at least one piece.
 
     Args:
         row_numel: Elements of a row.
@@ -126,8 +126,8 @@ def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
 
     Args:
         x_WN: float32, bfloat16 or float16; float32 rows may be overwritten.
-        out_N: Result, the same type.
-        alpha: Factor.
+        out_N: The result, of the same dtype.
+        alpha: Factor of the sum.
     """
     if x_WN.dtype in _FORMATS and x_WN.numel():
         decode_sum_(x_WN.view(torch.uint8), out_N, _whole(out_N.numel()), _FORMATS[x_WN.dtype], alpha=alpha)
@@ -139,20 +139,20 @@ def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
 
 
 def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
-    """Bytes a rank sends for `numel` elements."""
+    """Bytes that a rank sends for `numel` elements."""
     return 2 * (world_size - 1) * -(-numel // world_size) * itemsize
 
 
 class Gathering:
-    """An all-gather of messages among `world_size` ranks, this one being `rank`.
+    """An all-gather of messages among `world_size` ranks; this rank is `rank`.
 
     Args:
-        between: All ranks; on two levels those of equal index, one of each node, in the order of the nodes.
-        inside: The ranks of this node, in order. Rank ``n * inside.world_size + i`` is number i of node n. None: there
-            is one level.
+        between: All ranks. With two levels: the ranks of equal index, one per node, in node order.
+        inside: The ranks of this node, in order. Rank ``n * inside.world_size + i`` is rank i of node n. None: there is
+            one level.
 
     Attributes:
-        sent_nbytes: Bytes this rank has sent by it, counted.
+        sent_nbytes: Bytes that this rank has sent so far, counted.
     """
 
     def __init__(self, between: Comm, inside: Comm | None = None) -> None:
@@ -165,20 +165,20 @@ class Gathering:
         self.sent_nbytes = 0
 
     def end(self) -> None:
-        """It no longer sends anything; on all ranks, with nothing in flight."""
+        """Stop sending. Call it on all ranks, with nothing in flight."""
         for comm in self._comms:
             comm.end()
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Let go of process groups that have been destroyed."""
+        """Drop references to destroyed process groups."""
         for comm in self._comms:
             comm.release(groups)
 
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
-        """`x_B` of rank r becomes row r of `out_WB` on every rank; yields while bytes travel.
+        """Gather `x_B` of rank r into row r of `out_WB` on every rank; yields while bytes travel.
 
-        On two levels a message goes in pieces, at most `MESSAGE_NBYTES` of all ranks together. Where ranks
-        are far apart all that travels between them does so at the first yield.
+        With two levels a message is sent in pieces, at most `MESSAGE_NBYTES` of all ranks together. Between far ranks
+        everything is sent before the first yield.
         """
         if self._inside is None:
             yield self._counted(self.between, out_WB, x_B)
@@ -196,7 +196,7 @@ class Gathering:
                 out_NLB[:, :, first + start : first + stop].copy_(all_LNb.transpose(0, 1))
 
     def between_nodes(self, nbytes: float) -> int:
-        """How much of `nbytes` that a rank sends by it leaves the node."""
+        """How many of the `nbytes` that a rank sends leave the node."""
         if self._inside is None:
             return self.between.between_nodes(nbytes)
         return round(nbytes * (self.between.world_size - 1) / max(self.world_size - 1, 1))

@@ -1,15 +1,15 @@
-"""The messages of sparse methods: which positions are sent, and how they are encoded.
+"""The messages of sparse methods: how positions and values are encoded.
 
-A bucket's parameters are laid out one after the other. Under all-reduce every rank gets the same message about all of
-them; under reduce-scatter each owner gets one about its rows. Each parameter (or its row) is cut into blocks of 65,536
-positions, and a message of k entries is
+A bucket's parameters are laid out one after the other. Under all-reduce all ranks get the same message about all
+parameters; under reduce-scatter each owner gets a message about its rows. Each parameter (or its row) is cut into
+blocks of 65,536 positions, and a message of k entries is
 
 1. int32: how many entries each block has
 2. uint16: the entries' positions in their blocks, ascending, 2 bytes an entry for parameters of any size
 3. the entries' values, each parameter's through the codec
 
 Twelve bits for a position would need blocks of 4,096 and sixteen times as many counts, which cost more than they save
-below one element in a hundred. Where each block of 4,096 sends the same number of elements no count is needed: see
+below one element in a hundred. If every block of 4,096 sends the same number of elements, no counts are needed: see
 `lowbit_strategy.methods.zoo.chunk_codec`.
 """
 
@@ -43,7 +43,7 @@ def entries_nbytes(count: int, codec: Codec) -> int:
 
 
 class Chosen(NamedTuple):
-    """What a rank sends of one parameter: ascending flat positions, int64 [k], and float32 values, [k]."""
+    """The entries of one parameter that a rank sends: ascending flat positions, int64 [k], and values, float32 [k]."""
 
     indices: Tensor
     values: Tensor
@@ -55,7 +55,7 @@ class Message(NamedTuple):
     Args:
         counts_DK: int32, entries in each block, for each destination (a single one under all-reduce).
         wires: Positions and values for each destination, uint8.
-        sent: Holds each parameter's entries as the others decode them.
+        sent: Each parameter's entries as the other ranks decode them.
     """
 
     counts_DK: Tensor
@@ -64,15 +64,15 @@ class Message(NamedTuple):
 
     @property
     def whole(self) -> Tensor:
-        """uint8: the only destination's table of counts and its entries, as one message."""
+        """The only destination's table of counts and its entries as one uint8 message."""
         return torch.cat([self.counts_DK[0].view(torch.uint8), self.wires[0]])
 
 
 class SparseLayout:
-    """Where a bucket's parameters stand in sparse messages, on one rank. Use `sparse_layout` to make one.
+    """The places of a bucket's parameters in sparse messages, on one rank. Use `sparse_layout` to make one.
 
     Attributes:
-        num_destinations: Different messages a rank makes: 1 under all-reduce, W under reduce-scatter.
+        num_destinations: Number of different messages that a rank makes: 1 under all-reduce, W under reduce-scatter.
         spans: Elements of each parameter, or of its rows.
     """
 
@@ -119,7 +119,7 @@ class SparseLayout:
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
     ) -> tuple[Tensor, Tensor]:
-        """The values of one message as bytes, and as they decode."""
+        """The values of one message as bytes, and what they decode to."""
         if isinstance(codec, DenseCodec):  # the bytes of a concatenation are the concatenated bytes
             return codec.encode(values, seed=seed), values.to(getattr(torch, codec.dtype)).float()
         wires, decoded = [], []
@@ -133,15 +133,15 @@ class SparseLayout:
         return torch.cat(wires), torch.cat(decoded)
 
     def opened(self, messages_SB: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables of counts and the entries of messages that have both (`Message.whole`)."""
+        """Split messages made by `Message.whole` into tables of counts and entries."""
         counts_SK = messages_SB[:, : self.table_nbytes].reshape(-1).clone().view(torch.int32)
         return counts_SK.view(len(messages_SB), self.num_blocks), messages_SB[:, self.table_nbytes :]
 
     def sizes(self, counts_SK: Tensor) -> list[list[int]]:
-        """Entries of each parameter that received tables of counts announce, one row per source.
+        """Number of entries of each parameter according to received tables of counts, one row per source.
 
         Raises:
-            RuntimeError: A table that no rank could have sent.
+            RuntimeError: A table has counts that no rank could have sent.
         """
         counts_SV = torch.zeros(counts_SK.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SK.device)
         counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._grid.length_K)).sum(1)
@@ -153,13 +153,13 @@ class SparseLayout:
         return [row[1:] for row in rows]
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
-        """Bytes of the wire that holds these numbers of entries."""
+        """Bytes of a message with these numbers of entries."""
         if isinstance(codec, DenseCodec):
             return POSITION_NBYTES * (k := sum(sizes_V)) + codec.wire_nbytes(k)
         return sum(entries_nbytes(k, codec) for k in sizes_V)
 
     def positions(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor) -> list[Tensor]:
-        """The positions in each parameter (its row) that a message holds.
+        """The positions in each parameter (or its row) that a message contains.
 
         Raises:
             RuntimeError: The message is too short for its table, or a position lies outside its parameter.
@@ -173,7 +173,7 @@ class SparseLayout:
         return list(found.split(list(sizes_V)))
 
     def unpack(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
-        """The entries of each parameter (its row) that one source's message holds.
+        """The entries of each parameter (or its row) in one source's message.
 
         Args:
             counts_K: The source's table.
@@ -214,15 +214,15 @@ def damaged_message(what: str) -> RuntimeError:
 def sparse_layout(
     names: tuple[str, ...], spans: tuple[int, ...], num_destinations: int, device: torch.device
 ) -> SparseLayout:
-    """The layout of a bucket; made once, since buckets come round every step."""
+    """The layout of a bucket, cached because the same buckets come in every step."""
     return SparseLayout(names, spans, num_destinations, device)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other; a single one as it is, without a copy."""
+    """Concatenate the parts; a single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def entries_at(indices: Sequence[Tensor], values_E: Tensor) -> list[Chosen]:
-    """Entries of each parameter, of values that were joined."""
+    """The entries of each parameter, taken from joined values."""
     return list(map(Chosen, indices, values_E.split(list(map(Tensor.numel, indices)))))

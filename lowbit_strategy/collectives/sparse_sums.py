@@ -1,18 +1,18 @@
-"""Sums of sparse messages, as generators. Every rank adds in float32 in rank order.
+"""Sums of sparse messages, as generators. Every rank adds in float32, in rank order.
 
-Positions that each rank chose by itself (`exchange_entries`): all ranks hold the same bits, and the bits depend neither
-on the bucket nor on the backend's algorithm (`lowbit_strategy.kernels.sparse.write_sum_`).
+If each rank chooses its own positions (`exchange_entries`), all ranks hold the same bits, which depend neither on the
+bucket nor on the backend's algorithm (`lowbit_strategy.kernels.sparse.write_sum_`).
 
-Positions that all ranks agree on (`ValueSum`): neither positions nor counts travel. Floats are summed as they are, by
-`sum_ordered`. With a codec, and under reduce-scatter:
+If all ranks have the same positions (`ValueSum`), neither positions nor counts are sent. Floats are summed as they are,
+by `sum_ordered`. With a codec, and under reduce-scatter:
 
 1. every rank encodes its values for the ranks that sum them: under all-reduce rank r sums the r-th part of each
    parameter's values, under reduce-scatter those of its own rows
 2. one all-to-all; each rank decodes and adds in float32 in rank order
 3. all-reduce only: each rank encodes its sums, one all-gather, all ranks decode
 
-With a codec that loses something both hops have an error: the first is each sender's, the second the summing rank's.
-Both are returned, so that error feedback can keep them.
+With a lossy codec both hops have an error: the first is the sender's, the second the summing rank's. Both are returned,
+so that error feedback can keep them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ Received = Generator[Pending, None, list[list[Chosen]]]
 def exchange_entries(
     message: Message, layout: SparseLayout, codec: Codec, comm: Comm, *, same_counts: bool
 ) -> Received:
-    """Every rank's entries reach the ranks that sum them.
+    """Send every rank's entries to the ranks that sum them.
 
     all-reduce: (1) all-gather of the tables of counts; (2) all-gather of positions and values, padded to the longest.
-    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows. One rank alone has them.
+    reduce-scatter: all-to-alls of the same; each owner gets only entries of its rows. A single rank exchanges nothing.
 
     Args:
         message: What `SparseLayout.pack` has returned.
-        layout: Says where parameters stand in messages.
+        layout: Gives the places of parameters in messages.
         codec: Decodes the values.
-        comm: Group to exchange over.
-        same_counts: All ranks have equal numbers of entries for every parameter: one all-gather is enough.
+        comm: Ranks to exchange with.
+        same_counts: Whether all ranks have equal numbers of entries for every parameter, so that one all-gather is
+            enough.
 
     Returns:
-        For each rank in order, its entries of each parameter (under reduce-scatter: of the own rows).
+        For each rank in order, its entries of each parameter (under reduce-scatter: of this rank's rows).
 
     Raises:
         RuntimeError: A received message is damaged.
@@ -101,9 +102,9 @@ def _unpack(
 
 
 def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank sends to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
+    """Bytes that one rank sends in `exchange_entries` for one parameter, if entries are spread evenly over the owners.
 
-    Exact under all-reduce where all ranks have equal numbers of entries.
+    Exact under all-reduce if all ranks have equal numbers of entries.
     """
     others = world_size - 1
     if not scatter:
@@ -116,18 +117,18 @@ _FLOATS = DenseCodec("float32")
 
 
 class ValueSum:
-    """One sum: encodes when it is made, exchanges in `run`.
+    """One sum of values: it encodes them when it is made, and exchanges them in `run`.
 
     Args:
-        names: What the parameters are called.
-        chosen: What each parameter sends; its positions are the same on all ranks.
+        names: Names of the parameters.
+        chosen: The entries of each parameter, at the same positions on all ranks.
         rows: Reduce-scatter: elements of each parameter's rows. None: all-reduce.
         codec: Encodes the values.
-        comm: Group to sum over.
+        comm: Ranks to sum over.
         step: Stochastic codecs round with its seed.
 
     Attributes:
-        sent: Takes each parameter's own values as the others decode them.
+        sent: Receives this rank's values of each parameter as the other ranks decode them.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class ValueSum:
         self.sent = list(sent_E.split(self.counts))
 
     def _edges(self) -> list[list[int]]:
-        """Where each rank's share of each parameter's values begins, and the end."""
+        """The boundaries of the ranks' shares of each parameter's values."""
         world_size, counts = self.comm.world_size, self.counts
         if self.rows is None:
             rows = [round_up(-(-k // world_size), self.codec.block_size) for k in counts]
@@ -169,7 +170,7 @@ class ValueSum:
         return [list(itertools.accumulate(shares, initial=0)) for shares in shares_V]
 
     def _tables(self, names: Sequence[str], edges_V: Sequence[Sequence[int]]) -> None:
-        """Segments of all messages and of the own share. Messages of an all-reduce all have the size of the first."""
+        """Segments of all messages and of this rank's share. An all-reduce's messages all have the first one's size."""
         everything, own, at, own_at = [], [], 0, 0
         self.row_nbytes, self.own_places = [], []
         for r in range(self.comm.world_size):
@@ -202,8 +203,9 @@ class ValueSum:
         return out
 
     def run(self) -> Generator[Pending, None, tuple[list[Chosen], list[Chosen]]]:
-        """Parameter by parameter, sums over ranks where they belong in the result (reduce-scatter: in the own row), and
-        what this rank's encoding of its sums lost, at flat positions of the parameter; empty if nothing.
+        """For each parameter, return the sums over ranks at their places in the result (reduce-scatter: in this rank's
+        row), and the error of this rank's encoding of its sums at flat positions of the parameter, empty if there is
+        none.
         """
         if self.exact and self.rows is None:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
@@ -230,7 +232,7 @@ class ValueSum:
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank sends to others for `count` values of a parameter, evenly spread over the owners."""
+    """Bytes that one rank sends for `count` values of a parameter, spread evenly over the owners."""
     if codec == _FLOATS and not scatter:
         return ordered_nbytes(count, 4, world_size)
     row = -(-count // world_size)

@@ -1,4 +1,4 @@
-"""What is noted while a step runs, and looked at when it ends: overflow, and messages that are not as expected."""
+"""Flags that are set while a step runs and read when it ends: overflow, and unexpected messages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ CHECKED_NBYTES = 8  # of a message's header: the same on all ranks
 
 
 class StepFlags:
-    """Overflow, broken layouts and weights that were changed behind the engine's back.
+    """Records overflow, broken layouts, and weights that were changed behind the engine's back.
 
-    On CPU a broken layout is an error at once. On CUDA checking would synchronize the host: the first rank
-    that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
-    the last copy that has arrived; while one is in flight no other is begun, since a host that runs steps ahead of its
-    device would otherwise never see one finish.
+    On CPU a broken layout is an error at once. On CUDA, checking would synchronize the host, so the first rank that
+    sent something unexpected is noted on the device and copied to the host without waiting. `raise_if_broken` reads the
+    last copy that has arrived. Only one copy is in flight at a time, since a host that runs steps ahead of its device
+    would otherwise never see one finish.
 
     Attributes:
-        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a non-finite mean.
+        overflow: int32 [1], set to 1 when this rank contributes inf or NaN, or owns a non-finite mean.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,12 +31,12 @@ class StepFlags:
         self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
 
     def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
-        """Every rank has sent the header that this rank would have sent.
+        """Check that every rank has sent the header that this rank would have sent.
 
         An FSDP2 module that runs on only some ranks makes ranks disagree; this can happen in any step.
 
         Raises:
-            RuntimeError: One has not (on CPU).
+            RuntimeError: A rank has not (on CPU only).
         """
         if received_WB.is_cuda:
             self.note_layout(received_WB, header)
@@ -46,7 +46,7 @@ class StepFlags:
             raise RuntimeError(_other_layout(int(differs_W.to(torch.int32).argmax()), rank))
 
     def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
-        """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
+        """`check_layout` without an immediate answer, in only two operations, since a step has many buckets."""
         words = received_WB[:, :CHECKED_NBYTES].view(torch.int64)
         if self._differs is None:
             self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
@@ -56,7 +56,7 @@ class StepFlags:
         """Check that kept weights equal the ones that were sent: two digests, int64 ``[1]``.
 
         Raises:
-            RuntimeError: They are not (on CPU).
+            RuntimeError: They are not equal (on CPU only).
         """
         if present.is_cuda:
             self._changed |= noted != present
@@ -64,7 +64,7 @@ class StepFlags:
             raise RuntimeError(changed_weights(name))
 
     def overflowed(self, comm: Comm) -> bool:
-        """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
+        """Whether any rank has noted an overflow since `clear`. Call it on all ranks; it waits for the device."""
         total = self.overflow.clone()
         comm.all_reduce_max(total).wait()
         return bool(total.item())
@@ -76,8 +76,8 @@ class StepFlags:
         """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
 
         Args:
-            rank: This one.
-            waits: No step follows: look at what is on the device.
+            rank: This rank.
+            waits: Read the flags on the device, because no step follows.
 
         Raises:
             RuntimeError: A rank has sent a message of another layout.
@@ -101,7 +101,7 @@ class StepFlags:
             raise RuntimeError(changed_weights("a module") if number == _CHANGED else _other_layout(number - 1, rank))
 
     def broken(self) -> Tensor:
-        """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""
+        """int32 ``[1]`` on the flags' device: 1 + the last rank that sent another layout, or `_CHANGED`, or 0."""
         if self._differs is not None:
             differs_W = self._differs.any(1)
             ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
@@ -120,7 +120,7 @@ _CHANGED = 2**31 - 1  # instead of a rank
 
 
 def changed_weights(name: str) -> str:
-    """What is wrong, and what to do."""
+    """The message that says what is wrong and what to do."""
     return (
         f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
         " pass: the other ranks would go on with the old ones. Change weights after backward, or call"

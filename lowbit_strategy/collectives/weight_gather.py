@@ -1,12 +1,12 @@
-"""The coded all-gather of one module's weights: every rank's row of shards to all ranks.
+"""The coded all-gather of one module's weights, which sends every rank's row of shards to all ranks.
 
-1. the owner encodes its row, parameter by parameter, into one message (`weight_rows.py`); exempt parameters are in it
-   as they are
+1. the owner encodes its row, parameter by parameter, into one message (`weight_rows.py`), which contains exempt
+   parameters as they are
 2. one all-gather of bytes
-3. every rank decodes all messages, its own too, into the rows that the module computes with
+3. every rank decodes all messages, including its own, into the rows that the module computes with
 
-What is received may be kept, as codes or decoded, so that later gathers of the same weights send nothing. With
-differences the decoded rows stay as a replica: the owner encodes its row minus the replica of that row, and every rank
+What is received may be kept, coded or decoded, so that later gathers of the same weights send nothing. With
+differences, the decoded rows are kept as a replica: the owner encodes its row minus the replica's row, and every rank
 adds what it decodes to its replica. All ranks decode the same bytes, so their weights are bit-identical.
 """
 
@@ -27,7 +27,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 
 
 class _InFlight(NamedTuple):
-    """The own row's message on its way to all ranks, and theirs to this one."""
+    """The messages in flight: this rank's row to all ranks, and their rows to this one."""
 
     message: Tensor
     received: Tensor
@@ -35,23 +35,23 @@ class _InFlight(NamedTuple):
 
 
 class WeightGather:
-    """One module's weights on this rank: gathered when they are new, served from what is kept otherwise.
+    """The weights of one module on this rank: gathered if they are new, otherwise read from what is kept.
 
     All ranks call `run` and `invalidate` in the same order.
 
     Args:
-        parts: The row's parameters by codec. None: rows travel as they are.
+        parts: The row's parameters by codec. None: rows are sent as they are.
         row_numel: Elements of a row, padding included.
-        comm: How messages travel to all ranks.
+        comm: Sends messages to all ranks.
         device: Where weights lie.
         keep: ``nothing``, ``codes`` or ``replica``.
-        differences: Messages hold differences from the replica, which must be kept.
+        differences: Whether messages hold differences from the replica, which must then be kept.
         buffers: Lends memory for messages.
-        flags: Where this rank notes a message of another layout.
+        flags: Records messages of another layout.
 
     Attributes:
-        fresh: Whether what is kept are the owners' present weights.
-        num_sent: Messages sent so far; of these, `num_exact` held whole rows though the module has codes.
+        fresh: Whether what is kept are the owners' current weights.
+        num_sent: Messages sent so far. `num_exact` of them held whole rows although the module has codes.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class WeightGather:
         """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.
 
         Args:
-            x_N: The own row, exact; may be the own row of `out`.
-            out: Has the same dtype.
+            x_N: This rank's exact row; may be its row of `out`.
+            out: The result, of the same dtype.
         """
         if self.fresh:
             self._serve(out)
@@ -104,8 +104,8 @@ class WeightGather:
         self.fresh = self.keeps
 
     def send_early(self, x_N: Tensor) -> bool:
-        """Send the own row before the module needs the others', if codes are what travels; the next `run` with the same
-        row receives them. Returns whether the row is on its way. On all ranks.
+        """Send this rank's row before the module needs the others, if rows are coded; the next `run` with the same row
+        receives them. Return whether the row is on its way. Call it on all ranks.
         """
         if not self.fresh and not self.in_flight and self._restored is None and self._sends_codes(x_N.dtype):
             self._in_flight = self._begin_codes(x_N)
@@ -113,11 +113,11 @@ class WeightGather:
 
     @property
     def in_flight(self) -> bool:
-        """Whether the own row has been sent early and not received yet."""
+        """Whether rows have been sent early and not received yet."""
         return self._in_flight is not None
 
     def _cancel_in_flight(self) -> None:
-        """Receive the row in flight and discard it: the weights have changed."""
+        """Receive and discard the rows in flight, because the weights have changed."""
         if self._in_flight is not None:
             sent, self._in_flight = self._in_flight, None
             wait_for_all(sent.stages)
@@ -125,16 +125,16 @@ class WeightGather:
 
     @property
     def keeps(self) -> bool:
-        """Whether later gathers may be served from what is kept."""
+        """Whether later gathers may use what is kept."""
         return self._keep != "nothing"
 
     def invalidate(self) -> None:
-        """The owners' weights have changed: the next gather sends."""
+        """The owners' weights have changed: the next gather sends them."""
         self._cancel_in_flight()
         self.fresh = False
 
     def forget(self) -> None:
-        """Weights of another origin have been loaded: differences from a replica of the old ones are of no use."""
+        """Other weights have been loaded: drop the replica, since differences from the old weights are useless."""
         self._cancel_in_flight()
         self.fresh = False
         if self._restored is None:
@@ -143,7 +143,7 @@ class WeightGather:
     # -- differences across restarts ------------------------------------------------------------------------------
 
     def own_row(self) -> Tensor | None:
-        """What the other ranks have of the own row, ``[N]``; None where they need not have anything."""
+        """This rank's row as the other ranks have it, ``[N]``; None if they do not need to have it."""
         if self._restored is not None:
             return self._restored
         if not self._differences or not self._same_on_all_ranks or self._replica is None:
@@ -151,7 +151,7 @@ class WeightGather:
         return self._own(self._replica)
 
     def restore(self, row_N: Tensor | None) -> None:
-        """Begin with a replica whose own row is `row_N`; None: with the weights. The same on all ranks."""
+        """Begin with a replica whose row of this rank is `row_N`, or, if None on all ranks, with exact weights."""
         self._cancel_in_flight()
         self.fresh = self._same_on_all_ranks = False
         self._restored = None if row_N is None else row_N.to(self._device)
@@ -163,11 +163,11 @@ class WeightGather:
 
     @property
     def kept_nbytes(self) -> int:
-        """Memory for what is kept, now."""
+        """Bytes of memory for what is kept now."""
         return sum(each.nbytes for each in (self._codes_WB, self._replica) if each is not None)
 
     def _sends_codes(self, dtype: torch.dtype) -> bool:
-        """True if this gather sends codes; otherwise it sends full rows."""
+        """Whether this gather sends codes; if not, it sends whole rows."""
         is_common = self._same_on_all_ranks and self._replica is not None and self._replica.dtype == dtype
         return self._parts is not None and (is_common or not self._differences)
 
@@ -250,7 +250,7 @@ class WeightGather:
 
 
 def _difference(x_N: Tensor, replica_N: Tensor) -> Tensor:
-    """float32: ``x - h``, and 0 where both are the same infinity."""
+    """``x - h`` in float32, and 0 where both are the same infinity."""
     return torch.where(x_N == replica_N, 0.0, x_N.float() - replica_N.float())
 
 

@@ -1,4 +1,4 @@
-"""How a row of a module's weights becomes a message, and messages rows."""
+"""Converts a row of a module's weights into a message, and messages into rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lowbit_strategy.kernels.segments import Segment, Segments, segment_views
 
 
 class CodecParams(NamedTuple):
-    """Parameters of a row that one codec carries; None: as they are."""
+    """Parameters of a row that share a codec; None: they are sent as they are."""
 
     codec: Codec | None
     params: tuple[ParamView, ...]
 
 
 class RowCode:
-    """How rows of one layout and dtype become messages and back.
+    """Converts rows of one layout and dtype into messages and back.
 
     Args:
-        parts: Which parameters each codec carries; a parameter's `row_stride` is the length of a row.
-        dtype: What rows consist of.
-        rank, world_size, device: What this process has.
+        parts: The parameters of each codec; a parameter's `row_stride` is the length of a row.
+        dtype: The rows' dtype.
+        rank, world_size, device: This process's rank, number of ranks, and device.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RowCode:
         return round_up(numel * self.dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT)
 
     def _joined(self, rows: list[Segment]) -> Segments:
-        """Exempt parameters that lie one behind the other, in the row and in the message, are copied as one."""
+        """Join exempt parameters that are adjacent in the row and in the message, so that they are copied together."""
         joined: list[Segment] = []
         for row in sorted(rows):
             last = joined[-1] if joined else None
@@ -89,13 +89,13 @@ class RowCode:
                 torch._foreach_copy_(self._values(wire_B, encode), segment_views(x_N, encode, "x_offset"))
 
     def decode_(self, wires_WB: Tensor, out: Tensor) -> None:
-        """Write what is coded in all rows' messages into `out`, ``[W * N]``; the rest of it is left as it is."""
+        """Decode the coded parameters of all rows' messages into `out`, ``[W * N]``; the rest of it is unchanged."""
         for codec, _, decode in self._coded:
             if decode.rows:
                 codec.decode_sum_(wires_WB.view(1, -1), out, decode, {}, 1.0)
 
     def decode_exact_(self, wires_WB: Tensor, out: Tensor) -> None:
-        """The same for exempt parameters."""
+        """Copy the exempt parameters of all rows' messages into `out`."""
         for _, decode in self._exact:
             if decode.rows:
                 torch._foreach_copy_(segment_views(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))

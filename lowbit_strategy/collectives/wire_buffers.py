@@ -1,4 +1,4 @@
-"""Memory for messages, which buckets borrow in turn."""
+"""Memory for messages, which buckets borrow one after the other."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from torch import Tensor
 
 
 class WireBuffers:
-    """Byte buffers that messages are built and received in.
+    """Byte buffers in which messages are built and received.
 
-    A bucket borrows what it needs while its bytes travel and gives it back; the next bucket borrows the same memory.
+    A bucket borrows what it needs while its bytes travel, then returns it, and the next bucket borrows the same memory.
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
-    With several buckets in flight, a short message must not borrow a long buffer: the next long message would allocate
-    again, until every buffer had the longest size.
+    With several buckets in flight, a short message must not borrow a long buffer. Otherwise the next long message would
+    allocate again, until every buffer had the longest size.
 
     Args:
         device: Where messages lie.
-        several: Whether several buckets are in flight at a time: memory serves messages of at least half its size.
+        several: Whether several buckets are in flight at a time; a buffer then serves only messages of at least half
+            its size.
     """
 
     def __init__(self, device: torch.device, *, several: bool = False) -> None:
@@ -29,11 +30,11 @@ class WireBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, free and lent."""
+        """Bytes held now, both free and lent."""
         return sum(buffer.nbytes for buffer in (*self._free, *self._lent.values()))
 
     def borrow(self, rows: int, nbytes: int) -> Tensor:
-        """uint8 ``[rows, nbytes]``. It holds an earlier message or zeros, never uninitialized memory."""
+        """Borrow uint8 ``[rows, nbytes]``, which holds an earlier message or zeros, never uninitialized memory."""
         needed = rows * nbytes
         longest = 2 * needed if self._several else float("inf")
         best, at = longest, None
@@ -50,8 +51,8 @@ class WireBuffers:
         return buffer[:needed].view(rows, nbytes)
 
     def _make_room(self, needed: int) -> None:
-        """Free a buffer that is a little too small before allocating a larger one. With several buckets in flight
-        and no such buffer, free as many bytes of buffers not used yet in this pass: buckets have other sizes now.
+        """Free a buffer that is a little too small before allocating a larger one. With several buckets in flight and
+        no such buffer, free as many bytes of buffers that this pass has not used, since bucket sizes have changed.
         """
         shortest = needed / 2 if self._several else 0
         small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]
@@ -70,8 +71,8 @@ class WireBuffers:
             self._free.append(self._lent.pop(wire.untyped_storage()._cdata))
 
     def reclaim(self) -> None:
-        """A backward pass begins, and nothing is in flight. What is still lent is taken back: a bucket that failed has
-        returned nothing. What the pass before has not used is given up: buckets have other sizes now.
+        """A backward pass begins, and nothing is in flight. Take back what a failed bucket has not returned, and free
+        what the previous pass did not use, since bucket sizes have changed.
         """
         self._free += self._lent.values()
         if self._used and not self._used.issuperset(map(id, self._free)):

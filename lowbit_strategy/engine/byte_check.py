@@ -1,4 +1,4 @@
-"""The bytes that a step's reductions send are those that were planned."""
+"""Checks that a step's reductions send exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lowbit_strategy.engine.bucket import Bucket
 
 
 class ByteCheck:
-    """Compares the communicator's count of each step with its buckets' plans, where those do not depend on values.
+    """Compares the bytes counted in each step with the buckets' plans, unless sizes depend on values.
 
     Codecs' messages must be right to the byte. Other methods may pad each parameter to 16 bytes on both hops.
 
     Attributes:
-        expected: The step's buckets, one by one as they come.
+        expected: The step's buckets, in the order in which they come.
     """
 
     _comms: Sequence[Comm]
@@ -24,19 +24,21 @@ class ByteCheck:
         self._checks, self._before = False, 0  # a turn may arrive that was in flight when its run was saved
 
     def begin_step(self, comms: Sequence[Comm], *, checks: bool) -> None:
-        """Call last in `begin_step`: buckets are reduced over `comms`. `checks`: only the methods will send."""
+        """Begin a step whose buckets are reduced over `comms`. Called last in `begin_step`. `checks`: only the methods
+        will send.
+        """
         self._comms, self._checks = comms, checks
         self._before = sum(comm.sent_nbytes for comm in comms)
 
     def add_untracked(self, nbytes: int) -> None:
-        """`nbytes` have been sent that belong to no bucket."""
+        """Add `nbytes` that were sent and belong to no bucket."""
         self._before += nbytes
 
     def end_step(self) -> None:
-        """Ends the step, before anything else that it sends when it ends.
+        """End the step, before anything else is sent at its end.
 
         Raises:
-            RuntimeError: More or less was sent than planned.
+            RuntimeError: The number of bytes sent differs from the plan.
         """
         checks, self._checks = self._checks, False
         if not checks or not all(bucket.fixed for bucket in self.expected):  # or there was no step

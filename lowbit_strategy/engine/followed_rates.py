@@ -1,4 +1,4 @@
-"""Residuals in units of what an optimizer step makes of them: they are rescaled when the learning rate changes."""
+"""Rescales residuals when the learning rate changes, so that they keep their effect on an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ GRAIN = 1 / 16  # in powers of two: scales of int8 residuals are bfloat16, and w
 
 
 class FollowedRates(StepListener):
-    """Error feedback as first published: the residual is the learning rate times what has not been sent.
+    """Error feedback as first published, where the residual is the learning rate times what has not been sent.
 
     A residual in units of the gradient is the same divided by the rate. So when the rate of a parameter goes from `a`
     to `b`, its residual is multiplied by ``a / b``:
 
-    1. the rate that a parameter's residual is for is kept; at first it is the rate of the first step
-    2. once the rate differs from it by `GRAIN`, the residual is rescaled, and the new rate is kept
-    3. a rate of zero changes nothing: the residual is for the last one that was not zero
-    4. where a reduction is open, the parameter waits for the next step
+    1. remember the learning rate that each parameter's residual belongs to, at first the rate of the first step
+    2. when the rate differs from it by `GRAIN`, rescale the residual and remember the new rate
+    3. a rate of zero changes nothing: the residual belongs to the last nonzero rate
+    4. a parameter whose reduction is open waits for the next step
 
     Args:
-        rates: Gives the learning rate of each parameter.
+        rates: Returns the learning rate of each parameter.
     """
 
     def __init__(self, sync: GradientSync, rates: Callable[[], Mapping[str, float]]) -> None:

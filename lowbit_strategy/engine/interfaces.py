@@ -1,4 +1,4 @@
-"""What an engine knows of others: state that is saved with its own, who reduces in rounds."""
+"""Interfaces between the engine and its users: state that is saved with the engine's, and reducing in rounds."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 
 class Stateful(Protocol):
-    """Something else that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
+    """Other state that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RankState(Protocol):
-    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
+    """State of a single rank, saved in the rank's own file: plain dicts, numbers, strings and tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: it is this rank's own state; if not, of another one of a run on another number of ranks."""
+        """`own`: whether it is this rank's state; if not, it belongs to a run on another number of ranks."""
 
     def forget(self) -> None:
-        """The state is lost: go on from what all ranks share."""
+        """The state is lost: continue from what all ranks share."""
 
 
 class PartState(Protocol):
-    """Values of parameters, of each of which a rank has a part or all: nested plain data."""
+    """Per-parameter values of which a rank has a part or all, as nested plain data."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """What ranks have saved, this rank's state first, then those of all in rank order: each is read when asked for.
-        The layout may be another one.
+        """Load what ranks saved: this rank's state first, then all ranks' in rank order, each read when asked for. The
+        layout may be another one.
         """
 
     def forget(self) -> None:
@@ -46,11 +46,11 @@ ROUNDS_KEY = "outer"  # where the state of who reduces in rounds is saved, in ro
 
 
 class Rounds(Protocol):
-    """Who reduces something in rounds of several steps, while gradients stay on their rank.
+    """Reduces something in rounds of several steps, while gradients stay on their rank.
 
     Attributes:
-        every: Optimizer steps of each coming round, as a controller chooses; None: as planned.
-        stride: Optimizer steps since the reduction before.
+        every: Optimizer steps of each coming round, chosen by a controller; None: as planned.
+        stride: Optimizer steps since the previous reduction.
         revocable: Whether what is reduced may be rolled back.
     """
 
@@ -67,4 +67,4 @@ class Rounds(Protocol):
 
     @property
     def drift(self) -> float | None:
-        """How far ranks had drifted apart before the last meeting; see `Observation`."""
+        """How far the ranks had drifted apart before they last met; see `Observation`."""

@@ -1,4 +1,4 @@
-"""Who is called when a step begins and ends.
+"""Objects that are called when a step begins and when it ends.
 
 | phase | who | may |
 |---|---|---|
@@ -6,8 +6,9 @@
 | `OBSERVE` | monitors | look at what the methods make of the gradients |
 | `RECORD` | everyone else | prepare what is kept for the step, and read |
 
-A step begins in this order. It ends with what observers have measured, then decisions, then records. Within a phase the
-order is that of subscription. A rank may end its step alone; what ranks exchange about it comes `together`.
+A step begins in this order. It ends with observations, then decisions, then records. Within a phase, listeners are
+called in the order in which they subscribed. A rank may end its step alone; exchanges between ranks happen in
+`together`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class StepPhase(IntEnum):
 
 
 class StepListener:
-    """Someone who measures, decides or records. It does nothing: what derives from this overrides what concerns it."""
+    """Measures, decides or records. The methods here do nothing; subclasses override those that they need."""
 
     def begin_step(self) -> BucketObserver | None:
-        """Begin a step, before anything of it is reduced. Returns who looks at the step's buckets."""
+        """Begin a step, before anything is reduced. Return the observers of the step's buckets."""
         return None
 
     def end_step(self, *, counted: bool) -> None:
-        """The step is over, on this rank. `counted`: it did not overflow."""
+        """The step is over on this rank. `counted`: whether it counts, that is, did not overflow."""
 
 
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
@@ -44,7 +45,7 @@ class Listeners:
     """The listeners of one engine, by phase.
 
     Attributes:
-        control: The one that monitors and adapts the model; None: nobody does.
+        control: The listener that monitors and adapts the model; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -74,11 +75,13 @@ class Listeners:
                 listener.end_step(counted=counted)
 
     def together(self, call: Callable[[], None]) -> None:
-        """`call` when all ranks have ended the step: it may exchange something. Of listeners in `end_step`."""
+        """Run `call` when all ranks have ended the step, so that it may exchange something. Listeners use this in
+        `end_step`.
+        """
         self._together.append(call)
 
     def meet(self) -> None:
-        """All ranks have ended the step."""
+        """Make the calls given to `together`: all ranks have ended the step."""
         calls, self._together = self._together, []
         for call in calls:
             call()

@@ -1,6 +1,6 @@
-"""What is reduced and by which method: the assignment of every parameter, and what methods keep between steps.
+"""The method of every parameter, and the state that methods keep between steps.
 
-What a replaced method had not sent yet is left over for the next one, or is added to the next gradient (`CarryOver`).
+What a replaced method has not sent yet goes to the next method, or is added to the next gradient (`CarryOver`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ StoreKey = tuple[Comm, Method]  # who reduces, and by which method
 
 
 class MethodState:
-    """Methods and residuals of one model's parameters on one rank. Whatever changes them is called between steps.
+    """Methods and residuals of one model's parameters on one rank. Methods that change them are called between steps.
 
     Args:
         specs: All trainable parameters, in the same order on all ranks.
-        ranks: Who reduces them.
-        others: Who reduces those parameters that others reduce, by name.
-        sharded: Whether FSDP2 shards parameters; otherwise all ranks get the mean.
+        ranks: The ranks that reduce them.
+        others: The ranks that reduce parameters on another mesh, by parameter name.
+        sharded: Whether FSDP2 shards parameters; if not, all ranks get the mean.
 
     Attributes:
-        all_ranks: Who reduces any, `ranks` first; the same order on all ranks.
-        specs: What is reduced, by name: parameters, or this rank's parts of them.
-        full_specs: The parameters.
-        compressor: Gives every parameter its method, unless another one was chosen for it.
-        assignments: The method of each parameter, and why.
+        all_ranks: Every `Ranks` that reduces parameters, `ranks` first, in the same order on all ranks.
+        specs: What this rank reduces, by name: parameters or its parts of them.
+        full_specs: The whole parameters.
+        compressor: Gives every parameter its method, unless another compressor was chosen for it.
+        assignments: The method of each parameter, and the reason.
         stores: The state of all parameters that share peers and a method.
-        carryover: What a method had not sent yet and the next one does not keep.
-        replaced: Stores that are no longer used, until the step is over: a stream may still read them.
+        carryover: What a method had not sent yet and the next method does not keep.
+        replaced: Stores that are no longer used, kept until the step is over because a stream may still read them.
     """
 
     compressor: Compressor
@@ -102,7 +102,7 @@ class MethodState:
         return [compressor.phase(step_index) for compressor in self._compressors()]
 
     def _compressors(self) -> list[Compressor]:
-        """The model's compressor first, then those that were chosen for single parameters."""
+        """The model's compressor, then those chosen for single parameters."""
         return list(dict.fromkeys((self.compressor, *self._chosen.values())))
 
     def _assign_all(self) -> None:
@@ -123,9 +123,9 @@ class MethodState:
         self.assign(earlier)
 
     def move(self, ranks: Ranks, afresh: bool = False) -> None:
-        """Other ranks reduce with this one: state is made again, and what has not been sent yet becomes its residual.
+        """Reduce with other ranks: state is made again, and what has not been sent yet becomes its residual.
 
-        If its place is the same it stays as it is, unless it is wanted `afresh`.
+        State stays if this rank's place is the same, unless `afresh`.
         """
         assert not self._others
         before = self._ranks.peers
@@ -143,12 +143,12 @@ class MethodState:
             self._take_over(name, old_stores[before, assignment.method])
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
-        """Regroup, one parameter at a time. What is replaced goes to the host first, where there is a GPU.
+        """Regroup, one parameter at a time. On a GPU, replaced state is moved to the host first.
 
-        1. a store whose parameters stay is kept as it is
+        1. a store whose parameters stay the same is kept as it is
         2. a parameter whose method stays, or continues its old one, keeps all state
-        3. what another method has not sent yet becomes the residual of the new one; if that keeps none, it is added
-           to the next gradient
+        3. what another method has not sent yet becomes the new method's residual; if that has none, it is added to the
+           next gradient
         """
         earlier, old_stores, before = self.assignments, self.stores, self._members
         after: dict[StoreKey, dict[str, TensorSpec]] = {}
@@ -173,7 +173,9 @@ class MethodState:
                     self._take_over(name, old_stores[old])
 
     def _set_aside(self, replaced: Sequence[MethodStore]) -> None:
-        """Old and new state are not to be in a GPU's memory together: each may be as large as the model."""
+        """Move replaced state to the host: a GPU must not hold old and new state together, since each may be as large
+        as the model.
+        """
         self.replaced += replaced
         if replaced and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # streams of their own may still use it
@@ -181,7 +183,7 @@ class MethodState:
                 store.park()
 
     def _take_over(self, name: str, old_store: MethodStore) -> None:
-        """Make what has not been sent yet of one parameter the residual of its fresh state."""
+        """Make what one parameter has not sent yet the residual of its fresh state."""
         leftover = self.carryover.release(name)
         unsent = sum_of_known(old_store.export_unsent(name), leftover)
         if unsent is not None:
@@ -190,7 +192,7 @@ class MethodState:
     def carry_over_(self, name: str, unsent: Tensor, store: MethodStore | None = None) -> None:
         """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
 
-        If its method keeps none it is added to the next gradient, and kept until then as `store` has it.
+        If its method keeps no residual, it is added to the next gradient, and stored until then as `store` has it.
         """
         if not self.store(name).import_unsent_(name, unsent):
             self.carryover.keep(name, unsent, store)
@@ -206,17 +208,19 @@ class MethodState:
         return self.store(name).tensors(name)
 
     def fresh(self, name: str) -> dict[str, Tensor]:
-        """The state of one parameter as at the start, a copy."""
+        """A copy of one parameter's state as it is at the start."""
         method = self.assignments[name].method
         peers = self.ranks_of(name).peers
         return method.make_store({name: self.specs[name]}, peers, self._device).tensors(name)
 
     def residual(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``: what is added to the next gradient of one parameter; None if nothing ever is."""
+        """What is added to the next gradient of one parameter, float32 ``[numel]``; None if the method never adds
+        anything.
+        """
         return self.store(name).residual(name)
 
     def export_unsent(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of one parameter, in units of the gradient, leftovers included."""
+        """What this rank has not sent yet of one parameter, leftovers included, in units of the gradient."""
         return sum_of_known(self.store(name).export_unsent(name), self.carryover.get(name))
 
     def all_tensors(self) -> list[Tensor]:
@@ -237,7 +241,7 @@ class MethodState:
         self.carryover.rescale_(factor)
 
     def rescale_residual_(self, name: str, factor: float) -> None:
-        """What has not been sent yet of one parameter, leftovers included, times `factor`; other state stays."""
+        """Multiply what one parameter has not sent yet, leftovers included, by `factor`; other state stays."""
         store = self.store(name)
         store.method.rescale_residual_(store.tensors(name), factor)
         self.carryover.rescale_(factor, [name])
@@ -248,7 +252,7 @@ class MethodState:
 
 
 def sum_of_known(unsent: Tensor | None, leftover: Tensor | None) -> Tensor | None:
-    """Sum of what a method has not sent yet and what an earlier one left over; None: neither is known."""
+    """Sum of what a method has not sent yet and what an earlier one left over; None if neither is known."""
     if unsent is None or leftover is None:
         return leftover if unsent is None else unsent
     return unsent + leftover

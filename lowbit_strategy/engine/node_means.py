@@ -1,4 +1,4 @@
-"""Means over the ranks of one node: what is reduced between nodes."""
+"""Means over the ranks of one node, which are then reduced between nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit_strategy.engine.schedule import Stages
 
 
 class Cut:
-    """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size.
+    """How a DDP bucket is cut into one part per rank of a node. All parts of a bucket have the same size.
 
     Attributes:
         layout: Layout of this rank's part, between nodes.
@@ -53,10 +53,10 @@ class Cut:
 
 
 class NodeMeans:
-    """Exact means, added in float32 and in rank order. What codes them derives from this (`ranks.NodeCoding`).
+    """Exact means, added in float32 and in rank order. A subclass may code them (`ranks.NodeCoding`).
 
     Attributes:
-        flags: Where a message of another layout is noted.
+        flags: Records messages of another layout.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class NodeMeans:
         self.flags = StepFlags(device)
 
     def mean(self, cut: Cut, x: Tensor, part_N: Tensor, buffers: WireBuffers) -> Stages:
-        """The mean of this rank's part of a bucket `x` of DDP, into `part_N`; yields while bytes travel."""
+        """Write the mean of this rank's part of a DDP bucket `x` into `part_N`; yields while bytes travel."""
         num_ranks = self._comm.world_size
         sent = buffers.borrow(num_ranks, cut.numel * x.element_size())
         whole, pieces = cut.views(x, sent.view(x.dtype))
@@ -76,7 +76,7 @@ class NodeMeans:
     def mean_of_rows(
         self, layout: Callable[[], BucketLayout], x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
     ) -> Stages:
-        """The same where FSDP2 has put a row for each rank together: of G nodes, or of the own node alone."""
+        """The same for FSDP2's rows, one per rank: of G nodes, or only of this node."""
         rows_LGN = x.view(len(out_GN), self._comm.world_size, -1).transpose(0, 1)
         return sum_rows(rows_LGN, out_GN, self._comm, alpha=1.0 / self._comm.world_size, buffers=buffers)
 

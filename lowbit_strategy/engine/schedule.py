@@ -1,12 +1,12 @@
-"""The order in which buckets advance: DDP's, and those of a round, the same on all ranks.
+"""The order in which the buckets of DDP or of a round advance, the same on all ranks.
 
 A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
 the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue
-collectives in the same order. A bucket whose message is on its way to ranks far apart is not waited for until all
-buckets have left; the last ones may have to sum inside a node before, and come first.
+collectives in the same order. A bucket whose message travels to far ranks is not waited for until all buckets have
+left; buckets that must still sum inside a node come first.
 
-Ranks of one node reduce different parts of a bucket, in more exchanges or fewer: a part may be empty. So what comes
-inside the node afterwards waits for its turn (`TURN`), which depends on the number of buckets alone.
+Ranks of one node reduce different parts of a bucket, with different numbers of exchanges, since a part may be empty. So
+the exchange inside the node that follows waits for its turn (`TURN`), which depends only on the number of buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit_strategy.collectives.comm import Pending
 
 
 class _Turn:
-    """Nothing travels: the next exchange is inside the node, whose ranks begin it together."""
+    """Nothing travels now: the next exchange is inside the node, and its ranks begin it together."""
 
     def wait(self) -> None:
         return None
@@ -35,13 +35,13 @@ TURN_AFTER = 3  # buckets: one sums inside the node, one is on its way to its ow
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """What is reduced as one: a bucket, or a part of the first one.
+    """Stages that are advanced together: those of a bucket, or of a part of the first bucket.
 
     Args:
         stages: Reduce it.
         unfinished: The stages of all pieces that the future waits for.
-        result: What the future gets.
-        future: The bucket's.
+        result: The future's result.
+        future: The bucket's future.
     """
 
     stages: Stages
@@ -52,12 +52,12 @@ class _Piece:
 
     @property
     def is_near(self) -> bool:
-        """Whether it waits for a message that does not take long."""
+        """Whether it waits for a message from a near rank."""
         return self._pending is not None and not self.is_far
 
     @property
     def is_far(self) -> bool:
-        """Whether what travels takes long."""
+        """Whether it waits for a message from a far rank."""
         return getattr(self._pending, "is_far", False)
 
     @property
@@ -66,11 +66,11 @@ class _Piece:
 
     @property
     def awaits_others(self) -> bool:
-        """Whether it goes on with the last bucket of the pass."""
+        """Whether it waits for the last bucket of the pass."""
         return self._pending is None
 
     def advance(self) -> bool:
-        """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
+        """Wait for the current message, then start the next exchange. Return whether the bucket is done."""
         if self._pending is not None:
             self._pending.wait()
         try:
@@ -87,7 +87,7 @@ class BucketSchedule:
     """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream).
 
     Args:
-        turn_after: A bucket's turn comes when this many more have been started; None: after the last one.
+        turn_after: A bucket's turn comes when this many more have been started; None: after the last bucket.
     """
 
     def __init__(self, turn_after: int | None = None) -> None:
@@ -98,7 +98,9 @@ class BucketSchedule:
     def start(
         self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
     ) -> None:
-        """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
+        """Start a bucket's pieces one by one, and advance the others. `future` gets `result` once all pieces are
+        done.
+        """
         unfinished = list(pieces)
         for stages in pieces:
             older = [piece for piece in self._active if not (piece.is_far or piece.awaits_turn)] if self._active else []
@@ -118,14 +120,16 @@ class BucketSchedule:
             self._active.remove(piece)
 
     def _take_turn(self, piece: _Piece) -> None:
-        """Advance a piece to its turn, which it takes; one that continues with the last bucket has none."""
+        """Advance a piece until its turn and let it take that. A piece that waits for the last bucket has no turn."""
         while piece in self._active and not (piece.awaits_turn or piece.awaits_others):
             self._advance(piece)
         if piece.awaits_turn:
             self._advance(piece)
 
     def finish(self) -> None:
-        """Advance all buckets until they are done, those that wait for near ranks first; then it is their turn."""
+        """Advance all buckets until they are done, first those that wait for near ranks, then those that wait for a
+        turn.
+        """
         self._untaken.clear()
         while self._active:
             running = [piece for piece in self._active if not piece.awaits_turn]
@@ -134,7 +138,7 @@ class BucketSchedule:
                 self._advance(piece)
 
     def fail(self, error: Exception) -> None:
-        """Nothing that is in flight will end: whoever waits for it gets `error`."""
+        """Nothing in flight will end: give `error` to everything that waits for it."""
         failed, self._active = {piece.future for piece in self._active}, []
         self._untaken.clear()
         for future in failed:

@@ -1,4 +1,4 @@
-"""Reductions of parameters: prepared, then committed or rolled back."""
+"""Transactions: reductions of parameters are prepared, then committed or rolled back."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ from lowbit_strategy.engine.method_state import MethodState
 
 
 class Tally:
-    """What goes with reductions. It does nothing: what derives from this overrides what concerns it."""
+    """State that follows reductions. The methods here do nothing; subclasses override those that they need."""
 
     def keep(self, names: Collection[str]) -> None:
         """These parameters are about to be reduced, and the reduction may be rolled back."""
 
     def commit(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters are used."""
+        """The open reductions of these parameters have been used."""
 
     def roll_back(self, names: Collection[str]) -> None:
-        """Those are thrown away."""
+        """The open reductions of these parameters are thrown away."""
 
     def set_aside(self, names: Collection[str]) -> None:
-        """Their gradients were cleared: what becomes of them will be known later."""
+        """The gradients of these parameters were cleared; what becomes of their reductions is decided later."""
         self.roll_back(names)
 
     def settle(self, names: Collection[str], *, used: bool) -> None:
-        """It is known what became of those that were set aside."""
+        """It is now known whether the reductions that were set aside were `used`."""
 
     def taken_back(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """A context, for a checkpoint, in which what is kept of these parameters is as before their reductions."""
+        """A context, for checkpoints, in which these parameters' state is as before their reductions."""
         return nullcontext()
 
 
 class Follower(Tally):
-    """Nobody. Who follows gradients to the optimizers' steps derives from this."""
+    """Is told when optimizers step on reduced gradients. This one does nothing."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """It has stepped on what was reduced."""
+        """`optimizer` has stepped on what was reduced."""
 
     def name_parameters(self) -> None:
-        """The model has others now."""
+        """The model has other parameters now."""
 
 
 class Transactions:
     """The open reductions of one model, one per parameter.
 
-    1. A reduction is *prepared* in backward. The passes of an accumulated gradient are one reduction.
+    1. A reduction is *prepared* in backward. All passes of an accumulated gradient form one reduction.
     2. It is *committed* when an optimizer steps its parameter.
     3. It is *rolled back* when its gradient is thrown away: a loss scaler skips the step, or an exchange fails. The
-       state is then what it was before 1.
+       state then becomes what it was before 1.
     4. It is *set aside* when its gradient is cleared. The next pass finds the state as it was before 1, and the next
        step of the parameter shows what became of the gradient (`settle`): it was thrown away, or used. In the latter
        case the state becomes the mean of what each of the step's passes left, since each sent its gradient and what
        was unsent before.
 
-    Where no copies are kept, 3 and 4 forget: the state is as at the start.
+    Without copies, 3 and 4 reset the state to its start.
 
     Args:
-        state: What methods keep between steps.
-        flags: What buckets have found; made in the stream of training, as this is.
-        keeps_copies: The state before a reduction is copied.
+        state: The methods' state.
+        flags: Overflows and errors that buckets have found. Like this object, it is made in the stream of training.
+        keeps_copies: Whether the state before a reduction is copied.
 
     Attributes:
-        byte_check: Byte check of the step.
+        byte_check: The step's byte check.
         prepared: Parameters with an open reduction.
-        tallies: Told what becomes of reductions.
+        tallies: Objects that are told what becomes of reductions.
     """
 
     def __init__(self, state: MethodState, flags: StepFlags, *, keeps_copies: bool) -> None:
@@ -85,15 +85,15 @@ class Transactions:
 
     @property
     def undecided(self) -> Collection[str]:
-        """Parameters with reductions that were set aside."""
+        """Parameters whose reductions were set aside."""
         return self._aside.keys()
 
     def to_keep(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the parameters to be prepared whose state has to be kept (`keep`) before that."""
+        """The parameters whose state must be copied (`keep`) before they are prepared."""
         return tuple(name for name in names if name not in self.prepared) if self.keeps_copies else ()
 
     def keep(self, names: tuple[str, ...]) -> None:
-        """The state of these parameters is about to change: copy it. In the stream and thread that change it."""
+        """Copy these parameters' state, which is about to change, in the stream and thread that change it."""
         self._copies.take(names)
         self._begun |= self.prepared.intersection(names)
         for tally in self.tallies:
@@ -107,7 +107,7 @@ class Transactions:
             tally.commit(closed)
 
     def roll_back(self, names: Collection[str] | None = None) -> None:
-        """The gradients of these parameters were thrown away; None: of all."""
+        """The gradients of these parameters were thrown away; None: of all parameters."""
         self.settle(list(self._aside if names is None else names), used=False)
         self._take_back(names)
 
@@ -130,7 +130,9 @@ class Transactions:
             tally.set_aside(closed)
 
     def settle(self, names: Iterable[str], *, used: bool) -> None:
-        """An optimizer steps these parameters. `used`: on what was made of the gradients of reductions set aside."""
+        """An optimizer steps these parameters. `used`: whether the gradients of the reductions set aside went into the
+        step.
+        """
         undecided = [name for name in names if name in self._aside]
         for tally in self.tallies:
             tally.settle(undecided, used=used)
@@ -141,19 +143,19 @@ class Transactions:
                 self.prepared.add(name)
 
     def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`: so has the unit of all that may become the state again."""
+        """The loss scale has changed by `factor`: rescale all copies that may become the state again."""
         kept = [(name, mean) for name, (_, mean) in self._aside.items()]
         for name, tensors in kept + [(name, self._copies.of(name)) for name in self._begun]:
             self._state.store(name).method.rescale_({name: tensors}, factor)
 
     def rescale_residual_(self, name: str, factor: float) -> None:
-        """The learning rate of one parameter, none of whose reductions is open, has changed."""
+        """Rescale the residual of one parameter, which has no open reduction, because its learning rate has changed."""
         if name in self._aside:
             self._state.store(name).method.rescale_residual_(self._aside[name][1], factor)
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """A context in which the state is as before all open reductions, whose gradients no checkpoint has."""
+        """A context in which the state is as before all open reductions, since a checkpoint lacks their gradients."""
         after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.prepared}
         self._restore(after)
         with ExitStack() as others:
@@ -165,9 +167,10 @@ class Transactions:
             copy_(self._state.tensors(name), tensors)
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """No rank had a gradient of these parameters: zeros were reduced.
+        """No rank had a gradient for these parameters: only zeros were reduced.
 
-        The state is what it was before. Without copies it is if zeros leave it so (`Method.rests`), else forgotten.
+        The state becomes what it was before. Without copies it is kept if zeros do not change it (`Method.rests`),
+        otherwise reset.
         """
         resting = [
             name
@@ -181,20 +184,20 @@ class Transactions:
         self._take_back(names)
 
     def forget(self) -> None:
-        """Methods or their state have been changed: what is open is committed, copies are dropped."""
+        """Methods or their state have changed: commit what is open and drop the copies."""
         if self.prepared:
             self.commit()
         self.roll_back()
         self._copies = Copies(self._state)
 
     def _take_back(self, names: Iterable[str] | None) -> None:
-        """Open reductions of these parameters are thrown away; None: of all."""
+        """Throw away the open reductions of these parameters; None: of all parameters."""
         closed = self._restored(names)
         for tally in self.tallies:
             tally.roll_back(closed)
 
     def _restored(self, names: Iterable[str] | None) -> set[str]:
-        """The state is as before the open reductions of these parameters, which are closed. Returns which they were."""
+        """Restore the state from before these parameters' open reductions, and close them. Return which were open."""
         self._restore(self.prepared if names is None else self.prepared.intersection(names))
         closed = self._close(names)
         self._state.carryover.roll_back(closed)
@@ -207,7 +210,7 @@ class Transactions:
         return closed
 
     def _restore(self, names: Iterable[str]) -> None:
-        """The state of these parameters, which are prepared, becomes what it was before."""
+        """Restore the state of these prepared parameters to what it was before."""
         for name in names:
             if name in self._begun:
                 copy_(self._state.tensors(name), self._copies.of(name))

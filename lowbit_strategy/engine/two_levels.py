@@ -1,13 +1,13 @@
 """Two levels of ranks: sums are exact inside a node, and compressed between the ranks of equal index on all nodes.
 
-1. inside a node each of its L ranks gets one part of every parameter, the mean over the node: an exact reduce-scatter,
-   or one of codes
+1. inside a node, each of its L ranks gets the node's mean of one part of every parameter, by an exact or coded
+   reduce-scatter
 2. ranks with the same part reduce it between the nodes, through a `GradientSync`
-3. DDP: inside the node all ranks get all parts, an exact all-gather
+3. DDP: an exact all-gather inside the node gives all parts to all of its ranks
 
-So between nodes every sum travels once per node instead of once per rank, and a rank keeps residuals for 1/L of the
-model. Under DDP a part is a run of rows; under FSDP2, sharded over all ranks, it is the shards of all ranks that have
-the same index, and each of them ends with its own.
+So every sum travels between nodes once per node instead of once per rank, and a rank keeps residuals for 1/L of the
+model. Under DDP a part is a run of rows. Under FSDP2 with shards on all ranks, a part is the shards of all ranks with
+the same index, and each of these ranks ends with its own shard.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _KEPT = 256  # DDP rebuilds its buckets once or twice
 
 
 class Scatter(NamedTuple):
-    """FSDP2's reduce-scatter over all ranks, in two parts that follow each other: inside the node, and the rest."""
+    """FSDP2's reduce-scatter over all ranks in two phases: inside the node, then the rest."""
 
     inside: Stages
     between: Stages
@@ -78,11 +78,12 @@ def scatter(
     overlaps: bool = False,
     marks: Tensor | None = None,
 ) -> Scatter:
-    """Row r of `x` is for rank r, `out` is the sum of the own row. Over one level there is nothing inside.
+    """Reduce row r of `x` for rank r; `out` becomes the sum of this rank's row. With one level, the phase inside the
+    node is empty.
 
-    A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
-    modules share it, unless other modules are reduced between the nodes meanwhile (`overlaps`), by another thread or in
-    another stream. `marks`, `ranks`: as for `GradientSync.reduce`.
+    A module's rows are as large as its gradients, so memory for messages inside the node is borrowed and shared by all
+    modules, unless other modules are reduced between nodes at the same time (`overlaps`), by another thread or stream.
+    `marks`, `ranks`: see `GradientSync.reduce`.
     """
     intra_node = ranks.intra_node
     if intra_node is None:
@@ -97,7 +98,7 @@ def scatter(
 
 
 def _summed(stages: Stages, mean_N: Tensor, out: Tensor, num_inside: int) -> Stages:
-    """FSDP2 divides by the number of all ranks."""
+    """Turn means into sums, since FSDP2 divides by the number of all ranks."""
     if mean_N.is_cuda:  # allocated in the stream of what is done inside the node
         mean_N.record_stream(torch.cuda.current_stream(mean_N.device))
     yield from stages

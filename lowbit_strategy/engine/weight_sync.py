@@ -1,4 +1,4 @@
-"""One model's weights under FSDP2: how each sharded module's are gathered, what that costs, and what is saved of it."""
+"""The weights of one model under FSDP2: how each sharded module gathers them, at what cost, and what is saved."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lowbit_strategy.plan.weight_bytes import module_weights
 
 
 class ModuleWeights:
-    """The weights of one module: its gather, and what that is to cost.
+    """The weights of one module: its gather and the expected cost.
 
     Args:
         layout: What is gathered.
-        coding: How.
+        coding: How weights are coded.
         comm, device, buffers, flags: Shared by all modules.
 
     Attributes:
-        reduced: Whether its gradients have been, since it was gathered for a forward pass.
+        reduced: Whether its gradients have been reduced since it was gathered for a forward pass.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ModuleWeights:
     def gradients_reduced(self) -> None:
         """The next forward pass must gather again, because an optimizer will have changed the weights.
 
-        Running backward passes still compute with what their forward pass had.
+        Backward passes that are running still use the weights of their forward pass.
         """
         self.reduced = True
 
@@ -82,13 +82,13 @@ class ModuleWeights:
             self.invalidate()
 
     def invalidate(self) -> None:
-        """The weights have changed: the next gather sends. On all ranks."""
+        """The weights have changed: the next gather sends them. Call it on all ranks."""
         self.reduced = False
         self.gather.invalidate()
 
     @property
     def promised_nbytes(self) -> tuple[int, int]:
-        """Bytes for all messages so far, and what framing may add to them."""
+        """Expected bytes of all messages so far, and the most that framing may add."""
         costs, num_sent, num_exact = self.costs, self.gather.num_sent, self.gather.num_exact
         promised = (num_sent - num_exact) * costs.gather_nbytes + num_exact * costs.exact_nbytes
         return promised, num_sent * costs.framing_nbytes
@@ -98,15 +98,15 @@ class WeightSync:
     """The weights of one model on one rank.
 
     Args:
-        coding: How they travel.
-        layouts: The sharded modules, by a name for each that is the same in every run.
-        comms: How messages travel to the ranks that share a module's weights, by its name.
+        coding: How weights are coded.
+        layouts: The sharded modules, by names that are the same in every run.
+        comms: How messages reach the ranks that share a module's weights, by the module's name.
 
     Attributes:
-        comms: Each once.
+        comms: The distinct values of `comms`.
         planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, without framing.
-        step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
-        flags: Where weights that were changed behind the engine's back are noted.
+        step_nbytes: Bytes that this rank sent in the last step, counted; before the first one, the planned bytes.
+        flags: Records weights that were changed behind the engine's back.
     """
 
     def __init__(
@@ -133,38 +133,38 @@ class WeightSync:
     # -- gathers --------------------------------------------------------------------------------------------------
 
     def count_exact(self, nbytes: int) -> None:
-        """FSDP2 gathers weights as they are, in training: this rank sends `nbytes`."""
+        """Count `nbytes` that this rank sends because FSDP2 itself gathers weights in training."""
         self._uncoded_nbytes += nbytes
 
     def end(self) -> None:
-        """Others send the weights from now on. On all ranks."""
+        """Something else sends the weights from now on. Call it on all ranks."""
         self.invalidate()
         for comm in self.comms:
             comm.end()
 
     def invalidate(self) -> None:
-        """The weights have changed: what is kept is old. On all ranks."""
+        """The weights have changed: what is kept is old. Call it on all ranks."""
         for module in self.modules.values():
             module.invalidate()
 
     def unchanged(self) -> None:
-        """The gradients that have been reduced are those of a micro-batch: no weights change before the next one."""
+        """The reduced gradients were those of a micro-batch: weights do not change before the next one."""
         for module in self.modules.values():
             module.reduced = False
 
     def forget(self) -> None:
-        """Other weights have been loaded. On all ranks."""
+        """Other weights have been loaded. Call it on all ranks."""
         for module in self.modules.values():
             module.gather.forget()
 
     def restart(self) -> None:
-        """A checkpoint is loaded: differences start over, unless it has what they are from. On all ranks."""
+        """A checkpoint is loaded: differences start over, unless it contains their replica. Call it on all ranks."""
         for module in self.modules.values():
             module.gather.restore(None)
 
     def end_step(self) -> None:
-        """The step is over. Its end may be noticed later, on some ranks sooner than on others, when weights of the next
-        one have been gathered: who changes weights calls `invalidate`.
+        """The step is over. Ranks may notice this at different times, some after weights for the next step have been
+        gathered, so whatever changes weights calls `invalidate`.
 
         Raises:
             RuntimeError: More or fewer bytes were sent than was promised; or, on CUDA, in the step before a rank sent a
@@ -187,7 +187,7 @@ class WeightSync:
     # -- what is saved --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The own rows of the replicas that differences are from; empty where nothing else is sent."""
+        """This rank's rows of the replicas to which differences refer; empty if only whole weights are sent."""
         rows = {name: module.gather.own_row() for name, module in self.modules.items()}
         return {
             "places": self._places(),
@@ -198,7 +198,7 @@ class WeightSync:
         return [[comm.rank, comm.world_size] for comm in self.comms]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`'s. Of another number of ranks, or another model, there is nothing to restore: the next
+        """Restore a `state_dict`. After a change of the number of ranks or of the model nothing is restored: the next
         gather sends the weights exactly.
         """
         rows: Mapping[str, Tensor] = state["rows"]
