@@ -31,8 +31,7 @@ from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
 from lowbit_strategy.attach.prepare import checked, compare, prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.control.base import Controller, GroupBy, Progress
-from lowbit_strategy.control.bounds import Bounds
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.backward import before_backward
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -41,6 +40,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import by_mesh, shard_group
 from lowbit_strategy.model.parameters import named_parameters
+from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.telemetry.observe import Observer
 
 __all__ = [
@@ -118,34 +118,31 @@ def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Pro
     return control.adapt(controller)
 
 
+@takes_options_of(MonitorOptions)
 def monitor(
     sync: GradientSync,
     log: Callable[[dict[str, float], int], Any] | None,
-    *,
-    every_n_steps: int = 50,
-    group_by: GroupBy = "kind",
-    bounds: Bounds | None = None,
+    *args: int | MonitorOptions,
     record: str | Path | None = None,
+    **kwargs: Any,
 ) -> Observer:
     """Call ``log(metrics, step)`` on every rank after each observed step, and whenever a controller decides.
 
     Args:
         sync: See `adapt`.
         log: A function such as ``fabric.log_dict`` or ``accelerator.log``. None: only the record is written.
-        every_n_steps: Optimizer steps between observations; nothing is measured in between.
-        group_by: See `lowbit_strategy.control.group_of`.
-        bounds: Limits; a warning says when a group leaves them.
+        args: A `MonitorOptions`, or its arguments.
+        kwargs: Its arguments by name.
         record: A folder where rank 0 keeps the record that `lowbit report` draws.
 
     Raises:
-        TypeError: `bounds` is not a `Bounds`.
-        ValueError: `every_n_steps` is not positive, `group_by` is unknown, or there is a monitor already.
+        TypeError: There is no such option.
+        ValueError: An option is of another type or out of range, or there is a monitor already.
     """
     control = control_of(sync)
-    observer = control.monitor(MonitorOptions(every_n_steps=every_n_steps, group_by=group_by, bounds=bounds))
+    observer = control.monitor(MonitorOptions.of(*args, **kwargs))
     control.log = log
     control.folder = None if record is None else Path(record)
-    control.warn_without_audience(log=log is not None)
     return observer
 
 

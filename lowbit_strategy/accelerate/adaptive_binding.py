@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.adaptation.model_control import ModelControl, ProgressClock
+from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.telemetry.metric_names import for_model
@@ -60,15 +58,10 @@ class TrainingClock:
             self._passes += 1
         self._has_ended, self._iteration, self._was_inside = has_ended, iteration, True
 
-    def at(self, step: int, optimizer: Optimizer | None) -> Progress:
+    def __call__(self, step: int) -> Progress:
         counted = self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
-        return Progress(
-            step=step,
-            epoch=counted if self.epoch is None else self.epoch,
-            num_steps=self.num_steps,
-            steps_per_epoch=self.steps_per_epoch,
-            learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
-        )
+        epoch = counted if self.epoch is None else self.epoch
+        return Progress(step=step, epoch=epoch, num_steps=self.num_steps, steps_per_epoch=self.steps_per_epoch)
 
     def check(self, controller: Controller) -> None:
         """Raises:
@@ -122,7 +115,7 @@ class AdaptiveBinding:
         numbers: Numbers of all models that have been prepared.
 
     Attributes:
-        clock: Steps, epochs, learning rate.
+        clock: Steps and epochs.
         log: Takes metrics and the step that they are of, on every rank.
         has_log: Gives whether there is anybody who takes them.
         folder: Folder of the record, None: nowhere.
@@ -157,8 +150,9 @@ class AdaptiveBinding:
             )
         number = self._numbers[session]
         control = ModelControl(
-            session.sync, self._clock_of(session), lambda metrics, step: self.log(for_model(metrics, number), step)
+            session.sync, self.clock, lambda metrics, step: self.log(for_model(metrics, number), step)
         )
+        control.has_log = lambda: self.has_log()
         control.accumulation = lambda: self.accelerator.gradient_accumulation_steps
         if plugin.controller is not None:
             control.adapt(plugin.controller)
@@ -168,21 +162,11 @@ class AdaptiveBinding:
         self._controls[session] = control
         self.take_effect()
 
-    def _clock_of(self, session: Session) -> ProgressClock:
-        model = weakref.ref(session)  # its engine must not keep the model alive
-
-        def progress(step: int) -> Progress:
-            own = model()
-            optimizers = (each for each in self.accelerator._optimizers if own is not None and own.owns(each))
-            return self.clock.at(step, next(optimizers, None))
-
-        return progress
-
     def driver(self, session: Session) -> AdaptiveDriver | None:
         control = self._controls.get(session)
         return None if control is None else control.driver
 
-    def before_backward(self, loss: Tensor | None, sessions: Iterable[Session]) -> None:
+    def before_backward(self, sessions: Iterable[Session]) -> None:
         """Raises:
         ValueError: Training begins, and the controller needs what cannot be known or done here.
         """
@@ -190,10 +174,8 @@ class AdaptiveBinding:
             return
         self.clock.batch()
         for session in sessions:
-            control = self._controls[session]
-            control.loss = loss
-            if not control.begun:
-                self._begin(control, self._numbers[session])
+            if not self._controls[session].begun:
+                self._begin(self._controls[session], self._numbers[session])
 
     def _begin(self, control: ModelControl, number: int) -> None:
         if (controller := self.plugin.controller) is not None:
@@ -205,14 +187,6 @@ class AdaptiveBinding:
                 )
         if self.folder is not None:
             control.folder = self.folder if number == 0 else self.folder / f"model_{number}"
-        control.begin()
-        control.warn_without_audience(log=self.has_log())
-
-    def after_load(self) -> None:
-        """A checkpoint has been loaded."""
-        for control in self._controls.values():
-            control.begun = False
-        self.take_effect()
 
     def take_effect(self) -> None:
         """Accumulates the number of batches that the controller has set, from the next step on."""

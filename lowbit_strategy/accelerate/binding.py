@@ -201,7 +201,7 @@ class Binding:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
         self.accelerator.wait_for_everyone()  # ranks that wrote it wait for nobody: it may not be complete yet
         checkpoint_folder.load(folder, self.sessions, compressed=compressed)
-        self.adaptive.after_load()
+        self.adaptive.take_effect()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Binding:
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         value = loss.detach() if isinstance(loss, Tensor) else None
-        self.adaptive.before_backward(value, self.sessions)
+        self.adaptive.before_backward(self.sessions)
         for session in self.sessions:
             session.begin_step(self.accelerator.scaler, loss=value)
         return original(loss, **kwargs)

@@ -1,17 +1,9 @@
 """One model's controller, monitor, bounds and record on one rank. Knows no framework.
 
-An adapter translates its framework's moments:
-
-| moment | call |
-|---|---|
-| the model is attached, before a checkpoint is loaded | make a `ModelControl`; `adapt`, `monitor` |
-| training begins, or goes on after a checkpoint was loaded | `begin` |
-| backward | set `loss` |
-| around the optimizer's step | `scaled` |
-| a step is over, and the framework takes metrics | `report`, unless the end of the engine's step is that moment |
-
-An adapter that can report whenever a step ends leaves `reports_at_end_of_step` on and needs neither the last call nor,
-in a loop without such calls, `begin`: the first step is the beginning then.
+The session tells it when a backward pass begins and when a checkpoint has been loaded, the engine when a step begins
+and ends. An adapter makes one when the model is attached, before a checkpoint is loaded, and gives it a controller, a
+monitor, or both (`adapt`, `monitor`), a clock, who takes metrics, and a folder. Where the framework accumulates and
+steps, its adapter applies what a controller wants of that: `take_effect`, `scaled`.
 """
 
 from __future__ import annotations
@@ -19,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +37,11 @@ from lowbit_strategy.telemetry.startup_report import render_reports
 
 @configuration
 class MonitorOptions:
-    """The options of every monitor, in every framework.
+    """The options of every monitor, in every framework. A monitor takes one of these, or its arguments.
 
     Args:
-        every_n_steps: Optimizer steps from one observation to the next; nothing is measured between.
+        every_n_steps: Optimizer steps from one observation to the next; nothing is measured between. An observation
+            costs about as much as the compression of one step.
         group_by: Figures for each ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
             function of the name.
         bounds: Warn when a group leaves them; None: no warnings.
@@ -56,12 +50,19 @@ class MonitorOptions:
         ValueError: A field is of another type, `every_n_steps` is not positive, or `group_by` is unknown.
     """
 
-    every_n_steps: int = 50
+    every_n_steps: int = field(default=50, kw_only=False)
     group_by: GroupBy = "kind"
     bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
         check_positive("every_n_steps", self.every_n_steps)
+
+    @classmethod
+    def of(cls, *options: Any, **more: Any) -> MonitorOptions:
+        """What a monitor was given: one of these, or its arguments."""
+        if options and isinstance(options[0], cls) and not (options[1:] or more):
+            return options[0]
+        return cls(*options, **more)
 
 
 def _make(value: Any, source: Source) -> MonitorOptions:
@@ -88,18 +89,20 @@ class ModelControl(StepListener):
 
     Args:
         sync: The engine.
-        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted.
+        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. A learning rate
+            that it leaves out is the first one of an optimizer that the session was told of.
         log: Takes metrics and the step that they are of, on every rank; None: metrics are not logged.
-        reports_at_end_of_step: Report as soon as the engine has ended a step; off where the framework takes metrics at
-            its own moments only.
+        begins: Training begins with a backward pass; False: when the adapter calls `begin`.
 
     Attributes:
         driver: The controller at work, if there is one.
         observer: The monitor at work, if there is one.
-        loss: Loss of the last batch, where the adapter knows it: a number, or a tensor of one.
+        loss: Loss of the last batch, where it is known: a number, or a tensor of one.
+        has_log: Gives whether anybody takes what `log` is given.
         accumulation: Gives the batches in one optimizer step that are in force; set by the adapter.
         factor: The controller's factor on learning rates, in force.
         folder: Where `begin` opens the record; None: there is none.
+        begun: Training has begun, and no checkpoint has been loaded since.
     """
 
     def __init__(
@@ -108,12 +111,12 @@ class ModelControl(StepListener):
         clock: ProgressClock | None = None,
         log: Log | None = None,
         *,
-        reports_at_end_of_step: bool = True,
+        begins: bool = True,
     ) -> None:
         self.sync = sync
         self.clock = clock or (lambda step: Progress(step=step))
         self.log = log
-        self.reports_at_end_of_step = reports_at_end_of_step
+        self.has_log: Callable[[], bool] = lambda: self.log is not None
         self.driver: AdaptiveDriver | None = None
         self.observer: Observer | None = None
         self.options: MonitorOptions | None = None
@@ -122,6 +125,7 @@ class ModelControl(StepListener):
         self.factor = 1.0
         self.folder: Path | None = None
         self.begun = False
+        self._begins = begins
         self._record: Any = None
         self._bounds: State = {}  # how often groups have left theirs
         self._shown: Observation | None = None  # the last that was reported
@@ -158,7 +162,7 @@ class ModelControl(StepListener):
                 f"{type(self.sync.compressor).__name__} chooses this model's compressor, so"
                 f" {type(controller).__name__} cannot as well: give a compressor, or leave the controller out"
             )
-        driver = AdaptiveDriver(controller, clock=lambda step: self.clock(step))
+        driver = AdaptiveDriver(controller, clock=self.progress)
         driver.attach(self.sync)
         self.driver = driver
         return driver
@@ -185,6 +189,20 @@ class ModelControl(StepListener):
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
+    def progress(self, step: int) -> Progress:
+        """Where training stands when this step begins."""
+        progress = self.clock(step)
+        if progress.learning_rate is not None:
+            return progress
+        return replace(progress, learning_rate=self.sync.listeners.learning_rate())
+
+    def begin_pass(self, loss: torch.Tensor | None) -> None:
+        """A backward pass begins, maybe on this rank alone; called by the session."""
+        if loss is not None:
+            self.loss = loss
+        if self._begins and not self.begun:
+            self.begin()
+
     def begin(self, **fields: Any) -> None:
         """Training begins, or goes on: open the record in `folder` and write its first line.
 
@@ -201,15 +219,11 @@ class ModelControl(StepListener):
                 self._record.start(self, **fields)
             else:
                 _log.warning("%s", leaves.goes_without(_RECORD, "its record (record)"))
-
-    def warn_without_audience(self, *, log: bool) -> None:
-        """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
-        if self.observer is None or log or self.folder is not None or not self.sync.ranks.logs:
-            return
-        _log.warning(
-            "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
-            " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
-        )
+        if self.observer is not None and self.folder is None and not self.has_log() and self.sync.ranks.logs:
+            _log.warning(
+                "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
+                " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
+            )
 
     def take_effect(self) -> int | None:
         """Multiply learning rates by the factor that the controller has set.
@@ -260,19 +274,17 @@ class ModelControl(StepListener):
 
     def begin_step(self) -> None:
         """Called by the engine."""
-        if self.reports_at_end_of_step and not self.begun:
-            self.begin()
         self._stepped = True
         step = self.sync.step_index
         if self.observer is not None and self.observer.wants(step):
-            self._progress = self.clock(step)
+            self._progress = self.progress(step)
 
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
-        if self.reports_at_end_of_step:
-            self.sync.listeners.together(self.report)
+        if self.begun:
+            self.sync.listeners.together(self._report)
 
-    def report(self) -> None:
+    def _report(self) -> None:
         """Write the results of the last step to log and record: observation, decisions, changed members, warnings."""
         observation = self._observation
         if observation is not None and observation is not self._shown:

@@ -61,6 +61,11 @@ class GradientUse:
         found = {id(param): group["lr"] for group in groups for param in group["params"]}
         return {name: float(found[each]) for each, name in self._names.items() if each in found}
 
+    def first_rate(self) -> float | None:
+        """The learning rate of the first parameter group; None: no optimizer steps this model."""
+        owners = (each for each in self.optimizers() if self.owns(each))
+        return next((float(each.param_groups[0]["lr"]) for each in owners), None)
+
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
         return any(id(param) in self._names for group in optimizer.param_groups for param in group["params"])

@@ -118,6 +118,7 @@ class Session:
             scaler: Returns the gradient scaler, or None.
         """
         self._use.optimizers = optimizers
+        self.sync.listeners.learning_rate = self._use.first_rate
         self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Session:
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
-            loss: Loss of the batch before scaling, for rounds whose length depends on it.
+            loss: Loss of the batch before scaling, for the record and for rounds whose length depends on it.
 
         Raises:
             RuntimeError: Nothing synchronizes a parameter that is trained now.
@@ -155,6 +156,8 @@ class Session:
 
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
         """Steps 1 to 3 of `begin_step`, which a rank takes even if it runs the backward pass alone."""
+        if (control := self.sync.listeners.control) is not None:
+            control.begin_pass(loss)
         if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
@@ -281,6 +284,8 @@ class Session:
         self._saver.begin_run()
         self.num_loads += 1
         self._scale.forget()  # the scaler is loaded as well
+        if (control := self.sync.listeners.control) is not None:
+            control.begun = False
         if self.sync.weights is not None:
             self.sync.weights.restart()
         stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)

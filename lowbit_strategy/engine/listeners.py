@@ -46,10 +46,12 @@ class Listeners:
 
     Attributes:
         control: The listener that monitors and adapts the model; None: there is none.
+        learning_rate: Returns the rate of the optimizer that steps the model; None: it is not known which one does.
     """
 
     def __init__(self) -> None:
         self.control: Any = None
+        self.learning_rate: Callable[[], float | None] = lambda: None
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
         self._together: list[Callable[[], None]] = []
 

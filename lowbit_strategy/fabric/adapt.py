@@ -10,9 +10,10 @@ from torch import nn
 
 from lowbit_strategy import custom_loop
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.control.base import Controller, GroupBy
-from lowbit_strategy.control.bounds import Bounds
+from lowbit_strategy.adaptation.model_control import MonitorOptions
+from lowbit_strategy.control.base import Controller
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.telemetry.observe import Observer
 
 
@@ -50,7 +51,7 @@ def adapt(
         fabric: A Fabric with one of our strategies.
         controller: One of `lowbit_strategy.control`.
         model: Which, if several are set up.
-        optimizer: Gives the learning rate.
+        optimizer: Gives the learning rate; None: the first that was set up and steps the model.
         num_steps: Optimizer steps planned; for phases in fractions.
         steps_per_epoch: Optimizer steps per epoch; for phases in epochs.
 
@@ -65,15 +66,14 @@ def adapt(
     return custom_loop.adapt(engine_of(fabric, model), controller, clock)
 
 
+@takes_options_of(MonitorOptions)
 def monitor(
     fabric: Any,
-    *,
+    *args: int | MonitorOptions,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    every_n_steps: int = 50,
-    group_by: GroupBy = "kind",
-    bounds: Bounds | None = None,
     record: str | Path | None = None,
+    **kwargs: Any,
 ) -> Observer:
     """Log what compression does, every n steps, through ``fabric.log_dict``; after ``fabric.setup``.
 
@@ -81,15 +81,14 @@ def monitor(
 
     Args:
         fabric: A Fabric with one of our strategies.
+        args: A `MonitorOptions`, or its arguments.
+        kwargs: Its arguments by name.
         model: Which, if several are set up.
-        optimizer: Gives the learning rate for the record, where `adapt` has not got it already.
-        every_n_steps: Optimizer steps from one observation to the next.
-        group_by: See `lowbit_strategy.lightning.CompressionMonitor`.
-        bounds: Likewise.
+        optimizer: See `adapt`.
         record: A folder for the record that `lowbit report` draws.
     """
     sync = engine_of(fabric, model)
     if optimizer is not None:
         custom_loop.control_of(sync).clock = custom_loop.LoopClock(optimizer)
     log = fabric.log_dict if fabric.loggers else None
-    return custom_loop.monitor(sync, log, every_n_steps=every_n_steps, group_by=group_by, bounds=bounds, record=record)
+    return custom_loop.monitor(sync, log, *args, record=record, **kwargs)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.attach.ddp import attach_ddp
@@ -55,9 +54,8 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
-            session.begin_step(self.loss_scaler, loss=tensor.detach())
-            if (control := ModelControl.of(session.sync)) is not None and (module is None or session.serves(module)):
-                control.loss = tensor.detach()
+            is_its_own = module is None or session.serves(module)
+            session.begin_step(self.loss_scaler, loss=tensor.detach() if is_its_own else None)
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
-from lowbit_strategy.control.base import Controller, GroupBy, Progress
-from lowbit_strategy.control.bounds import Bounds
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.observe import Observation
 
@@ -51,14 +51,8 @@ class TrainerClock:
     def __call__(self, step: int) -> Progress:
         if not self._measured:
             self._measure_early()
-        optimizers = self._trainer.optimizers
-        return Progress(
-            step=step,
-            epoch=self._trainer.current_epoch,
-            num_steps=self._num_steps,
-            steps_per_epoch=self._steps_per_epoch,
-            learning_rate=optimizers[0].param_groups[0]["lr"] if optimizers else None,
-        )
+        epoch = self._trainer.current_epoch
+        return Progress(step=step, epoch=epoch, num_steps=self._num_steps, steps_per_epoch=self._steps_per_epoch)
 
 
 class ControlCallback(Callback, ABC):
@@ -105,12 +99,6 @@ class ControlCallback(Callback, ABC):
         control.clock.measure_run()
         control.folder = _folder(trainer, control)
         control.begin(strategy=type(trainer.strategy).__name__)
-        control.warn_without_audience(log=bool(trainer.loggers))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.control is not None:
-            self.control.loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            self.control.report()
 
 
 def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
@@ -118,7 +106,8 @@ def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
         for logger in trainer.loggers:  # now, regardless of the loggers' interval: the metrics are this step's
             logger.log_metrics(dict(metrics), step=step)
 
-    control = ModelControl(sync, TrainerClock(trainer), log, reports_at_end_of_step=False)
+    control = ModelControl(sync, TrainerClock(trainer), log, begins=False)  # a finder has steps before, without loggers
+    control.has_log = lambda: bool(trainer.loggers)
     control.accumulation = lambda: trainer.accumulate_grad_batches
     return control
 
@@ -150,11 +139,7 @@ class CompressionMonitor(ControlCallback):
     total and by group. Between those steps it does nothing. `lowbit report` draws what it records.
 
     Args:
-        every_n_steps: Optimizer steps from one observation to the next. An observation costs about as much as the
-            compression of one step.
-        group_by: ``kind`` (the same layer of all blocks together), ``module``, ``parameter``, or a function of the
-            parameter's name.
-        bounds: Warn when a group leaves them; `lowbit_strategy.control.Guard` falls back as well.
+        args, kwargs: A `MonitorOptions`, or its arguments.
         progress_bar: Show error and bits in the progress bar.
         record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given. One run has one record: both
             callbacks write into the same.
@@ -165,17 +150,12 @@ class CompressionMonitor(ControlCallback):
     """
 
     @refusing_unknown_options
+    @takes_options_of(MonitorOptions)
     def __init__(
-        self,
-        every_n_steps: int = 50,
-        *,
-        group_by: GroupBy = "kind",
-        bounds: Bounds | None = None,
-        progress_bar: bool = True,
-        record: Where = True,
+        self, *args: int | MonitorOptions, progress_bar: bool = True, record: Where = True, **kwargs: Any
     ) -> None:
         super().__init__(record)
-        self.options = MonitorOptions(every_n_steps=every_n_steps, group_by=group_by, bounds=bounds)
+        self.options = MonitorOptions.of(*args, **kwargs)
         self.progress_bar = progress_bar
         self.last: Observation | None = None
 
@@ -183,7 +163,6 @@ class CompressionMonitor(ControlCallback):
         control.monitor(self.options)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         observer = self.control.observer if self.control is not None else None
         observation = observer.last if observer is not None else None
         if observation is None or observation is self.last:
@@ -249,7 +228,6 @@ class AdaptiveCompression(ControlCallback):
             done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
             if done % trainer.accumulate_grad_batches == 0 and done % (driver.accumulation or 1) == 0:
                 self._take_effect(trainer)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _take_effect(self, trainer: Any) -> None:
         """Bring accumulation and learning rate to what the controller has set; at the boundary of a window."""

@@ -13,7 +13,7 @@ from typing_extensions import dataclass_transform
 from lowbit_strategy.options.conversion import Source, convert_all, or_name, types_of, unknown_option
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -60,22 +60,22 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 def takes_options_of(source: type) -> Callable[[F], F]:
-    """Show the fields of a configuration as arguments of a constructor that takes them in its ``**kwargs``.
+    """Show the fields of a configuration as arguments of a function that takes them in its ``**kwargs``.
 
     They stand in one place, the configuration, and editors, LightningCLI and ``inspect.signature`` see them here too.
-    The constructor calls `take_options`.
+    The function makes the configuration.
     """
 
-    def show(initialize: F) -> F:
-        own = inspect.signature(initialize)
+    def show(function: F) -> F:
+        own = inspect.signature(function)
         kinds = types_of(source)
         shown = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=or_name(kinds[name]))
             for name, default in ((field.name, field.default) for field in dataclasses.fields(source))
         ]
-        *named, rest = own.parameters.values()
-        initialize.__signature__ = own.replace(parameters=[*named, *shown, rest])  # type: ignore[attr-defined]
-        return initialize
+        parameters = sorted([*shown, *own.parameters.values()], key=lambda each: each.kind)
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
 
     return show
 

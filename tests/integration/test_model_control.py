@@ -154,7 +154,7 @@ def in_a_loop(folder: Path) -> Facts:
     fabric.launch()
     net = mlp()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.05))
-    adapt(fabric, ACCORDION, optimizer=optimizer, num_steps=7)
+    adapt(fabric, ACCORDION, num_steps=7)
     monitor(fabric, every_n_steps=3, bounds=Bounds(max_error=1e-4, patience=1), record=folder / "loop")
     losses = []
     for step in range(7):

@@ -9,6 +9,8 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 from lowbit_strategy import LoCo, WarmUp, preset
+from lowbit_strategy.custom_loop import MonitorOptions
+from lowbit_strategy.lightning import CompressionMonitor
 from testing.training.regression import Regression
 
 pytest.importorskip("jsonargparse")
@@ -76,3 +78,15 @@ def test_an_option_on_the_command_line(tmp_path: Path) -> None:
     cli = LightningCLI(Regression, args=arguments, run=False, save_config_callback=None)
     strategy: Any = cli.trainer.strategy
     assert strategy.compressor == preset("loco2")
+
+
+def test_a_monitor_s_options_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    callback = (
+        "{class_path: lowbit_strategy.lightning.CompressionMonitor, init_args: {every_n_steps: 7, record: false}}"
+    )
+    path.write_text(CONFIG.format(strategy="LowBitDDPStrategy", compressor="loco") + f"  callbacks: [{callback}]\n")
+    cli = LightningCLI(Regression, args=["--config", str(path)], run=False, save_config_callback=None)
+    options = [each.options for each in cli.trainer.callbacks if isinstance(each, CompressionMonitor)]  # type: ignore[attr-defined]
+    assert options == [MonitorOptions(every_n_steps=7)]
+    assert CompressionMonitor(7).options == CompressionMonitor(MonitorOptions(7)).options == MonitorOptions(7)
