@@ -17,9 +17,7 @@ from lowbit_strategy.methods._base.flat_model import FlatModel, UnionSelection
 from lowbit_strategy.methods._base.partitions import MAX_BLOCKS, balanced, equal_sizes, is_unbalanced, repartitioned
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import (
-    num_kept,
-)
+from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _BAND = 1.1  # counts off the target by more than this factor: the threshold is estimated again
@@ -98,7 +96,7 @@ class ExDyna(CommonPositions):
         bounds = model.bounds(sizes)
         threshold = yield from self._threshold(model, control, bounds)
         selection = yield from model.select(threshold, bounds, num_kept(self.density, model.grid.numel))
-        yield from self.sum_at(selection.indices, views, model.found, state, comm, step)
+        yield from self.sum_at(selection.indices, views, model.found, state, comm)
         if not selection.finite:
             for view in views:
                 view.out.fill_(math.nan)

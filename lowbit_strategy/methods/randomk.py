@@ -32,7 +32,6 @@ class RandomK(CommonPositions):
     3. the mean over ranks there, 0 elsewhere
 
     Args:
-        values: See `TopK`; the owner's rounding errors stay in its residual. With `scale` they are lost.
         scale: Send ``g / probability`` instead, without a residual: unbiased, with n / k times the variance.
 
     References:
@@ -74,6 +73,6 @@ class RandomK(CommonPositions):
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over each position's probability
 
-    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, sent: Chosen) -> None:
         if not self.scale:
-            CommonPositions.update_residual_(self, view, tensors, chosen, sent)
+            CommonPositions.update_residual_(self, view, tensors, sent)

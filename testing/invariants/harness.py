@@ -108,7 +108,6 @@ EXACT = {
     "decay": 1.0,
     "feedback": True,
     "clip_norm": None,
-    "nesterov": False,
 }
 
 

@@ -30,13 +30,11 @@ class MomentumCodec(StatefulCodec):
 
     Args:
         momentum: Lies in [0, 1).
-        nesterov: Sum of gradients with Nesterov's rule.
-        averaged: A moving average (`average_`) instead of a sum; `nesterov` is not used then.
+        averaged: A moving average (`average_`) instead of a sum.
         codec: Encodes the momentum; floats by default.
     """
 
     momentum: float
-    nesterov: bool = False
     averaged: bool = False
     codec: Codec = field(default_factory=DenseCodec)
 
@@ -56,7 +54,6 @@ class MomentumCodec(StatefulCodec):
             added = average_(packed, state, "momentum", gradient, self.momentum)
         else:
             old = packed.collect_state(state["momentum"])
-            updated = (old + gradient) * self.momentum if self.nesterov else old * self.momentum + gradient
-            added = updated + gradient if self.nesterov else updated
-            packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
+            added = old * self.momentum + gradient
+            packed.store_state_(state["momentum"], torch.where(added.isfinite(), added, old))
         self.codec.encode_(added, wire, packed.segments, {}, step, flag)

@@ -21,7 +21,7 @@ from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.sparse_sums import ValueSum, entries_sum_nbytes, exchange_entries, value_sum_nbytes
+from lowbit_strategy.collectives.sparse_sums import entries_sum_nbytes, exchange_entries, sum_values, value_sum_nbytes
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
@@ -55,9 +55,6 @@ class SparseCompressor(ReducingCompressor):
 
     Args:
         density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
-        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            Rounding errors stay in the residual, with positions common to all ranks in the owner's. A position costs
-            2 more bytes.
         residual: ``float32``: 4 bytes per parameter on every rank; ``int8``: 1, with a scale per 128 elements, rounded
             stochastically: noise, but no bias.
     """
@@ -67,7 +64,6 @@ class SparseCompressor(ReducingCompressor):
     own_temporary_nbytes: ClassVar[float] = 0.0  # in addition to what an int8 residual takes
 
     density: float = 0.01
-    values: Values | Codec = "float32"
     residual: ResidualDtype = "float32"
 
     def __post_init__(self) -> None:
@@ -81,11 +77,6 @@ class SparseCompressor(ReducingCompressor):
     @property
     def residual_gain(self) -> float | None:
         return 1.0
-
-    @property
-    def codec(self) -> Codec:
-        """Encodes the values."""
-        return value_codec(self.values)
 
     def num_kept(self, spec: TensorSpec) -> int:
         """Entries to send for a parameter."""
@@ -141,9 +132,21 @@ class SparseCompressor(ReducingCompressor):
 
 @configuration
 class OwnPositions(SparseCompressor):
-    """Methods in which each rank chooses its own positions, parameter by parameter."""
+    """Methods in which each rank chooses its own positions, parameter by parameter.
+
+    Args:
+        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
+            Rounding errors stay in the residual. A position costs 2 more bytes.
+    """
 
     same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
+
+    values: Values | Codec = "float32"
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes the values."""
+        return value_codec(self.values)
 
     def accumulate_(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm
@@ -228,17 +231,16 @@ class CommonPositions(SparseCompressor):
     def positions(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        """The positions of each view: ascending, int64, the same on all ranks; may communicate. By default all."""
-        return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
-        yield  # a generator that has nothing to wait for
+        """The positions of each view: ascending, int64, the same on all ranks; may communicate."""
+        raise NotImplementedError  # where `reduce_float32` does not need it
 
     def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What this rank sends at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
-    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, sent: Chosen) -> None:
         """Take what was sent out of the residual."""
-        take_out_(tensors["residual"], *chosen, sent)
+        tensors["residual"].index_fill_(0, sent.indices, 0.0)
 
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
@@ -248,7 +250,7 @@ class CommonPositions(SparseCompressor):
             return
         found = self.accumulate_(views, state)
         indices = yield from self.positions(views, state, comm, step)
-        yield from self.sum_at(indices, views, found, state, comm, step)
+        yield from self.sum_at(indices, views, found, state, comm)
 
     def sum_at(
         self,
@@ -257,23 +259,16 @@ class CommonPositions(SparseCompressor):
         found: Sequence[Condition],
         state: ReducerState,
         comm: Comm,
-        step: StepContext,
     ) -> Iterator[Pending]:
         """Send the values there, take them out of the residuals, write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
-        names = [view.spec.name for view in views]
-        rows = [view.row_numel for view in views] if views[0].spec.sharded else None
-        exchange = ValueSum(names, chosen, rows, self.codec, comm, step=step)
-        for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
+        for view, condition, part in zip(views, found, chosen, strict=True):
             tensors = state.get(view.spec.name, {})
-            fill_observed_(view, tensors.get("residual"), condition, part, sent)
+            fill_observed_(view, tensors.get("residual"), condition, part, part.values)
             if condition is Condition.LIVE:
-                self.update_residual_(view, tensors, part, sent)
-        totals, lost = yield from exchange.run()
-        for view, part in zip(views, lost, strict=bool(lost)):
-            if "residual" in (tensors := state.get(view.spec.name, {})):
-                tensors["residual"].index_add_(0, part.indices, part.values, alpha=self.residual_gain or 1.0)
-        write_sums_(views, [totals], comm.world_size)
+                self.update_residual_(view, tensors, part)
+        rows = [view.row_numel for view in views] if views[0].spec.sharded else None
+        write_sums_(views, [(yield from sum_values(chosen, rows, comm))], comm.world_size)
 
     def _chosen(self, view: ParamView, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
         if condition is Condition.LIVE:
@@ -288,5 +283,5 @@ class CommonPositions(SparseCompressor):
         return 0
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        values = value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
+        values = value_sum_nbytes(self.num_kept(spec), world_size, scatter=spec.sharded)
         return self.positions_nbytes(spec, world_size) + values

@@ -18,6 +18,8 @@ from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, fill_observed_, filler, layout_of
 from lowbit_strategy.options.configuration import configuration
 
+_FLOATS = DenseCodec("float32")
+
 
 def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
     """The k largest of the sum of two sparse vectors, and the rest. NaN counts as largest."""
@@ -72,7 +74,7 @@ class GTopK(SparseCompressor):
         for view, condition, residual in zip(views, found, residuals, strict=True):
             k, is_live = self.num_kept(view.spec), condition is Condition.LIVE
             own.append(Chosen(*top_k(residual, k)) if is_live else filler(k, condition, residual.device))
-            fill_observed_(view, residual, condition, own[-1], own[-1].values)  # rounding errors are put back later
+            fill_observed_(view, residual, condition, own[-1], own[-1].values)
             if is_live:
                 residual.index_fill_(0, own[-1].indices, 0.0)
         result, dropped = yield from self._merged(own, layout_of(views), comm, step.seed)
@@ -90,14 +92,14 @@ class GTopK(SparseCompressor):
     def _merged(
         self, own: Sequence[Chosen], layout: SparseLayout, comm: Comm, seed: int
     ) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
-        """The common result, and this rank's entries that merges dropped or rounding lost, for each parameter.
+        """The common result, and this rank's entries that merges dropped, for each parameter.
 
         A binary tree of merges with rank 0 at the root. All messages have the same size.
         """
         current = list(own)
         dropped: list[list[Chosen]] = [[] for _ in own]
         counts = [part.indices.numel() for part in own]
-        nbytes = layout.table_nbytes + layout.nbytes(counts, self.codec)
+        nbytes = layout.table_nbytes + layout.nbytes(counts, _FLOATS)
         stride = 1
         while stride < comm.world_size:
             place = comm.rank % (2 * stride)
@@ -106,7 +108,7 @@ class GTopK(SparseCompressor):
             message = torch.empty(0, dtype=torch.uint8, device=layout.device)
             if sends:
                 to[comm.rank - stride] = nbytes
-                message = self._pack(current, dropped, layout, seed)
+                message = layout.pack(current, _FLOATS, seed=seed).whole
             if receives:
                 source[comm.rank + stride] = nbytes
             received = torch.empty(sum(source), dtype=torch.uint8, device=layout.device)
@@ -118,28 +120,20 @@ class GTopK(SparseCompressor):
             stride *= 2
         result = torch.empty(nbytes, dtype=torch.uint8, device=layout.device)
         if comm.rank == 0:
-            result = self._pack(current, dropped, layout, seed)
+            result = layout.pack(current, _FLOATS, seed=seed).whole
         yield comm.broadcast(result, 0)
         return self._unpack(result, counts, layout), dropped
-
-    def _pack(self, chosen: Sequence[Chosen], dropped: list[list[Chosen]], layout: SparseLayout, seed: int) -> Tensor:
-        """The message; its rounding errors are added to `dropped`."""
-        message = layout.pack(chosen, self.codec, seed=seed)
-        if self.codec != DenseCodec("float32"):
-            for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
-                lost.append(Chosen(part.indices, part.values - sent.values))
-        return message.whole
 
     def _unpack(self, message: Tensor, counts: Sequence[int], layout: SparseLayout) -> list[Chosen]:
         counts_SK, (wire,) = layout.opened(message[None])
         (sizes_V,) = layout.sizes(counts_SK)
         if list(sizes_V) != list(counts):
             raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
-        return layout.unpack(counts_SK[0], sizes_V, wire, self.codec)
+        return layout.unpack(counts_SK[0], sizes_V, wire, _FLOATS)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return (world_size - 1).bit_length() + 1  # rounds of merges, and the broadcast
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), self.codec)
+        message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), _FLOATS)
         return 2 * message * (world_size - 1) // world_size  # mean over ranks; rank 0 sends most

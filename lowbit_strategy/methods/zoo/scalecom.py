@@ -75,13 +75,13 @@ class ScaleCom(CommonPositions):
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
         return layout.positions(counts_SK[0], sizes_V, wire)
 
-    def update_residual_(self, view: ParamView, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
+    def update_residual_(self, view: ParamView, tensors: StateTensors, sent: Chosen) -> None:
         if self.beta == 1.0:
-            CommonPositions.update_residual_(self, view, tensors, chosen, sent)
+            CommonPositions.update_residual_(self, view, tensors, sent)
             return
         # The residual is h = m + g. It becomes h - beta * sent - (1 - beta) * g = m + beta * (g - sent).
-        left = (chosen.values - self.beta * sent).nan_to_num_(0.0, 0.0, 0.0)
-        tensors["residual"].index_copy_(0, chosen.indices, left)
+        left = (sent.values - self.beta * sent.values).nan_to_num_(0.0, 0.0, 0.0)
+        tensors["residual"].index_copy_(0, sent.indices, left)
         tensors["residual"].add_(view.flat(), alpha=self.beta - 1.0)
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
