@@ -29,7 +29,7 @@ class NeededBy(NamedTuple):
     """What an option of `SyncOptions` needs.
 
     Args:
-        target: The part; with ``:name``, what is made of the options there (`attach.part.Part`).
+        target: ``module:name``: what is made of the options there (`attach.part.Part`).
         unasked: What it does where nobody asks for it; empty: nothing.
     """
 
@@ -41,7 +41,9 @@ OPTIONS = {
     "check_digest": NeededBy(
         "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks"
     ),
-    "far_links": NeededBy("lowbit_strategy.far_links", "another transport where ranks are far apart, on CPUs"),
+    "far_links": NeededBy(
+        "lowbit_strategy.far_links.option:FarLinksOption", "another transport where ranks are far apart, on CPUs"
+    ),
     "intra": NeededBy("lowbit_strategy.node_codes.option:NodeCodesOption"),
     "memory": NeededBy("lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory"),
     "second_moment": NeededBy(

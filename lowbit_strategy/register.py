@@ -29,7 +29,7 @@ _REGISTRIES = {
 }
 
 COMPRESSORS = list(ENTRIES)
-_AUTO = "lowbit"  # the package chooses
+_PACKAGE = "lowbit"  # chooses
 
 # As Lightning registers its own "ddp".
 _START_METHODS = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -64,7 +64,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
 
 def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """All strategies: the name, the compressor or rule, ``DDP`` or ``FSDP``, other arguments."""
-    for name in (*COMPRESSORS, _AUTO, *RULES):
+    for name in (*COMPRESSORS, _PACKAGE, *RULES):
         if name not in RULES:
             yield f"{name}_fsdp", name, "FSDP", {}
         yield f"{name}_hsdp", name, "FSDP", {"shard_size": "node"}
@@ -95,12 +95,11 @@ def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
 
 def named(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
-    from lowbit_strategy.methods.registry import AUTO, preset
+    from lowbit_strategy.methods.registry import CHOOSER, preset
 
     if base in RULES:
-        rule = load(NAMES["OUTER_RULES"], base)[base]
-        return {"compressor": rule.compressor(), "outer": rule}
-    return {"compressor": preset(AUTO if base == _AUTO else base)}
+        return {"outer": load(NAMES["OUTER_RULES"], base)[base]}
+    return {"compressor": preset(CHOOSER if base == _PACKAGE else base)}
 
 
 class _Names(list[str]):

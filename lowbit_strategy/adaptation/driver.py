@@ -31,7 +31,6 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
@@ -104,11 +103,11 @@ class AdaptiveDriver(BucketObserver, StepListener):
                 f"{type(self.controller).__name__} does not go with replicas that join and leave: a new one would not"
                 " know what has been decided. Leave the controller out"
             )
-        if self.controller.initial_accumulation is not None and ROUNDS_KEY in sync.rank_state:
+        if self.controller.initial_accumulation is not None and sync.has_rounds:
             raise ValueError(
-                f"{type(self.controller).__name__} does not go with outer: it judges gradients and sets the batch of a"
-                " step, and where steps are local only weights travel. Leave one of them out, or use a controller that"
-                " changes no batch, such as Accordion"
+                f"{type(self.controller).__name__} does not go with rounds of several steps: it judges gradients and"
+                " sets the batch of a step, and where ranks meet in rounds only weights travel. Synchronize in every"
+                " step, or use a controller that changes no batch, such as Accordion"
             )
         self.sync = sync
         self.state = self._initial_state()

@@ -151,7 +151,7 @@ def measure(presets: Iterable[str], device: torch.device, done: Callable[[], Non
         return Bench(version=__version__, cluster=cluster)
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
-    ranks = make_ranks(None, replace(topology, node_size=size), device)
+    ranks = make_ranks(None, replace(topology, node_size=size, far=None), device)
     between, inside = measure_links(ranks, device)
     ranks.destroy()
     cluster = slowest_cluster(gathered(replace(cluster, inter_node=between, intra_node=inside)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.checks import one_replica
+from lowbit_strategy.attach.checks import ONE_REPLICA, check_whole_model
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
@@ -54,6 +53,7 @@ def compare_with_all(
 
 
 def make_engine(
+    module: nn.Module,
     prepared: PreparedModel,
     ranks: Ranks,
     device: torch.device,
@@ -62,9 +62,11 @@ def make_engine(
     modules: Mapping[str, ModuleLayout] | None = None,
     others: Mapping[str, Ranks] | None = None,
 ) -> tuple[PreparedModel, GradientSync]:
-    """Fit a prepared model to the memory and make its engine. A single rank only keeps the residuals that a checkpoint
-    contains. `modules`: the parameters that FSDP2 gathers together. `others`: see `GradientSync`.
+    """Fit a prepared model to its ranks and their memory, and make its engine. A single rank only keeps the residuals
+    that a checkpoint contains. `modules`: the parameters that FSDP2 gathers together. `others`: see `GradientSync`.
     """
+    for part in prepared.parts:
+        prepared = part.on_meshes(prepared, module, list(dict.fromkeys((ranks, *(others or {}).values()))))
     fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
     for part in () if fewest.alone else prepared.parts:
         prepared = part.fitted(prepared, fewest, device, modules or {})
@@ -80,36 +82,34 @@ def make_engine(
         skips_overflow=has_scaler,
         keeps_copies=options.rollback,
     )
+    check_whole_model(module, sync)
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()
     elif ranks.alone and ranks.logs:  # of replicas that come and go none is
-        _log.warning("%s", one_replica(options))
+        _log.warning("%s", ONE_REPLICA)
     return prepared, sync
 
 
 def make_session(
-    module: nn.Module,
+    model: nn.Module,
     prepared: PreparedModel,
     sync: GradientSync,
     *,
     hook: Hook | None = None,
     choice: Choice | None = None,
-    ddp: DistributedDataParallel | None = None,
-    members: Any = None,
 ) -> Session:
-    """Make the session around a model's engine. `members`: see `RoundRule.meet`."""
+    """Make the session around the engine of a model, which may be wrapped in DDP."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
     options, ranks = prepared.options, sync.ranks
     if options.max_residual is not None:
         BoundedResiduals(sync, options.max_residual)
-    if not ranks.alone:
-        for part in prepared.parts:
-            part.attach(sync, module, prepared)
-    pace = None
-    if options.outer is not None and not ranks.alone:
-        pace = options.outer.meet(module, sync, members, ddp=ddp)
+    begun = [part.attach(sync, module, prepared) for part in prepared.parts if not ranks.alone]
+    pace = next((each for each in begun if each is not None), None)
     session = Session(sync, module, options, hook=hook, pace=pace, choice=choice)
     _report(sync, times_steps=pace is None)
-    session.pace.attached(session, module)
+    if isinstance(model, DistributedDataParallel):
+        session.close_with(model)
+    session.pace.attached(session, model)
     return session
 
 

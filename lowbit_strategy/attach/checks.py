@@ -30,6 +30,11 @@ NEVER_ATTACHED = (
     "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
     " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
 )
+ONE_REPLICA = (
+    "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up exactly,"
+    " so nothing is compressed, and no steps are local. Start several nodes. To try it on one, give a smaller"
+    " shard_size, or start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
+)
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -158,13 +163,3 @@ class ClippingWarning:
                 option,
                 clip,
             )
-
-
-def one_replica(options: SyncOptions) -> str:
-    """The message to log if there is no other replica to exchange with."""
-    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
-    return (
-        "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
-        f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"
-        " start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
-    )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
-from lowbit_strategy.attach.checks import check_ddp, check_whole_model
+from lowbit_strategy.attach.checks import check_ddp
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
@@ -52,22 +52,19 @@ def attach_ddp(
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     refuse_other_hooks(model)
     device = device_of(model, device)
-    options, group = prepared.options, model.process_group
+    group = model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    if options.comes_and_goes:
-        session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
-        session.close_with(model)
-        return session
+    if prepared.options.comes_and_goes:
+        return attach_replica(model, prepared, device=device, group=group, has_scaler=has_scaler)
     everyone = compare_with_all(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
-    rule = options.outer if dist.get_world_size(group) > 1 else None
-    if rule is None:
+    in_rounds = prepared.in_rounds and dist.get_world_size(group) > 1
+    if not in_rounds:
         prepared = _without_ignored(model, prepared)
-    own_world = device.type == "cpu" or rule is not None
-    far, dims = options.far_links, describe_dims(getattr(model, "device_mesh", None), model.parameters())
-    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, far=far, dims=dims)
-    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    check_whole_model(model.module, sync)
+    own_world = device.type == "cpu" or in_rounds
+    dims = describe_dims(getattr(model, "device_mesh", None), model.parameters())
+    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, dims=dims)
+    prepared, sync = make_engine(model.module, prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
     hook: DDPHook | DDPWiring | None = None
     choice = None
@@ -75,42 +72,38 @@ def attach_ddp(
         hook = DDPWiring(model, sync)
         choice = prepared.compressor.begin(prepared, sync, hook)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
-    elif not ranks.alone and (rule is None or rule.begins_in_steps):
+    elif not ranks.alone:
         hook = DDPHook(model, sync)
-    session = make_session(model.module, prepared, sync, hook=hook, choice=choice, ddp=model)
-    session.close_with(model)
-    return session
+    return make_session(model, prepared, sync, hook=hook, choice=choice)
 
 
 def attach_replica(
-    module: nn.Module,
+    model: nn.Module,
     prepared: PreparedModel,
     *,
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     has_scaler: bool = False,
-    ddp: DistributedDataParallel | None = None,
 ) -> Session:
     """Attach to a replica that may join and leave: a process with a whole model. It meets the others in
     `Session.resume`, at the latest before its first forward pass in training.
 
     Args:
-        module: The prepared module; its options say where it meets the others.
+        model: The prepared model, wrapped in DDP or not; its options say where it meets the others.
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
         group: The group that has only this rank; None: the default group.
         has_scaler: Whether a loss scaler is used (float16).
-        ddp: DDP around `module`, if it is wrapped.
 
     Raises:
         ValueError: The replica has several ranks.
         ConnectionError: Nobody answers at the meeting address.
     """
+    module = model.module if isinstance(model, DistributedDataParallel) else model
     device = device_of(module, device)
-    members = prepared.options.registered(prepared, module, group)
     ranks = Ranks.flat(GroupComm(group)).coming_and_going()
-    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    return make_session(module, prepared, sync, ddp=ddp, members=members)
+    prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler)
+    return make_session(model, prepared, sync)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
-from lowbit_strategy.attach.checks import check_whole_model
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -80,26 +79,22 @@ def attach_fsdp(
     others: dict[str, Ranks] = {}
     for found in elsewhere:
         others |= dict.fromkeys(_names(module, found), _on_mesh(prepared, found, device, everyone)[1])
-    for part in prepared.parts if others else ():
-        part.check_meshes(prepared, [ranks, *others.values()])
     shared = {each.name for found in meshes for each in found}
     groups = [each for each in groups if each.name in shared]
     prepared = replace(prepared, specs=_exchanged(module, groups, mean_ranks(own[0])))
-    members = prepared.options.registered(prepared, module, group)
     if prepared.layout == "hsdp":
         if prepared.options.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, others, device)
     layouts = module_layouts(module, groups)
-    prepared, sync = make_engine(prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
-    check_whole_model(module, sync)
+    prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     wiring = FSDPWiring(module, groups, sync)
     wiring.take(prepared.weights)  # what cannot be served is refused now
     choice = None
     if isinstance(prepared.compressor, Chooser) and not ranks.alone:
         wiring.give_back()
         choice = prepared.compressor.begin(prepared, sync, wiring)
-    session = make_session(module, prepared, sync, hook=wiring, choice=choice, members=members)
+    session = make_session(module, prepared, sync, hook=wiring, choice=choice)
     session.give_back_with(wiring.stop)
     return session
 
@@ -119,8 +114,8 @@ def _on_mesh(
     mesh, group = groups[0].mesh, _mean_group(groups, device)
     prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
     params = [param.sharded_param for each in groups for param in each.param_group.fsdp_params]
-    far, dims = prepared.options.far_links, describe_dims(mesh, params)
-    return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, far=far, dims=dims)
+    dims = describe_dims(mesh, params)
+    return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, dims=dims)
 
 
 def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:

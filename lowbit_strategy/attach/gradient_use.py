@@ -70,6 +70,10 @@ class GradientUse:
         """Whether `optimizer` steps a parameter of this model."""
         return any(id(param) in self._names for group in optimizer.param_groups for param in group["params"])
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether it has stepped before."""
+        return optimizer in self._optimizers
+
     def any_owner(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, or one that has stepped before, steps a parameter of this model."""
         return bool(self._optimizers) or self.owns(optimizer)

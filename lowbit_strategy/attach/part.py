@@ -4,21 +4,22 @@
 |---|---|
 | options are given | `check_options`, `check_layout` |
 | a model is prepared | `check_model` |
-| it is attached | `on_ranks`, `check_meshes`, `fitted`, `extra`, `attach` |
-| optimizers are known | `check_optimizer` |
+| it is attached | `on_ranks`, `on_meshes`, `fitted`, `extra`, `attach` |
+| optimizers are known, or step | `check_optimizer` |
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
+from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -34,7 +35,12 @@ class Part:
 
     `options` are `SyncOptions`, `prepared` is a `PreparedModel`. Methods that start with ``check`` raise a ValueError
     if something does not go together.
+
+    Attributes:
+        in_rounds: By this option ranks meet in rounds, and each steps by itself in between.
     """
+
+    in_rounds: ClassVar[bool] = False
 
     def check_options(self, options: Any) -> None:
         """Check it against the other options."""
@@ -45,9 +51,6 @@ class Part:
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         """Check it against these parameters and their compressor."""
 
-    def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
-        """Check it against a model with parameters on several meshes, such as experts. `meshes`: each mesh's ranks."""
-
     def on_ranks(self, prepared: Any) -> Any:
         """Adapt `prepared` to the ranks that there are.
 
@@ -56,8 +59,17 @@ class Part:
         """
         return prepared
 
+    def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:
+        """`prepared` where groups have been made. `meshes`: the ranks of each mesh that parameters are on; some, such
+        as experts, may be on another one.
+
+        Raises:
+            ValueError: It is not possible there.
+        """
+        return prepared
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check it against an optimizer that has not stepped yet."""
+        """Check it against an optimizer."""
 
     def fitted(self, prepared: Any, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]) -> Any:
         """Return `prepared` fitted to the machine, the same on every rank. `modules`: the parameters that FSDP2 gathers
@@ -76,8 +88,12 @@ class Part:
         """What to use instead if the part cannot work and the user has not asked for it."""
         return self
 
-    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> None:
-        """Begin. Called only if there are several ranks."""
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> EveryStep | None:
+        """Begin. Called only if there are several ranks. Return what decides when they meet, if the part does."""
+
+    def adapter(self, framework: str) -> Any:
+        """A module with what the adapter of that name calls in addition; None: there is nothing."""
+        return None
 
 
 def made_parts(options: Any) -> list[Part]:
@@ -90,7 +106,7 @@ def made_parts(options: Any) -> list[Part]:
         if getattr(options, option) and not _is_unchosen(options, option):
             leaves.need(part.target, option)
     present = {option: part.target for option, part in leaves.OPTIONS.items() if leaves.is_present(part.target)}
-    return [leaves.load(target, option)(options) for option, target in present.items() if ":" in target]
+    return [leaves.load(target, option)(options) for option, target in present.items()]
 
 
 def _is_unchosen(options: Any, option: str) -> bool:

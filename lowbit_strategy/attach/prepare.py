@@ -60,8 +60,12 @@ class PreparedModel:
     @property
     def copies_residuals(self) -> bool:
         """Whether residuals are copied before each reduction. Rounds throw nothing away unless replicas leave."""
-        options = self.options
-        return options.rollback and (options.outer is None or options.comes_and_goes)
+        return self.options.rollback and (not self.in_rounds or self.options.comes_and_goes)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether ranks meet in rounds, if there are several, and each steps by itself in between."""
+        return any(part.in_rounds for part in self.parts)
 
     @property
     def extra(self) -> Extra:
@@ -146,8 +150,8 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     node_size, layout = shard_size, prepared.layout if shard_size is None else "hsdp"
-    if shard_size is None and topology.obstacle is None and options.two_level is not False and options.outer is None:
-        node_size = topology.ranks_per_node  # in rounds every rank steps by itself
+    if shard_size is None and topology.obstacle is None and options.two_level is not False and not prepared.in_rounds:
+        node_size = topology.ranks_per_node
     prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size))
     for part in prepared.parts:
         prepared = part.on_ranks(prepared)

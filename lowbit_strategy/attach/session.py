@@ -17,6 +17,7 @@ from lowbit_strategy.attach.checks import (
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
     NO_STEP_HAS_ENDED,
+    check_optimizers,
     unfrozen_under_ddp,
     why_nothing_was_sent,
 )
@@ -24,7 +25,7 @@ from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.gradient_use import GradientUse
 from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import stop_watching, watch_optimizers
-from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
@@ -375,8 +376,8 @@ class Session:
         """An optimizer of this process has stepped."""
         if not self.owns(optimizer) or self._use.moves_nothing(optimizer):
             return
-        if self.options.outer is not None:
-            self.options.outer.check_optimizer(optimizer)
+        if not self._use.knows(optimizer):
+            check_optimizers(self.sync.compressor, self.options, [optimizer])
         self._use.on_optimizer_step(optimizer)
         self._is_open, self._num_passes = True, 0
         if in_backward():  # others may step in it: the next pass ends the step

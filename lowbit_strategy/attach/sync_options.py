@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch import nn
-
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
 from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
@@ -99,14 +96,10 @@ class SyncOptions:
         """What options bring."""
         return [*made_parts(self), *(part for part in (self.elastic, self.outer) if part is not None)]
 
-    def registered(self, prepared: Any, module: nn.Module, group: dist.ProcessGroup | None) -> Any:
-        """See `RoundMembers.registered`; None if the ranks stay the same."""
-        return None if self.elastic is None else self.elastic.registered(prepared, module, group)
-
     def adapter(self, framework: str) -> Any:
-        """A module with what the adapter of that name calls where ranks meet in rounds; None: there is nothing."""
-        part = self.elastic or self.outer
-        return None if part is None else part.adapter(framework)
+        """A module with what options bring to the adapter of that name; None: there is nothing."""
+        found = (part.adapter(framework) for part in self.parts)
+        return next((adapter for adapter in found if adapter is not None), None)
 
     @property
     def default_compressor(self) -> Compressor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
+
+from torch import nn
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.rounds import RoundMembers
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.ranks.ranks import Ranks
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 
@@ -91,14 +95,14 @@ class Elastic(RoundMembers):
                     " exchange, and are known for that one alone. Leave it out"
                 )
 
-    def check_meshes(self, prepared: Any, meshes: Any) -> None:
-        raise ValueError(
-            "elastic= serves models whose parameters are all on one mesh, and this one has some, such as experts, on"
-            " another: leave it out"
-        )
-
-    def registered(self, prepared: Any, module: Any, group: Any) -> Any:
-        return leaves.load("lowbit_strategy.elastic.registration:registered", "elastic")(self, prepared, module, group)
+    def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:
+        if len(meshes) > 1:
+            raise ValueError(
+                "elastic= serves models whose parameters are all on one mesh, and this one has some, such as experts,"
+                " on another: leave it out"
+            )
+        register = leaves.load("lowbit_strategy.elastic.registration:registered", "elastic")
+        return register(self, prepared, module, meshes[0].group)
 
     def adapter(self, framework: str) -> Any:
         return import_module(f"lowbit_strategy.elastic.{framework}")

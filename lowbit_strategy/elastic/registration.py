@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.handshake import fingerprint, to_plain
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.groups import new_group
@@ -22,9 +26,22 @@ from lowbit_strategy.ranks.groups import new_group
 _NO_TIMEOUT = timedelta(days=30)
 
 
+class RoundsOfReplicas(Part):
+    """A rule whose members are found again for every fragment."""
+
+    in_rounds: ClassVar[bool] = True
+
+    def __init__(self, rule: OuterRule, membership: Membership) -> None:
+        self._rule, self._membership = rule, membership
+
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> EveryStep:
+        make_outer = partial(ElasticOuterSync, membership=self._membership)
+        return self._rule.attach(sync, module, prepared, make_outer=make_outer)
+
+
 def registered(
     elastic: Elastic, prepared: PreparedModel, module: nn.Module, group: dist.ProcessGroup | None
-) -> Callable[..., ElasticOuterSync]:
+) -> PreparedModel:
     """This replica becomes known to the others, which it meets in `Session.resume`; call on all of its ranks.
 
     Raises:
@@ -46,7 +63,10 @@ def registered(
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it
         members = dist.get_process_group_ranks(group)
         inside = GroupComm(new_group(members, group, "replica", timeout=_NO_TIMEOUT, backend="gloo"))
-    return partial(ElasticOuterSync, membership=Membership(elastic, _facts(prepared, module), inside))
+    rule = prepared.options.outer
+    assert isinstance(rule, OuterRule)
+    rounds = RoundsOfReplicas(rule, Membership(elastic, _facts(prepared, module), inside))
+    return replace(prepared, parts=tuple(rounds if part is rule else part for part in prepared.parts))
 
 
 def _facts(prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class GradientSync:
             each rank, and of values of which ranks have parts.
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
+        has_rounds: Whether there are rounds, now or later.
         follower: Is called when optimizers step on what was reduced.
         extra: What ranks exchange in addition to gradients.
     """
@@ -98,6 +99,7 @@ class GradientSync:
         self.rank_state: dict[str, RankState] = {}
         self.part_state: dict[str, PartState] = {}
         self.rounds: Rounds | None = None
+        self.has_rounds = False
         self.begin_late: Callable[[], None] = lambda: None
         self.follower, self.extra = Follower(), Extra()
         self.ranks = ranks
@@ -111,8 +113,8 @@ class GradientSync:
             if each.intra_node is not None
         }
         self.listeners = Listeners()
-        far = any(each.peers.is_far for each in self.all_ranks)
-        self.buffers = WireBuffers(device, several=not scatter or far)
+        several = not scatter or any(each.peers.is_far for each in self.all_ranks)
+        self.buffers = WireBuffers(device, several=several)
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
@@ -448,7 +450,10 @@ class GradientSync:
         return 1 if self.rounds is None else self.rounds.stride
 
     def reduce_for(self, rounds: Rounds | None) -> None:
-        """From now on reduce what `rounds` provides instead of gradients; None: reduce gradients in every step."""
+        """Ranks meet in rounds: from now on reduce what `rounds` provides instead of gradients. None: rounds come
+        later, and gradients are reduced in every step.
+        """
+        self.has_rounds = True
         changes, self.rounds = (rounds is None) != (self.rounds is None), rounds
         self.skips_overflow = self._may_overflow and rounds is None
         self.transactions.keeps_copies = self._keeps_copies and (rounds is None or rounds.revocable)

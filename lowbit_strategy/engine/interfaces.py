@@ -42,9 +42,6 @@ class PartState(Protocol):
         """The state is lost: begin again."""
 
 
-ROUNDS_KEY = "outer"  # where the state of who reduces in rounds is saved, in rounds or not yet
-
-
 class Rounds(Protocol):
     """Reduces something in rounds of several steps, while gradients stay on their rank.
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.rounds import EveryStep, RoundRule
+from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.interval import Interval
@@ -123,10 +123,6 @@ class OuterRule(RoundRule):
             parts.append(f"{self.delay} steps later")
         return ", ".join(parts)
 
-    @property
-    def begins_in_steps(self) -> bool:
-        return not self.is_local(0)
-
     def planned(self, every: int | None = None) -> LocalRoundPlan:
         return LocalRoundPlan(
             label=self.label,
@@ -137,16 +133,10 @@ class OuterRule(RoundRule):
             eager=self.eager,
         )
 
-    def meet(
-        self,
-        module: nn.Module,
-        sync: GradientSync,
-        members: Any,
-        *,
-        ddp: DistributedDataParallel | None,
-    ) -> EveryStep:
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> EveryStep:
+        """`options`: of `LocalSteps`."""
         make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
-        made: EveryStep = make(module, sync, self, ddp=ddp, make_outer=members)
+        made: EveryStep = make(module, sync, self, **options)
         return made
 
     def check_options(self, options: Any) -> None:
@@ -164,8 +154,10 @@ class OuterRule(RoundRule):
                 ' shard_size="node" as well, for local steps between nodes'
             )
 
-    def check_meshes(self, prepared: Any, meshes: Sequence[Ranks]) -> None:
-        self.check(assign_all(prepared.compressor, prepared.specs), num_meshes=len({*meshes}))
+    def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:
+        if len(meshes) == 1:
+            return prepared
+        self.check(assign_all(prepared.compressor, prepared.specs), num_meshes=len(meshes))
         peers, *others = (dist.get_process_group_ranks(ranks.peers.group) for ranks in meshes)
         for each in others:
             if each != peers:
@@ -174,6 +166,7 @@ class OuterRule(RoundRule):
                     f" model, but {each} the same part of what is on another mesh, such as experts: let experts be"
                     " sharded over ranks of one replica"
                 )
+        return prepared
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser):

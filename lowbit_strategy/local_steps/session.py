@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.rounds import EveryStep
+from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import ROUNDS_KEY
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
@@ -40,8 +39,7 @@ class LocalSteps(EveryStep):
         module: The model, the same on all ranks of `sync`.
         sync: Engine of the model; nothing else uses its group between steps.
         rule: When ranks synchronize, and how.
-        ddp: Around the model; it must not touch gradients and buffers. None under FSDP2.
-        make_outer: Makes what synchronizes; None: `OuterSync`.
+        make_outer: Makes what synchronizes.
 
     Attributes:
         outer: Synchronizes; None in a rule's synchronous part.
@@ -56,24 +54,21 @@ class LocalSteps(EveryStep):
         sync: GradientSync,
         rule: OuterRule,
         *,
-        ddp: DistributedDataParallel | None,
-        make_outer: Callable[..., OuterSync] | None = None,
+        make_outer: Callable[..., OuterSync] = OuterSync,
     ) -> None:
         self.sync = sync
         self.rule = rule
         self._params = trainable_parameters(module)
         self._module = module
-        if ddp is None:
-            _before_forward(module, self)
+        self._ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._reducer: BucketWorker | SideStream | None = None  # training continues while fragments are under way
         if rule.delay_of(rule.shortest_turn):
             self._reducer = bucket_runner(sync.device)
-        self.wrapped_by(ddp)
         self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
         self._learning_rate: float | None = None  # of the optimizer that has stepped last
-        self._outer_of = make_outer or OuterSync
+        self._outer_of = make_outer
         self.on_forward = self.begin_forward
         self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
@@ -82,7 +77,8 @@ class LocalSteps(EveryStep):
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
         self.inside = _inside(sync.ranks, sync.device)
-        sync.save_per_rank(ROUNDS_KEY, self)
+        sync.save_per_rank("outer", self)
+        sync.reduce_for(None)
         if rule.is_local(0):
             self._start()
         elif rule.synchronous_compressor is not None:
@@ -103,10 +99,14 @@ class LocalSteps(EveryStep):
     def replica(self) -> Any:
         return None if self.outer is None else self.outer.replica
 
-    def attached(self, session: Session, module: nn.Module) -> None:
+    def attached(self, session: Session, model: nn.Module) -> None:
         self.on_forward = session.begin_forward
+        if isinstance(model, DistributedDataParallel):
+            self.wrapped_by(model)
+        else:
+            _before_forward(model, self)
         if self.outer is not None:
-            self.outer.attached(session, module)
+            self.outer.attached(session, self._module)
 
     def begin_backward(self, loss: Tensor | None) -> None:
         if self.outer is not None:
@@ -123,24 +123,29 @@ class LocalSteps(EveryStep):
         found = (*buffers, *named_parameters(self._module))
         return {name: tensor for name, tensor in found if name not in self._params}
 
-    def wrapped_by(self, model: DistributedDataParallel | None) -> None:
-        """DDP around the model, replaced by the adapter if other parameters are trained before steps are local. Only
-        weakly referenced: when it is gone, everything is closed.
+    def wrapped_by(self, model: DistributedDataParallel) -> None:
+        """DDP around the model, which must not touch gradients and buffers while steps are local; replaced by the
+        adapter if other parameters are trained before. Only weakly referenced: when it is gone, everything is closed.
         """
-        self._ddp_of = (lambda: None) if model is None else weakref.ref(model)
-        if model is not None:
-            _before_forward(model, self)
+        self._ddp_of = weakref.ref(model)
+        _before_forward(model, self)
+        if self.outer is not None:
+            self._begin_local()
 
     def _start(self) -> OuterSync:
         """Steps are local from now on."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
         self.outer = outer = self._make_outer()
+        self._begin_local()
+        return outer
+
+    def _begin_local(self) -> None:
+        """DDP gives up its part, which it may get back."""
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
             self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # only of a static graph
         self._keep_local()
-        return outer
 
     def _keep_local(self) -> None:
         """DDP does not touch gradients and buffers. Lightning turns it on again in each manual step."""

@@ -33,7 +33,7 @@ def _present() -> dict[str, Compressor]:
 
 
 PRESETS: dict[str, Compressor] = _present()
-AUTO = "auto"  # chooses among presets, and is none
+CHOOSER = "auto"  # among presets, and none of them
 
 
 _others: dict[str, str] = {}  # names that are not compressors, and where they belong
@@ -52,14 +52,14 @@ def preset(name: str) -> Compressor:
         MissingPart: Its file is not there.
     """
     key = name.lower()
-    if key == AUTO:
+    if key == CHOOSER:
         return leaves.load("lowbit_strategy.auto:Auto", key)()
     if key not in PRESETS:
         if key in ENTRIES:
             leaves.load(ENTRIES[key].target, key)  # raises: its file is not there
         if key in _others:
             raise ValueError(f"{name!r} is no compressor: {_others[key]}")
-        known = sorted((*PRESETS, AUTO))
+        known = sorted((*PRESETS, CHOOSER))
         raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     return PRESETS[key]
 

@@ -17,14 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
-# What other libraries and publications call an option, and its name here.
+# What other libraries and publications call an option, or the last word of that, and its name here.
 _ELSEWHERE = {
-    "compress_ratio": "density",
     "every": "every_n_steps",
     "h": "every",
     "interval": "every",
     "k": "density",
-    "local_steps": "every",
     "matrix_approximation_rank": "rank",
     "num_bits": "bits",
     "ratio": "density",
@@ -44,9 +42,11 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
         likeness: The least likeness, 1 for the name itself.
     """
     choices = list(known)
+    last_word = name.lower().rpartition("_")[2]
     if (same := _ELSEWHERE.get(name.lower())) in choices:
         return same
-    return next(iter(get_close_matches(name, choices, n=1, cutoff=likeness)), None)
+    found = get_close_matches(name, choices, n=1, cutoff=likeness)
+    return found[0] if found else next((each for each in choices if each == _ELSEWHERE.get(last_word)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ class Topology:
         node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
             them with all others.
         far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
+            None: that is measured when groups are made.
         coding: How these ranks of a node code what they send each other. None: their sums are exact.
     """
 
@@ -67,7 +68,7 @@ class Topology:
     node_sizes: tuple[int, ...] | None = None
     rank: int = 0
     node_size: int | None = None
-    far: bool = False
+    far: bool | None = False
     coding: NodeCoding | None = None
 
     @property
@@ -317,7 +318,6 @@ def make_ranks(
     *,
     everyone: dist.ProcessGroup | None = None,
     own_world: bool = False,
-    far: bool | None = None,
     dims: str = "",
 ) -> Ranks:
     """Groups of ranks that together reduce whole parameters, and groups of those that reduce the same part; call on all
@@ -329,18 +329,15 @@ def make_ranks(
         device: Device of gradients.
         everyone: All ranks that hold a part of the model, where they are more.
         own_world: Make a group of the ranks of `group`, too, because another thread uses it.
-        far: Whether peers are far apart, on CPU; None: measure it.
         dims: See `Ranks`.
     """
     size = topology.node_size
     members = dist.get_process_group_ranks(group)
     rank, backend = dist.get_rank(group), (group or c10d._get_default_group())._get_backend(device)
     timeout = timeout_of(group, device)
-    if device.type != "cpu" or backend.name() != "gloo" or len(members) == 1:
-        far = False
-    elif far is None:
-        is_far = f"{FAR_LINKS}.distance:is_far"
-        far = topology.num_nodes != 1 and leaves.is_present(is_far) and leaves.load(is_far, "far_links")(group)
+    far = topology.far if device.type == "cpu" and backend.name() == "gloo" and len(members) > 1 else False
+    if far is None:
+        far = topology.num_nodes != 1 and leaves.load(f"{FAR_LINKS}.distance:is_far", "far_links")(group)
     far_world = far and size is None
     own_world |= far_world
     own = [connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []

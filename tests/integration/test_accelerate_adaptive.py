@@ -235,13 +235,13 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     kept = Kept()
     accelerator = make(
         kind,
-        LowBitPlugin(FOUR, monitor=MonitorOptions(every_n_steps=4, bounds=Bounds(max_error=1e-3, patience=2))),
+        LowBitPlugin(FOUR, monitor=MonitorOptions(every_n_steps=4, bounds=Bounds(max_error=1e-3, patience=2)), seed=3),
         log_with=[kept, "tensorboard"],
         project_dir=str(folder),
     )
     accelerator.init_trackers("run", config={"lr": 0.1})
     job = prepared(accelerator)
-    plain = prepared(make(kind, LowBitPlugin(FOUR)))
+    plain = prepared(make(kind, LowBitPlugin(FOUR, seed=3)))
     go(job, 12)
     go(plain, 12)
     facts = {"sent": job.sync.ranks.peers.sent_nbytes, "plain": plain.sync.ranks.peers.sent_nbytes}
@@ -265,7 +265,8 @@ def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     assert figures["lowbit/wire_nbytes"] == pytest.approx(lead["account"], rel=0.02)  # headers
     assert any("blocks.N" in name for name in figures)
     assert any(name.startswith("events") for name in lead["tb"])
-    assert lead["configuration"] == {"lr": 0.1, "lowbit/compressor": "loco(bits=4, block_size=32)"}
+    ours = {"lowbit/compressor": "loco(bits=4, block_size=32)", "lowbit/seed": "3"}
+    assert lead["configuration"] == {"lr": 0.1} | ours
     assert "lowbit/compressor: loco(bits=4, block_size=32)" in lead["board"]
     kinds = [line["kind"] for line in lead["record"]]
     assert kinds == ["start", "observation", "observation", *["warning"] * kinds.count("warning"), "observation"]

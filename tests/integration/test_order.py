@@ -107,7 +107,7 @@ def test_one_replica_is_a_warning_with_what_to_do(facts: list[Facts]) -> None:
     assert facts[0]["sent"] == 0
     text = next(line for line in facts[0]["logged"] if "one replica" in line)
     assert text.startswith("lowbit_strategy: one replica")
-    assert "nothing is compressed, and DiLoCo takes no local steps" in text
+    assert "nothing is compressed, and no steps are local" in text
     assert "LOCAL_WORLD_SIZE" in text
 
 

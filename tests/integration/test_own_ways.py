@@ -77,6 +77,9 @@ def refused(folder: Path) -> Facts:
         "free under accelerate": raised(lambda: _accelerated(outer=outer)),
         "free in a loop": raised(lambda: _custom(SyncOptions(outer=outer), ScheduleFree, synchronizes=True)),
         "free without outer": raised(lambda: _custom(SyncOptions(), ScheduleFree, synchronizes=True)),
+        "squares in a loop": raised(
+            lambda: _custom(SyncOptions(second_moment=True), torch.optim.SGD, synchronizes=True)
+        ),
         "steps": lightning.global_step,
     }
 
@@ -91,6 +94,7 @@ def test_what_trains_locally_in_its_own_way_is_named(facts: list[Facts]) -> None
             assert "ScheduleFree exchanges the model's weights" in rank[f"free under {loop}"]
         assert "ScheduleFree exchanges the model's weights" in rank["free in a loop"]
         assert rank["free without outer"] == ""
+        assert "second_moment=True" in rank["squares in a loop"]
         assert rank["steps"] == 0
 
 

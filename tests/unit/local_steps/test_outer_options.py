@@ -105,5 +105,4 @@ def test_a_rule_has_the_same_compressor_by_every_name() -> None:
 
 
 def by_strategy(name: str) -> Compressor:
-    compressor: Compressor = named(name)["compressor"]
-    return compressor
+    return SyncOptions(**named(name)).default_compressor

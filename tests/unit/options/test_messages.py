@@ -24,6 +24,8 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
         (lambda: untyped(LoCo)(bit=4), "LoCo has no option 'bit'; did you mean 'bits'? Known: exempt,"),
         (lambda: untyped(TopK)(k=10), "TopK has no option 'k'; did you mean 'density'?"),
         (lambda: untyped(DiLoCo)(steps=30), "DiLoCo has no option 'steps'; did you mean 'every'?"),
+        (lambda: untyped(DiLoCo)(local_steps=30), "DiLoCo has no option 'local_steps'; did you mean 'every'?"),
+        (lambda: untyped(TopK)(compress_ratio=10), "TopK has no option 'compress_ratio'; did you mean 'density'?"),
         (lambda: untyped(PowerSGD)(xyz=1), "PowerSGD has no option 'xyz'. Known: exempt, rank"),
         (
             lambda: untyped(CompressionMonitor)(every=50),

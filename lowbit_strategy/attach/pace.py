@@ -1,0 +1,72 @@
+"""When ranks meet, as a session asks it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+class EveryStep:
+    """Tells a session when ranks meet. Here they meet in every step; what lets them meet in rounds derives from this.
+
+    Attributes:
+        serves_replaced: Whether other parameters in the place of those that it was given are served.
+    """
+
+    serves_replaced: ClassVar[bool] = True
+
+    @property
+    def replica(self) -> Any:
+        """This replica, where replicas join and leave; otherwise None."""
+        return None
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether this process's ranks write checkpoints."""
+        return self.replica is None or bool(self.replica.leads)
+
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
+        """Note who steps the model. The state of the optimizers and of the scaler, if any, may differ between ranks."""
+
+    def attached(self, session: Any, model: nn.Module) -> None:
+        """The session around `model`, which may be wrapped in DDP, is complete."""
+
+    def wrapped_by(self, model: DistributedDataParallel) -> None:
+        """The adapter has wrapped the model again."""
+
+    def extend(self, params: Mapping[str, nn.Parameter]) -> None:
+        """More parameters are trained now; the engine already knows them."""
+
+    def begin_forward(self) -> None:
+        """A forward pass in training begins."""
+
+    def begin_backward(self, loss: Tensor | None) -> None:
+        """A backward pass begins, before this rank steps. `loss`: the loss of its batch, if known."""
+
+    def after_optimizer(self, optimizer: Optimizer | None) -> None:
+        """An optimizer has stepped, or a scaler has skipped its step. None: there is only one optimizer."""
+
+    def shared_weights(self, *, validates: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model has the weights that all ranks share."""
+        return contextlib.nullcontext()
+
+    def arrive(self) -> None:
+        """Wait for exchanges that are under way, before the engine's state is read."""
+
+    def resume(self) -> None:
+        """The framework has loaded everything, or training begins."""
+
+    def adopt(self, earlier: Any) -> None:
+        """Continue with the state of an earlier attachment of the same model."""
+
+    def finish(self) -> None:
+        """Training ends."""
+
+    def close(self) -> bool:
+        """Return whether all threads of this object have ended."""
+        return True
