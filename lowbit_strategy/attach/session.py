@@ -101,9 +101,7 @@ class Session:
 
     @property
     def _is_in_ddp(self) -> bool:
-        """Whether the model is in DDP, which, unlike FSDP2, does not notice when other parameters are trained than at
-        set-up.
-        """
+        """Whether the model is in DDP, which, unlike FSDP2, only serves parameters that were trained at set-up."""
         return self.sync.weights is None
 
     @property
@@ -205,9 +203,7 @@ class Session:
         return counted
 
     def _close_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
-        """The part of `end_step` that this rank does alone, unless ranks meet in rounds or a loss scaler may skip the
-        step.
-        """
+        """The part of `end_step` that this rank does alone, except in rounds or if a loss scaler may skip the step."""
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
         stepped = self._use.take_stepped(optimizer, is_known=self._is_open)
@@ -412,9 +408,7 @@ class Session:
                 comm.release(ranks.own)
 
     def give_back_with(self, stop: Callable[[], bool]) -> None:
-        """When this session is garbage-collected, as with a sharded model, destroy its process groups and end threads
-        by `stop`.
-        """
+        """When this session is garbage-collected, destroy its process groups and end threads by `stop`."""
         groups = [group for ranks in self._ranks for group in ranks.own]
         finalizer = weakref.finalize(self, _give_back, stop, groups)
         finalizer.atexit = False

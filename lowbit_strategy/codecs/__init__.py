@@ -1,1 +1,1 @@
-"""Codecs: floats to bytes and back, without ranks or state."""
+"""Codecs turn floats into bytes and back. They know no ranks."""

@@ -1,7 +1,7 @@
-"""A codec turns floats into a fixed number of bytes and back; it knows no ranks.
+"""A codec turns floats into a fixed number of bytes and back, and knows no ranks.
 
-It serves one hop of a method: the uplink, to the owner of a share, or the downlink, from the owner. A `Codec` keeps
-nothing, so what it does not send is lost; a `StatefulCodec` is a codec with what it keeps between steps.
+It is used on one hop of a method: the uplink, to the owner of a share, or the downlink, from the owner. A `Codec` keeps
+nothing, so what it does not send is lost; a `StatefulCodec` keeps state between steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ StateTensors = dict[str, Tensor]  # of a method: tensors by name
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The step that a bucket is reduced in.
+    """The step in which a bucket is reduced.
 
     Args:
         index: Optimizer steps completed.
-        seed: 32 bits, private to this rank, new in every step.
-        shared_seed: 32 bits, the same on all ranks, new in every step.
+        seed: 32 bits, private to this rank, different in every step.
+        shared_seed: 32 bits, the same on all ranks, different in every step.
     """
 
     index: int
@@ -43,11 +43,11 @@ class StepContext:
 
 
 class Arena(NamedTuple):
-    """One state tensor of a codec, for all its parameters together.
+    """Describes one state tensor of a codec, which holds all its parameters.
 
     Args:
-        dtype: What its elements are.
-        extent: ``sender``: one entry per encoded element; ``receiver``: per decoded element.
+        dtype: Dtype of its elements.
+        extent: ``sender``: one entry per encoded element; ``receiver``: one per decoded element.
         per_block: One entry per block instead of one per element.
     """
 
@@ -60,14 +60,14 @@ class Codec(ABC):
     """float[n] <-> uint8[wire_nbytes(n)].
 
     A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; `encode_` and `decode_sum_`,
-    which serve a bucket in place, loop over its segments. What codes a whole bucket at once is a `BucketCodec`.
+    which work on a bucket in place, loop over its segments. A `BucketCodec` codes a whole bucket at once.
     """
 
     in_one_pass: ClassVar[bool] = False  # a kernel's, without temporary memory per element; else parts take turns
 
     @property
     def block_size(self) -> int:
-        """Elements that are coded together: shares start on multiples of it."""
+        """Number of elements that are coded together; shares start at multiples of it."""
         return 1
 
     @property
@@ -76,13 +76,13 @@ class Codec(ABC):
         return type(self).__name__.removesuffix("Codec").lower()
 
     def decoded(self, x_N: Tensor) -> Tensor:
-        """What the others decode of one tensor, float32 [N]."""
+        """What the other ranks decode from one tensor, float32 [N]."""
         return self.decode_sum(self.encode(x_N, seed=0)[None], x_N.numel())
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether a zero among other values is decoded as zero; found out with a block that has both kinds. A block of
-        nothing but zeros is decoded as zeros by every codec.
+        """Whether a zero among other values is decoded as zero, tested with a block that has both. Every codec decodes
+        a block of zeros as zeros.
         """
         x = torch.randn(max(self.block_size, 64), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
         x[1::3] = 0.0
@@ -90,49 +90,49 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:
-        """Bytes of `numel` elements: exact, and independent of their values."""
+        """Number of bytes for `numel` elements: exact, and independent of their values."""
 
     @abstractmethod
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        """uint8 [wire_nbytes(N)] for float32, bfloat16 or float16 [N]. `seed`: 32 bits for stochastic codecs."""
+        """Encode float32, bfloat16 or float16 [N] as uint8 [wire_nbytes(N)]. `seed`: 32 bits for stochastic codecs."""
 
     @abstractmethod
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
+        """Decode W rows and add them in float32 in row order: float32 [numel]."""
 
     @property
     def is_coarse(self) -> bool:
-        """Whether a value that is sent has fewer than `FEW_BITS` bits, its part of scales included."""
+        """Whether a value takes fewer than `FEW_BITS` bits on the wire, including its part of the scales."""
         numel = 64 * self.block_size
         return 8 * self.wire_nbytes(numel) < FEW_BITS * numel
 
     # -- one hop of a method --------------------------------------------------------------------------------------
 
     def batches(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-        """The segments in the portions that are encoded or decoded at a time."""
+        """Split the segments into batches that are encoded or decoded at a time."""
         return (segments,) if self.in_one_pass else parts_of(segments, device)
 
     @property
     def residual_gain(self) -> float | None:
-        """The conservation law: everything sent plus ``residual / residual_gain`` is everything that came in.
+        """The conservation law: everything sent plus ``residual / residual_gain`` equals everything that came in.
 
-        1 for plain error feedback, ``1 - beta`` for LoCo, infinity where nothing is ever left over. None: no such law,
-        what is not sent is lost.
+        1 for plain error feedback, ``1 - beta`` for LoCo, infinity if nothing is ever left over. None: there is no such
+        law, and what is not sent is lost.
         """
         return None
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        """Write the codes of a bucket's segments, plus the residual where there is one, into `wire`.
+        """Add the residual, if there is one, to a bucket's segments, and write their codes into `wire`.
 
         Args:
             x: The bucket, 1-D.
             wire: uint8, 1-D: the messages.
             segments: Which elements of `x` go where in `wire`, and where their state begins.
-            state: Arenas; what was not sent is kept there. Empty for a codec without state.
+            state: Arenas that keep what was not sent. Empty for a codec without state.
             step: Counter and seeds.
-            flag: int32 [1], set to 1 where `x` is not finite.
+            flag: int32 [1], set to 1 if `x` is not finite.
         """
         for row in segments.rows:
             x_N = x[row.x_offset : row.x_offset + row.numel]
@@ -141,19 +141,19 @@ class Codec(ABC):
             flag |= (~x_N.isfinite().all()).to(flag.dtype)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        """``out = alpha * sum`` of what the W rows decode to, segment by segment, added in float32 in row order."""
+        """Decode the W rows segment by segment: ``out = alpha * sum``, added in float32 in row order."""
         for row in segments.rows:
             rows = wire_WB[:, row.wire_offset : row.wire_offset + self.wire_nbytes(row.numel)]
             total = self.decode_sum(rows.contiguous(), row.numel)
             out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
 
     def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
-        """What the others decode of this rank's last message, `state` being the sender's. For observers."""
+        """What the other ranks decode from this rank's last message, for observers. `state` is the sender's."""
         self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
 
 
 class BucketCodec(Codec):
-    """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
+    """A codec that codes all segments of a bucket at once. It treats one tensor as a bucket of one segment.
 
     It implements `encode_` and `decode_sum_`.
     """
@@ -173,8 +173,8 @@ class BucketCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class DenseCodec(BucketCodec):
-    """The identity: floats as they are, or cast to bfloat16 on the wire; always summed in float32. Exempt tensors ride
-    the same messages with it.
+    """The identity codec: floats are sent as they are, or cast to bfloat16, and always summed in float32. It carries
+    exempt tensors in the same messages.
     """
 
     in_one_pass: ClassVar[bool] = True
@@ -209,11 +209,11 @@ class DenseCodec(BucketCodec):
 
 
 class StatefulCodec(Codec):
-    """A codec with a rule for what it keeps between steps, such as a residual.
+    """A codec with state that it keeps between steps, such as a residual.
 
-    A frozen dataclass whose field `codec` makes the bytes; a subclass says what it encodes (`encode_`) and what it
-    keeps (`arenas`). State is arenas that are passed in and changed in place: one long tensor for all parameters, so
-    that one kernel call serves a bucket. Segments' ``state_offset`` point into the arenas in elements; arenas with one
+    It is a frozen dataclass whose field `codec` makes the bytes. A subclass defines what it encodes (`encode_`) and
+    what it keeps (`arenas`). State is passed in as arenas and changed in place: one long tensor for all parameters, so
+    that a bucket needs one kernel call. Segments' ``state_offset`` points into the arenas in elements; arenas with one
     entry per block are indexed by ``state_offset / block_size``. Without state it codes one tensor as `codec` does.
     """
 
@@ -221,9 +221,7 @@ class StatefulCodec(Codec):
 
     @abstractmethod
     def arenas(self) -> dict[str, Arena]:
-        """State by name. ``residual`` is carried over when the codec changes: floats, or int8
-        with a ``residual_scale``.
-        """
+        """Arenas by name. ``residual``, floats or int8 with a ``residual_scale``, is carried over to another codec."""
 
     @property
     def block_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Codes of blocks with one scale each, by the fused kernels."""
+"""Blockwise codes with one scale per block, made by the fused kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(BucketCodec):
-    """Codes and scales as `fmt` says.
+    """Encodes blocks as codes and scales in the format `fmt`.
 
     Args:
-        fmt: Bits, block size, scale rule, codebook.
+        fmt: Bits, block size, scale rule and codebook.
         rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
     """
 
@@ -41,7 +41,7 @@ class BlockCodec(BucketCodec):
         return self.fmt.block_size
 
     def decoded(self, x_N: Tensor) -> Tensor:
-        """Encode and decode by the reference: no kernel is built or compiled for it."""
+        """Encode and decode with the reference, without building or compiling a kernel."""
         x_KB, count_K = x_N.view(-1, self.block_size), torch.full((1,), self.block_size, dtype=torch.int64)
         scale_K, _ = reference.block_scale(x_KB, count_K.expand(len(x_KB)), self.fmt)
         noise_N = dither(0, x_N.numel(), 0, x_N.device) if self.rounding == "stochastic" else torch.zeros_like(x_N)

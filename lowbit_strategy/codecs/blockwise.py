@@ -1,4 +1,4 @@
-"""Base of codecs that are written in plain PyTorch, block by block."""
+"""Base class of codecs that are written in plain PyTorch, block by block."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Noise = Callable[[int], Tensor]  # stream -> float32 [K, B], uniform in [-0.5, 0
 
 
 class BlockwiseCodec(BucketCodec):
-    """Every block of ``block_size`` elements becomes ``block_nbytes`` bytes; one pass over a whole bucket.
+    """Codes every block of ``block_size`` elements as ``block_nbytes`` bytes, a whole bucket in one pass.
 
-    A subclass codes and decodes [K, B] blocks. Blocks with inf or NaN arrive as zeros with ``finite_K`` False and must
-    decode to NaN.
+    A subclass codes and decodes [K, B] blocks. Blocks with inf or NaN are passed as zeros with ``finite_K`` False, and
+    must decode to NaN.
     """
 
     @property
@@ -30,7 +30,7 @@ class BlockwiseCodec(BucketCodec):
 
     @abstractmethod
     def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
-        """uint8 [K, block_nbytes] of float32 blocks; `valid_KB` is False on padding, whose values are zero."""
+        """Encode float32 blocks as uint8 [K, block_nbytes]. `valid_KB` is False on padding, whose values are zero."""
 
     @abstractmethod
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ class BlockwiseCodec(BucketCodec):
         pack_segments(segments, self.block_size).spread_(total.mul_(alpha), out)
 
     def decode_rows(self, wire_WB: Tensor, segments: Segments) -> Iterator[Tensor]:
-        """What each source has sent, decoded and packed, in rank order."""
+        """Decode and pack what each source has sent, in rank order."""
         packed = pack_segments(segments, self.block_size)
         for wire in wire_WB:
             yield self.decode_blocks(packed.collect_wire(wire, self.block_nbytes)).reshape(-1)
 
 
 def trailer(payload_KC: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """The last bytes of every block as numbers, [K, ...]; a copy, since views need aligned offsets and strides."""
+    """Copy the last bytes of every block as numbers, [K, ...]; a view would need aligned offsets and strides."""
     return payload_KC[:, -nbytes:].clone(memory_format=torch.contiguous_format).view(dtype)

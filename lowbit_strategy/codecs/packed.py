@@ -1,4 +1,4 @@
-"""A bucket's segments laid end to end in whole blocks, so that plain PyTorch works on all of them at once."""
+"""Lays a bucket's segments end to end in whole blocks, so that plain PyTorch works on all of them at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _Blocks(NamedTuple):
 class Packed:
     """The segments of a `Segments` table one after the other, each padded with zeros to whole blocks.
 
-    What it keeps on the device grows with the number of blocks, not of elements.
+    Its memory on the device grows with the number of blocks, not of elements.
 
     Attributes:
-        source: The segments where they lie.
+        source: The original segments.
         segments: The same segments with ``x_offset`` in the packed buffer.
-        padded_segments: The same with their padding.
+        padded_segments: The same segments with their padding.
         numel: Elements of the packed buffer, padding included.
     """
 
@@ -56,11 +56,11 @@ class Packed:
         return self.numel // self.block_size
 
     def collect(self, x: Tensor) -> Tensor:
-        """float32 [numel]: the segments of `x`, zeros between."""
+        """The segments of `x` as float32 [numel], with zeros between them."""
         return self.join(segment_views(x, self.source, "x_offset"), x.device)
 
     def join(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same of segments that lie in different tensors."""
+        """The same as `collect` for segments in different tensors."""
         packed = torch.zeros(self.numel, dtype=dtype, device=device)
         _copy(self.views(packed), parts)
         return packed
@@ -74,12 +74,12 @@ class Packed:
         _copy(segment_views(x, self.source, "x_offset"), self.views(packed))
 
     def collect_state(self, arena: Tensor, unit: int = 1) -> Tensor:
-        """A copy of the segments' part of an arena, whole blocks; `unit` elements per entry."""
+        """Copy the segments' part of an arena, in whole blocks; `unit` elements per entry."""
         parts = self._state(arena, unit)
         return torch.cat(parts) if parts else arena[:0].clone()
 
     def store_state_(self, arena: Tensor, values: Tensor, unit: int = 1) -> None:
-        """Put values in the form of `collect_state` back."""
+        """Write values in the form of `collect_state` back into an arena."""
         parts = self._state(arena, unit)
         _copy(parts, values.split([part.numel() for part in parts]))
 
@@ -93,15 +93,15 @@ class Packed:
         _copy(parts, payload.reshape(-1).split([part.numel() for part in parts]))
 
     def counts(self, device: torch.device) -> Tensor:
-        """int32 [num_blocks]: elements that are not padding."""
+        """Number of elements per block that are not padding, int32 [num_blocks]."""
         return self._blocks(device).count_K
 
     def valid(self, device: torch.device) -> Tensor:
-        """Boolean [num_blocks, block_size]: False on padding."""
+        """Boolean mask [num_blocks, block_size], False on padding."""
         return torch.arange(self.block_size, device=device) < self.counts(device)[:, None]
 
     def idle(self, packed: Tensor) -> Tensor:
-        """Boolean [numel]: True in segments that are zero throughout."""
+        """Boolean mask [numel], True in segments that are all zero."""
         segment_K = self._blocks(packed.device).segment_K
         busy_K = (packed.view(-1, self.block_size) != 0).any(1)
         busy_S = torch.zeros(len(self.source), dtype=torch.int32, device=packed.device)
@@ -109,9 +109,9 @@ class Packed:
         return (busy_S == 0)[segment_K].repeat_interleave(self.block_size, output_size=self.numel)
 
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
-        """float32 [num_blocks, block_size] in [-0.5, 0.5): each segment's own numbers, in any bucket.
+        """Random float32 [num_blocks, block_size] in [-0.5, 0.5); a segment gets the same numbers in any bucket.
 
-        By runs of blocks: a hash takes several int64 of memory per element.
+        Made for runs of blocks, since a hash needs several int64 of memory per element.
         """
         blocks = self._blocks(device)
         first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.segment_K]
@@ -153,9 +153,9 @@ def pack_segments(segments: Segments, block_size: int) -> Packed:
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-    """The segments in runs of at most some millions of elements, or of one segment that has more.
+    """Split the segments into runs of at most some millions of elements, or of one larger segment.
 
-    What plain PyTorch does on each of them in turn takes temporary memory for one of them.
+    Plain PyTorch then needs temporary memory for one run at a time.
     """
     limit = PART_NUMEL[device.type == "cuda"]
 

@@ -77,9 +77,7 @@ class Listeners:
                 listener.end_step(counted=counted)
 
     def together(self, call: Callable[[], None]) -> None:
-        """Run `call` when all ranks have ended the step, so that it may exchange something. Listeners use this in
-        `end_step`.
-        """
+        """For `end_step`: run `call` when all ranks have ended the step, so that it may exchange something."""
         self._together.append(call)
 
     def meet(self) -> None:

@@ -1,1 +1,1 @@
-"""Where gradients meet methods: threads, streams, buckets, names and checkpointable state live here."""
+"""Hooks that pass gradients and weights of DDP and FSDP2 to the engine. Threads and streams live here."""

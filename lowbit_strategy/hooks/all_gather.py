@@ -1,6 +1,6 @@
-"""FSDP2: an all-gather of every sharded module that goes through a `WeightSync`.
+"""FSDP2: the all-gather of every sharded module, done by a `WeightSync`.
 
-What is kept of a module's weights is judged by what happens to it on all ranks, so that none has to ask another:
+Whether a module's kept weights may be used follows from events that all ranks see, so that no rank has to ask another:
 
 | moment | what is kept of the weights |
 |---|---|
@@ -8,14 +8,14 @@ What is kept of a module's weights is judged by what happens to it on all ranks,
 | a step has ended, other weights have been loaded | is old: the next gather sends |
 | the root module is in evaluation mode | is not used: exact weights, as FSDP2 gathers them |
 
-FSDP2 leaves the outermost module gathered after a forward pass. If no backward pass follows, a validation's weights
-would serve the next training step: what an earlier forward pass has left is gathered again.
+FSDP2 leaves the outermost module gathered after a forward pass. Without a backward pass, validation's weights would be
+used in the next training step, so what an earlier forward pass left is gathered again.
 
-Where ranks are far apart the first module that a forward pass gathers again takes all others along: their rows leave at
-once, instead of one after the other.
+With far ranks, the first module that a forward pass gathers makes all others send their rows at once, instead of one
+after the other.
 
-A backward pass gathers as its forward pass did. Each owner notes a digest of its row when it sends. Weights that have
-changed since, between a forward pass and its backward pass, are an error, no matter what changed them.
+A backward pass gathers in the same way as its forward pass. Each owner notes a digest of its row when it sends. It is
+an error if weights change between a forward pass and its backward pass, no matter what changes them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     """The custom communication of one FSDP2 parameter group: input ``[n]``, output ``[W * n]``.
 
     Args:
-        weights: The model's.
-        root: Whose mode decides: coded in training, exact in evaluation.
+        weights: The model's weights.
+        root: The module whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.
-        clock: Is told when training waits for weights.
+        clock: Measures how long training waits for weights.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._has_run = True
 
     def send_early(self) -> None:
-        """Sends the own row ahead: another module's weights are wanted, optimizers have stepped on all, and the forward
-        pass will want this module's as well, as the one before has.
+        """Send this rank's row early, when another module is gathered, optimizers have stepped on all modules, and the
+        forward pass is expected to gather this module, as the previous one did.
         """
         gather = self._module.gather
         if not (self._has_run and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
@@ -125,7 +125,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._noted = digests([row_N], row_N.device)
 
     def _check_row(self, row_N: Tensor) -> None:
-        """What is kept serves only for the row that it was made of."""
+        """Check that the row is the one from which the kept weights were made."""
         if not self._module.gather.keeps:
             return
         digest = digests([row_N], row_N.device)
@@ -135,14 +135,14 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._noted = digest
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
-        """Wraps `pre_forward`: first reshards parameters that an earlier forward pass has left gathered."""
+        """Wrap `pre_forward`, so that it first reshards parameters that an earlier forward pass left gathered."""
         if self._params._training_state == TrainingState.IDLE and self._params.is_unsharded:
             self._params.reshard()
         return pre_forward(*args)
 
 
 class _StreamOrder:
-    """Orders gathers on CUDA, which may run on different streams and touch the same kept weights."""
+    """Orders gathers on CUDA, which may run on different streams and use the same kept weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -165,7 +165,7 @@ def install_weights(
     coding: WeightCoding,
     sync: GradientSync,
 ) -> None:
-    """Give FSDP2 modules their all-gather. `groups`: what of the model ranks share."""
+    """Give FSDP2 modules their all-gather. `groups`: the parts of the model that ranks share."""
     inside = not sync.scatter
     made = {ranks.peers: ranks.gathering(sharded_inside=inside) for ranks in sync.all_ranks}
     layouts = module_layouts(module, groups)
@@ -186,7 +186,7 @@ def install_weights(
 
 
 def module_layouts(module: nn.Module, groups: Iterable[ShardedGroup]) -> dict[str, ModuleLayout]:
-    """What FSDP2 gathers as one, by the names of modules. `groups`: of `module`."""
+    """The layouts of what FSDP2 gathers together, by module name. `groups`: the sharded groups of `module`."""
     names = {id(param): name for name, param in named_parameters(module)}
     floats = {names[id(param)] for param in module.parameters() if is_float(param)}
     specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # what can be coded, frozen or not

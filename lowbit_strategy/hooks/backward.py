@@ -1,4 +1,4 @@
-"""What every backward pass of a synchronized model comes through, whatever way its loss was reached."""
+"""Calls a function in every backward pass of a synchronized model, however the loss was computed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lowbit_strategy.model.parameters import trainable_parameters
 def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
     """Call `call` once in every backward pass, before the first gradient of a parameter is added to ``.grad``.
 
-    Under DDP that is where autograd adds gradients of parameters; under FSDP2 where it gathers a module for backward.
-    An earlier `call` for the same FSDP2 model is replaced.
+    Under DDP this happens where autograd adds gradients to parameters, under FSDP2 where a module is gathered for
+    backward. It replaces an earlier `call` for the same FSDP2 model.
 
     Args:
-        model: Wrapped in ``DistributedDataParallel``, which keeps the places where gradients are added, or sharded.
-        call: Called in the thread that computes gradients.
+        model: The model, either sharded or wrapped in ``DistributedDataParallel``, which keeps the places where
+            gradients are added.
+        call: The function to call, in the thread that computes gradients.
     """
     passes: list[int] = [-1]
 

@@ -30,15 +30,15 @@ hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKe
 
 
 def default_bucket_cap_mb(device: torch.device) -> int:
-    """The size of DDP's buckets where the user has set none."""
+    """The size of DDP's buckets if the user has not set one."""
     return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
 def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
     """Give DDP a new reducer, without a communication hook.
 
-    PyTorch has no call that takes a hook away. This makes the reducer again, as unpickling a model does; between steps.
-    `bucket_cap_mb`: size of the buckets; None: as they are.
+    PyTorch cannot remove a hook. This makes the reducer again, as unpickling a model does. Call it between steps.
+    `bucket_cap_mb`: size of the buckets; None: unchanged.
     """
     if bucket_cap_mb is not None:
         _set_bucket_cap(model, round(bucket_cap_mb * _MIB))
@@ -68,18 +68,18 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
 class DDPHook:
     """Reduces DDP's buckets in place.
 
-    Before DDP has seen in which order gradients come, all of them are one bucket. It is reduced in pieces of the size
-    that later buckets have, so that messages need no more memory in the first step than in others.
+    Before DDP knows the order of gradients, all of them are in one bucket. It is reduced in pieces of the size of later
+    buckets, so that messages need no more memory in the first step than in others.
 
-    On CPU one worker thread reduces them while backward goes on; on CUDA they are reduced on a side stream. DDP may
-    rebuild its buckets at any time: layouts are looked up by what a bucket holds, state by parameter name.
+    On CPU a worker thread reduces buckets while backward continues; on CUDA they are reduced on a side stream. DDP may
+    rebuild its buckets at any time, so layouts are found by a bucket's content, and state by parameter name.
 
     Args:
         model: The wrapped model; the hook is registered with it.
-        sync: Reduces; its communicator's group must not be the one DDP uses (on CPU).
+        sync: The engine. On CPU its process group must not be the one that DDP uses.
 
     Raises:
-        RuntimeError: The model has a hook already, or compiled autograd would call it with other arguments.
+        RuntimeError: The model already has a hook, or compiled autograd would call the hook with other arguments.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
@@ -100,8 +100,8 @@ class DDPHook:
         hooked[model] = self
 
     def cut(self, bucket: dist.GradBucket) -> tuple[list[BucketLayout], list[int]]:
-        """What is reduced as one, and where each but the first piece begins. A piece is full as DDP's buckets are, once
-        it has reached their size.
+        """The pieces that are reduced separately, and the start of each piece but the first. Like DDP's buckets, a
+        piece is full once it has reached their size.
         """
         buffer = bucket.buffer()
         base, itemsize = buffer.data_ptr(), buffer.element_size()
@@ -119,7 +119,9 @@ class DDPHook:
         return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP calls. An error in what it returns must have been raised: DDP takes another's value for a result."""
+        """The hook that DDP calls. Errors must be raised in the returned future, since DDP takes any value for a
+        result.
+        """
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
         if bucket.index() == 0:
@@ -140,20 +142,21 @@ class DDPHook:
         return future.then(torch.futures.Future.wait) if isinstance(self._runner, BucketWorker) else future
 
     def wrapped_anew(self, model: DistributedDataParallel) -> "DDPHook":
-        """The framework has wrapped the module again, after `close`. Returns what serves it."""
+        """The framework has wrapped the module again, after `close`. Return the hook for it."""
         return DDPHook(model, self.sync)
 
     def close(self) -> bool:
-        """True once the worker has stopped."""
+        """Stop the worker. Return True once it has stopped."""
         self.closed = True
         return self._runner.close()
 
 
 class DDPWiring:
-    """Switches a DDP model between the framework's communication, with which it begins, and the engine's.
+    """Switches a DDP model between the framework's communication, which is used at first, and the engine's.
 
     Args:
-        sync: Its buckets have the default size unless the user has chosen one; the framework's keep theirs.
+        sync: The engine. Its buckets have the default size unless the user has chosen one; the framework's keep their
+            size.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
@@ -177,7 +180,7 @@ class DDPWiring:
         return round(_MIB * (self._own_cap_mb if self._chosen else self._cap))
 
     def take(self, weights: WeightCoding | None) -> None:
-        """Let the engine reduce gradients. `weights`: how FSDP2's weights travel."""
+        """Let the engine reduce gradients. `weights`: how FSDP2's weights are coded."""
         self.close()
         model = self._model_of()
         assert model is not None
@@ -185,14 +188,14 @@ class DDPWiring:
         self._hook, self._taken = DDPHook(model, self._sync), True
 
     def give_back(self) -> None:
-        """Back to the framework's communication: no hook."""
+        """Return to the framework's communication, without a hook."""
         self.close()
         self._taken = False
         if (model := self._model_of()) is not None:
             renew_reducer(model, None if self._chosen else self._own_cap_mb)
 
     def close(self) -> bool:
-        """End threads. Returns True once they have stopped."""
+        """End threads. Return True once they have stopped."""
         hook, self._hook = self._hook, None
         return hook is None or hook.close()
 

@@ -1,4 +1,4 @@
-"""FSDP2: what every sharded module does with its gradients goes through a `GradientSync`."""
+"""FSDP2: passes the gradients of every sharded module to a `GradientSync`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _HOLDER = "lowbit_wiring"  # on the instance: who remembers it. Kept elsewhere i
 
 
 class FSDPWiring:
-    """Switches a model that is sharded over all ranks, or over those of a node, between FSDP2's own communication,
-    with which it begins, and the engine's. Between steps, on all ranks together.
+    """Switches a model that is sharded over all ranks, or over a node's, between FSDP2's communication, which is used
+    at first, and the engine's. Call it between steps, on all ranks together.
 
-    FSDP2's own is remembered. A later instance for the same model takes over; the earlier one then restores nothing.
+    It remembers FSDP2's communication. A later instance for the same model takes over, and the earlier one then
+    restores nothing.
 
     Args:
-        groups: What FSDP2 shards of it.
+        groups: The model's sharded groups.
 
     Attributes:
-        stop: Ends threads, and returns True once they have stopped. It does not hold the model.
+        stop: A function that ends threads and returns True once they have stopped. It holds no reference to the model.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync) -> None:
@@ -59,8 +60,8 @@ class FSDPWiring:
             setattr(group, _HOLDER, self)
 
     def take(self, weights: WeightCoding | None) -> None:
-        """Let the engine reduce gradients: each module gets its reduce-scatter, and its all-gather. HSDP: an exact
-        reduce-scatter among the ranks that shard, and the engine over the replicas. See `DDPWiring.take`.
+        """Let the engine reduce gradients: each module gets a reduce-scatter and an all-gather. Under HSDP the ranks
+        that shard do an exact reduce-scatter, and the engine reduces over the replicas. See `DDPWiring.take`.
 
         Raises:
             ValueError: A parameter is sharded along another dim than the first, or not at all.
@@ -113,7 +114,7 @@ class FSDPWiring:
         self._stock.clear()
 
     def close(self) -> bool:
-        """Leave the model as it was before. Returns True once threads have stopped."""
+        """Restore the model as it was before. Return True once threads have stopped."""
         self._release()
         return self.stop()
 
@@ -126,7 +127,7 @@ def _set_post_forward_mesh(group: Any, info: Any) -> None:
 
 
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:
-    """What each module reduces, the last module first."""
+    """The parameters that each module reduces, the last module first."""
     found = []
     for each in reversed(groups):
         group = each.param_group

@@ -1,13 +1,13 @@
-"""What FSDP2 calls with the gradients of one of its modules, and what they are handed to the engine as.
+"""Receives the gradients of one FSDP2 module and hands them to the engine as buckets.
 
-FSDP2 divides by what it is told (``set_gradient_divide_factor``) or by the number of ranks, and so do these: a setting
-counts whenever it was made.
+FSDP2 divides gradients by a given factor (``set_gradient_divide_factor``) or by the number of ranks. These classes do
+the same, and follow the setting whenever it is made.
 
-Under HSDP, sharded inside a node and replicated between nodes, FSDP2 shards over a mesh of one dim, the ranks that
-have one model together. After each module's reduce-scatter, which is exact and stays inside the node, it calls an
-all-reduce hook with the rank's own shard of the gradients: the engine replaces it by its mean over the replicas. On CPU
-a worker thread does that while backward goes on, and the end of the backward pass waits for it; on CUDA it runs in
-its own stream, which FSDP2 waits for.
+Under HSDP (sharded inside a node, replicated between nodes), FSDP2 shards over a one-dimensional mesh of the ranks that
+share one model. After each module's exact reduce-scatter inside the node, it calls an all-reduce hook with this rank's
+shard of the gradients, and the engine replaces the shard by its mean over the replicas. On CPU a worker thread does
+this while backward continues, and the end of the backward pass waits for it; on CUDA it runs in its own stream, for
+which FSDP2 waits.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from lowbit_strategy.telemetry.step_times import clock_of
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
     """The custom communication of one FSDP2 parameter group.
 
-    For each set of parameters that are trained together it has a layout: one rank's part of the gradients has shards of
-    the parameters, one after the other. A bucket has all ranks' rows, or under HSDP the rank's own, without parameters
-    that it has no part of.
+    It has a layout for each set of parameters that are trained together. A rank's row of gradients has shards of the
+    parameters, one after the other. A bucket has all ranks' rows or, under HSDP, this rank's row without parameters of
+    which it has no part.
 
-    What FSDP2 must be set to, it is set to while it reduces: the user's settings stay, and are read each time.
+    FSDP2's settings are changed only while it reduces; the user's settings stay, and are read each time.
 
     Args:
-        param_group: The module's.
-        names: Its parameters' names, by the identity of FSDP2's own record, which stays when another tensor is loaded.
-        reductions: Those of the pass.
+        param_group: The module's parameter group.
+        names: Its parameters' names, by the identity of FSDP2's records, which stay the same when another tensor is
+            loaded.
+        reductions: The reductions of the pass.
 
     Attributes:
         on_reduced: Called on all ranks when the group's gradients have been reduced.
@@ -75,12 +76,13 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What attributes of the parameter group have to be while FSDP2 reduces, from what the user has set."""
+        """The values that the parameter group's attributes need while FSDP2 reduces, given the user's settings."""
 
     def _post_backward(self, stock: Callable[..., Any], *args: Any) -> Any:
-        """What FSDP2 does once backward is through with a module. Parameters without a gradient get zeros before.
+        """Replaces what FSDP2 does when backward has finished with a module. First, parameters without a gradient get
+        zeros.
 
-        A pipeline calls it at its end, of an evaluation as well, which had no backward pass.
+        A pipeline also calls it at its end, even of an evaluation, which had no backward pass.
         """
         group = self._param_group
         params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
@@ -113,10 +115,10 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         return Reduction(params=params, names=names, absent=absent, is_sent=is_sent, device=self._sync.device)
 
     def layout_for(self, numel: int) -> BucketLayout:
-        """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
+        """The layout of rows with `numel` elements, the number that FSDP2 has passed.
 
         Raises:
-            RuntimeError: The parameters that are trained have another number.
+            RuntimeError: The trained parameters have another number of elements.
         """
         params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
         names = tuple(self._names[id(p)] for p in params)
@@ -147,12 +149,12 @@ _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in
 
 
 class CompressedReduceScatter(_ReduceScatter):
-    """Input ``[W * n]``, output ``[n]``: the sum, divided as FSDP2 would, or still to be divided by it.
+    """Reduces ``[W * n]`` to ``[n]``: the sum, divided as FSDP2 would, or still to be divided by FSDP2.
 
-    With two levels it ends inside the node, and `between_nodes`, as FSDP2's all-reduce hook, does the rest.
+    With two levels it stops inside the node, and `between_nodes`, FSDP2's all-reduce hook, does the rest.
 
-    Where ranks are far apart messages between them travel while backward goes on: FSDP2 is given what will be the
-    gradients, and the end of the backward pass waits for them, unless they are read before.
+    With far ranks, messages travel while backward continues: FSDP2 gets the tensor that will hold the gradients, and
+    the end of the backward pass waits for them, unless they are read earlier.
     """
 
     _between_stages: Stages
@@ -206,7 +208,7 @@ class CompressedReduceScatter(_ReduceScatter):
             total.div_(self._divisor)
 
     def between_nodes(self, reduced: Tensor) -> None:
-        """`reduced` is the output of the call before, which is still to be filled."""
+        """Fill `reduced`, the output of the previous call."""
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         with self._clock.waiting():
@@ -230,11 +232,11 @@ class CompressedReduceScatter(_ReduceScatter):
 
 
 class HybridReduction(_ReduceScatter):
-    """HSDP: a mean over the ranks that shard a model, exact or of codes (`NodeMeans`), added in float32 and in rank
-    order; then the mean of the own shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
+    """HSDP: the mean over the ranks that shard a model, exact or coded (`NodeMeans`), added in float32 and in rank
+    order; then the mean of this rank's shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
-    After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
-    are added to those of the next one that is reduced.
+    After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 gets zeros. The shards
+    are added to those of the next micro-batch that is reduced.
     """
 
     _kept: Tensor | None = None  # of micro-batches that were not reduced
@@ -302,7 +304,7 @@ class HybridReduction(_ReduceScatter):
         )
 
     def _finish(self, mean: Tensor, factor: float | None) -> None:
-        """`mean` over the ranks becomes the sum divided by `factor`, if there is one; then comes the user's hook."""
+        """Turn `mean` over the ranks into the sum divided by `factor`, if there is one; then call the user's hook."""
         if factor is not None:
             inside = self._ranks.intra_node
             assert inside is not None
@@ -314,7 +316,7 @@ class HybridReduction(_ReduceScatter):
 
 
 def _fill(param: Any) -> bool:
-    """Whether this rank has a gradient of a parameter; if not, it has zeros now."""
+    """Give a parameter zeros if it has no gradient. Return whether it had one."""
     full = getattr(param, "_unsharded_param", None)
     if full is None or not full.requires_grad:
         return True
@@ -325,7 +327,7 @@ def _fill(param: Any) -> bool:
 
 
 def is_read_at_once(param_group: Any) -> bool:
-    """Whether FSDP2, or an optimizer in backward, reads the result before the backward pass is over."""
+    """Whether FSDP2 or an optimizer in backward reads the result before the backward pass is over."""
     return any(
         param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         for param in param_group.fsdp_params
@@ -333,5 +335,5 @@ def is_read_at_once(param_group: Any) -> bool:
 
 
 def is_converted(param_group: Any, reduced: Tensor) -> bool:
-    """Whether FSDP2 makes tensors of another type of the result, before the backward pass is over."""
+    """Whether FSDP2 converts the result to another dtype before the backward pass is over."""
     return reduced.dtype != (param_group._orig_dtype or reduced.dtype)

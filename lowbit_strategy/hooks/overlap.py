@@ -1,4 +1,4 @@
-"""FSDP2's gradients are reduced while backward goes on: by a thread, or in a stream."""
+"""Reduces FSDP2's gradients while backward continues, in a thread or a stream."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowbit_strategy.telemetry.step_times import StepClock
 
 
 class OverlappedReducer:
-    """Reduces the modules' shards while backward goes on, in the same order on all ranks.
+    """Reduces the modules' shards while backward continues, in the same order on all ranks.
 
     Args:
-        clock: Is told when training waits for them.
+        clock: Measures how long training waits for them.
     """
 
     def __init__(self, device: torch.device, clock: StepClock) -> None:
@@ -33,7 +33,7 @@ class OverlappedReducer:
     def run(
         self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Reduce into `result`, then call `on_done`. `blocking`, or outside of backward: return when it is done."""
+        """Reduce into `result`, then call `on_done`. If `blocking`, or outside backward, return when this is done."""
         if self._worker is None:
             wait_for_all(stages)
             on_done()
@@ -51,7 +51,7 @@ class OverlappedReducer:
         self.finish()
 
     def finish(self) -> None:
-        """Wait until nothing is in flight; on all ranks at the same point."""
+        """Wait until nothing is in flight. Call it on all ranks at the same point."""
         if not self._futures:
             return
         assert self._worker is not None
@@ -65,14 +65,14 @@ class OverlappedReducer:
             on_done()
 
     def close(self) -> bool:
-        """True once the worker has stopped."""
+        """Stop the worker. Return True once it has stopped."""
         return self._worker is None or self._worker.close()
 
 
 class BetweenNodes:
-    """CUDA: the stream in which a module is reduced between the nodes, while the next one is inside its node.
+    """CUDA: the stream in which a module is reduced between nodes, while the next module is reduced inside its node.
 
-    What a node has reduced is kept of two modules at most: where links between nodes are slow, the next one waits.
+    At most two modules wait between the two phases: if links between nodes are slow, the next module waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,10 +80,10 @@ class BetweenNodes:
         self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
 
     def make_room(self) -> None:
-        """Waits, in the stream that reduces inside the node, until there is room for another module."""
+        """Wait, in the stream that reduces inside the node, until there is room for another module."""
         torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
 
     def reduced(self) -> None:
-        """Notes, in `stream`, that a module is done."""
+        """Note, in `stream`, that a module is done."""
         self._earlier.record(self.stream)
         self._earlier, self._last = self._last, self._earlier

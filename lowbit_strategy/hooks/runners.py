@@ -1,7 +1,7 @@
-"""What runs buckets during training: one FIFO thread on CPU, a stream on CUDA.
+"""Runs buckets during training: in one FIFO thread on CPU, in a stream on CUDA.
 
-gloo's collectives must be issued in the same order on all ranks and never from a future's callback. One thread, one
-queue and a process group that nothing else uses give that order, and `BucketSchedule` keeps it while buckets overlap.
+gloo's collectives must be issued in the same order on all ranks, and never from a future's callback. One thread, one
+queue and a process group that nothing else uses ensure that order, and `BucketSchedule` keeps it while buckets overlap.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class BucketWorker:
-    """Runs stages of buckets. `submit` from the autograd thread, `close` at the end.
+    """A thread that runs the stages of buckets. Call `submit` from the autograd thread, and `close` at the end.
 
     Args:
-        turn_after: The same as for `BucketSchedule`.
+        turn_after: See `BucketSchedule`.
     """
 
     def __init__(self, turn_after: int | None = None) -> None:
@@ -34,17 +34,19 @@ class BucketWorker:
         self._thread.start()
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
+        """Return a future that gets `result` when all stages have ended. `last`: the backward pass has no more
+        buckets.
+        """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
         return future
 
     def finish(self) -> None:
-        """The backward pass has no more buckets: all that were submitted will be reduced to the end."""
+        """The backward pass has no more buckets: finish all that were submitted."""
         self._queue.put(self._schedule.finish)
 
     def close(self) -> bool:
-        """Whether the thread has ended; False while it waits for a rank that never answers."""
+        """End the thread. Return whether it has ended; False while it waits for a rank that never answers."""
         self._queue.put(None)
         if self._thread is threading.current_thread():  # where a model is garbage-collected
             return True
@@ -63,7 +65,7 @@ class BucketWorker:
 
 
 class SideStream:
-    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
+    """CUDA: reduces buckets on a high-priority stream, in the same order as on CPU, without a thread."""
 
     def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -81,7 +83,7 @@ class SideStream:
         return future
 
     def close(self) -> bool:
-        """There is no thread."""
+        """Return True: there is no thread."""
         return True
 
 

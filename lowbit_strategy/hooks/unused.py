@@ -1,11 +1,11 @@
-"""FSDP2: parameters that a backward pass gives no gradient, on this rank or on any.
+"""FSDP2: handles parameters that get no gradient in a backward pass, on this rank or on any rank.
 
-All ranks reduce all trainable parameters of a module, with zeros where a rank has no gradient. Messages between the
-ranks that reduce say which parameters those are (`Exchange`). At the end of a backward pass a parameter that no rank
-had a gradient of has the ``.grad`` that it had before, mostly none, as without compression.
+All ranks reduce all trainable parameters of a module, with zeros if a rank has no gradient. Messages between the
+reducing ranks say which parameters those are (`Exchange`). If no rank had a gradient for a parameter, its ``.grad`` at
+the end of the backward pass is what it was before, usually None, as without compression.
 
-Sums inside a node, or an HSDP replica, have no place for it: there one message at the end of a pass has a bit for each
-parameter. A rank that had all gradients needs to know nothing more, and waits for no device.
+Sums inside a node or an HSDP replica have no room for these marks, so there one message at the end of a pass has a bit
+for each parameter. A rank that had all gradients does not need the answer and does not wait for the device.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Reduction:
     Args:
         params: FSDP2's records of its trainable parameters.
         names: Names of the parameters.
-        absent: Those that this rank has no gradient of.
-        is_sent: Whether other ranks take part; otherwise the gradients wait, and none is in any ``.grad``.
-        device: Where gradients are.
+        absent: The parameters for which this rank has no gradient.
+        is_sent: Whether other ranks take part; if not, the gradients wait and are not in any ``.grad``.
+        device: Device of the gradients.
 
     Attributes:
-        marks: On the device, a bit for each: `absent`; after the exchange, what none of the peers had. None: nothing.
+        marks: A bit per parameter on the device, set for `absent`; after the exchange, set if no peer had a gradient.
+            None: no bit is set.
         fresh: Parameters without a ``.grad`` before.
-        done: CUDA: it has been reduced.
+        done: CUDA: an event after the reduction.
     """
 
     params: Sequence[Any]
@@ -66,7 +67,7 @@ class Reduction:
         return marks_nbytes(len(self.names))
 
     def hold_back_hooks(self) -> None:
-        """FSDP2 shall not tell of gradients that may turn out to be none."""
+        """Hold back FSDP2's hooks for gradients that may turn out not to exist."""
         for param, name in zip(self.params, self.names, strict=True):
             hooks = getattr(param.sharded_param, _HOOKS, None)
             if hooks and (name in self.absent or not self.is_sent):
@@ -78,7 +79,9 @@ class Reduction:
             setattr(param.sharded_param, _HOOKS, hooks)
 
     def settle(self, unused: set[Any]) -> list[str]:
-        """`unused`: records of parameters. Returns the names of those that have no gradient now."""
+        """Remove the gradients of `unused` parameters, given by their records. Return the names of those without a
+        gradient now.
+        """
         gone = []
         for param, name in zip(self.params, self.names, strict=True):
             if param in unused and name in self.fresh:
@@ -87,19 +90,19 @@ class Reduction:
         return gone
 
     def call_hooks(self, unused: set[Any]) -> None:
-        """Those that were held back, of parameters that have a gradient after all."""
+        """Call the hooks that were held back, for parameters that have a gradient after all."""
         for param, hooks in self._held_back:
             for hook in list(hooks.values()) if param not in unused else ():
                 hook(param.sharded_param)
 
 
 class Reductions:
-    """Those of a backward pass, of modules whose parameters the same ranks reduce. At its end it looks for parameters
-    that no rank had a gradient of.
+    """The reductions in a backward pass, of modules whose parameters the same ranks reduce. At the end of the pass it
+    finds parameters for which no rank had a gradient.
 
     Args:
-        ranks: Who reduces the parameters.
-        overlapped: Where they are reduced meanwhile; None: FSDP2 waits for each module's.
+        ranks: The ranks that reduce the parameters.
+        overlapped: Reduces modules while backward continues; None: FSDP2 waits for each module.
         between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
@@ -115,8 +118,8 @@ class Reductions:
         self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
-        """A module has been reduced, or is going to be: in a backward pass, which may be inside another one, or outside
-        of one, where `end_outside` follows.
+        """A module has been reduced or will be, in a backward pass (which may be nested), or outside of one, followed
+        by `end_outside`.
         """
         if not in_backward():
             self._outside.append(reduction)
@@ -129,7 +132,7 @@ class Reductions:
         self._reductions.append(reduction)
 
     def end_outside(self) -> None:
-        """A module has been reduced, perhaps outside of a backward pass, which has no end to wait for."""
+        """A module has been reduced, perhaps outside a backward pass, where there is no end to wait for."""
         if self._outside:
             self._end_of_backward(self._outside)
             self.sync.reduced_outside()
@@ -149,7 +152,7 @@ class Reductions:
             each.call_hooks(unused)
 
     def _unused(self, reductions: Sequence[Reduction]) -> set[Any]:
-        """FSDP2's records of parameters that no rank had a gradient of, in any of these reductions."""
+        """FSDP2's records of parameters for which no rank had a gradient in any of these reductions."""
         inside = self.ranks.intra_node
         tells = inside is not None and inside.world_size > 1
         if not (tells or any(each.absent for each in reductions)):

@@ -1,4 +1,4 @@
-"""Which implementation serves a device: Triton on GPUs, C on CPUs, plain PyTorch where there is no compiler."""
+"""Chooses the implementation for a device: Triton on GPUs, C on CPUs, plain PyTorch without a compiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def triton_available() -> bool:
 
 
 def describe(device: torch.device) -> str:
-    """What serves `device`, and what would be faster, for reports."""
+    """Describe the backend for `device`, and what would be faster, for reports."""
     backend = choose(device)
     if backend == "native":
         return f"native C ({native.isa()})"
@@ -34,11 +34,11 @@ def describe(device: torch.device) -> str:
 
 
 def choose(device: torch.device) -> Backend:
-    """Backend for tensors on `device`.
+    """Choose the backend for tensors on `device`.
 
     Raises:
-        RuntimeError: On a GPU without Triton, while a CUDA graph is being captured, or where the environment asks for a
-            backend that cannot serve this device.
+        RuntimeError: The device is a GPU without Triton, a CUDA graph is being captured, or the environment asks for a
+            backend that does not support the device.
     """
     asked = os.environ.get(OVERRIDE)
     if device.type == "cpu" and asked is None:
@@ -62,10 +62,9 @@ def choose(device: torch.device) -> Backend:
 
 @cache
 def implementation(stem: str, backend: Backend) -> ModuleType:
-    """The file called `stem` of a backend, as `choose` says: all backends have the same functions in it.
+    """Import the backend's module called `stem`; every backend has the same functions in it.
 
-    It is imported when it is asked for, since Triton is not there on every machine. To C, floats as they are are a
-    format like the others.
+    It is imported only when needed, since not every machine has Triton. C treats unquantized floats as one more format.
     """
     if backend == "native" and stem == "dense":
         stem = "blocks"
@@ -73,7 +72,7 @@ def implementation(stem: str, backend: Backend) -> ModuleType:
 
 
 def is_native(device: torch.device) -> bool:
-    """Whether C serves tensors on `device`."""
+    """Whether the C kernels handle tensors on `device`."""
     if device.type != "cpu":
         return False
     asked = os.environ.get(OVERRIDE)

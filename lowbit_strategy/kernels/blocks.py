@@ -1,6 +1,6 @@
-"""Blockwise quantization, and floats as they are: the public ops. They check their arguments and call a backend.
+"""Public ops for blockwise quantization and for plain floats. They check their arguments and call a backend.
 
-Every backend writes the same bytes: `lowbit_strategy.kernels.reference` is the definition.
+Every backend writes the same bytes, which `lowbit_strategy.kernels.reference` defines.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def encode_(
     seed: int = 0,
     feedback: Feedback | None = None,
 ) -> None:
-    """Quantize each segment of `x` into `wire`; with `feedback` the LoCo step, one pass over memory as well.
+    """Quantize each segment of `x` into `wire`; with `feedback`, do the LoCo step in the same pass over memory.
 
     Args:
         x: float32, bfloat16 or float16, 1-D contiguous.
-        wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
-        segments: Which pieces; ``state_offset`` is that of the residual.
-        fmt: Codebook or uniform grid, scale rule and block size; or the type that floats are sent in, to which what
-            follows the flag does not apply.
-        flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
+        wire: uint8, 1-D contiguous; written from each segment's ``wire_offset``.
+        segments: The segments; ``state_offset`` refers to the residual.
+        fmt: Codebook or uniform grid, scale rule and block size; or the dtype in which plain floats are sent, for which
+            the arguments after `flag` are ignored.
+        flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), otherwise unchanged.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
-        feedback: What earlier steps have left to be sent; None: nothing is kept.
+        feedback: The residual of earlier steps; None: nothing is kept.
     """
     if not (x.dtype in _FLOATS and wire.dtype == torch.uint8 and x.device == wire.device and x.is_contiguous()):
         raise _what_is_wrong(x, wire)
@@ -72,10 +72,10 @@ def decode_sum_(
     """``out[segment] = alpha * sum over sources of decode(source, segment)``, added in float32 in rank order.
 
     Args:
-        wire_WB: uint8 [W, B], one row a source, rows contiguous (``stride(1) == 1``).
+        wire_WB: uint8 [W, B], one row per source, rows contiguous (``stride(1) == 1``).
         out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
-        segments: Which pieces; ``x_offset`` is the place in `out`.
-        fmt: What the sources were encoded with.
+        segments: The segments; ``x_offset`` is the place in `out`.
+        fmt: The format of the messages.
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     if not (

@@ -1,4 +1,4 @@
-"""Codebooks for Gaussian values, as block formats: Lloyd and Max's, and one that is unbiased."""
+"""Codebooks for Gaussian values, as block formats: the Lloyd-Max codebook, and an unbiased one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONVERGED = 1e-12
 
 @functools.cache
 def gaussian_codebook(codebook_size: int) -> tuple[float, ...]:
-    """Lloyd-Max quantizer of a unit Gaussian: the values with the least mean squared error.
+    """The Lloyd-Max quantizer of a unit Gaussian, which has the least mean squared error.
 
     1. thresholds are halfway between neighboring values
     2. each value is the mean of the Gaussian between its thresholds, ``(pdf(a) - pdf(b)) / (cdf(b) - cdf(a))``
@@ -53,7 +53,7 @@ def _round(x: float) -> float:
 
 def sent_share(codebook_size: int) -> float:
     """``E[x Q(x)] / E[x**2]`` of `gaussian_codebook` on its Gaussian, which is also ``E[Q(x)**2]``: 0.637 for two
-    values, 0.810 for three, 0.882 for four. Each value is a mean, so what is coded shrinks.
+    values, 0.810 for three, 0.882 for four. Each value is a mean, so coding shrinks values.
     """
     codebook = gaussian_codebook(codebook_size)
     edges = (-math.inf, *_thresholds(codebook), math.inf)
@@ -73,10 +73,10 @@ def lloyd_max(bits: int, block_size: int) -> BlockFormat:
 def unbiased_lloyd_max(codebook_size: int, block_size: int) -> BlockFormat:
     """Values with ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square.
 
-    A Gaussian gradient arrives whole on average, with more noise than it had: 1.004 to 1.010 of it, because scales are
-    rounded up to bfloat16. They are the Lloyd-Max values divided by
-    `sent_share`, with the same thresholds; no other unbiased values have less error. Two values: +-1.2533; three: 0
-    and +-1.5114 with thresholds +-0.612; four: +-0.5131 and +-1.7115 with thresholds 0 and +-0.9816.
+    On average a Gaussian gradient arrives whole, with more noise; more exactly 1.004 to 1.010 of it arrives, because
+    scales are rounded up to bfloat16. The values are the Lloyd-Max values divided by `sent_share`, with the same
+    thresholds; no other unbiased values have less error. Two values: +-1.2533; three: 0 and +-1.5114 with thresholds
+    +-0.612; four: +-0.5131 and +-1.7115 with thresholds 0 and +-0.9816.
     """
     codebook, factor = gaussian_codebook(codebook_size), 1.0 / sent_share(codebook_size)
     return BlockFormat(

@@ -1,4 +1,4 @@
-"""Digests of tensors' bits. Results do not depend on the backend, but on the type of device."""
+"""Digests of tensors' bits. They depend on the type of device, but not on the backend."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _MODULUS = 1 << 64
 
 
 def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """int64 ``[tensors]`` on `device`, of each one's bits in the order of elements, not of memory; any dtypes.
+    """Digests of tensors of any dtype, int64 ``[tensors]`` on `device`, over the bits in the order of elements, not of
+    memory.
 
-    One changed 64-bit word always changes it; other differences cancel about once in 2^64 cases.
+    One changed 64-bit word always changes the digest; other differences cancel about once in 2^64 cases.
     """
     if all(is_native(x.device) for x in tensors):
         return torch.tensor([_digest_in_c(x) for x in tensors], dtype=torch.int64, device=device)
@@ -27,12 +28,12 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def digest(x: Tensor) -> Tensor:
-    """int64 scalar. In parts of one word per weight:
+    """The digest of one tensor, an int64 scalar. For each part of as many words as there are weights:
 
-    1. the sum of the 64-bit words, each times the odd pseudo-random weight of its place, the last filled with zeros
-    2. added to the sum so far times an odd factor; all modulo 2^64
+    1. add the 64-bit words, each times the odd pseudo-random weight of its place; the last word is filled with zeros
+    2. add this to the sum so far times an odd factor, all modulo 2^64
 
-    On a GPU two launches, unless there are several parts.
+    On a GPU this takes two launches, unless there are several parts.
     """
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     missing = -flat.numel() % 8
@@ -46,10 +47,10 @@ def digest(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _weights(device: torch.device) -> Tensor:
-    """int64, odd and pseudo-random: the finaliser of splitmix64 over the places, with signed shifts.
+    """Odd pseudo-random int64 weights: splitmix64's finalizer applied to the places, with signed shifts.
 
-    As many as there are words whose products are in memory at once: on CPU 1 MiB, for the cache; elsewhere 32 MiB, so
-    that there are few launches.
+    There are as many as words whose products are in memory at once: 1 MiB on CPU, for the cache; 32 MiB elsewhere, for
+    few launches.
     """
     numel = 1 << (17 if device.type == "cpu" else 22)
     x = torch.arange(1, numel + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
@@ -62,7 +63,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _digest_in_c(x: Tensor) -> int:
-    """The same, by several threads."""
+    """The same as `digest`, computed in C by several threads."""
     x = x.detach().contiguous()
     place_weights, nbytes = _weights(x.device), x.numel() * x.element_size()
     part, summed = 8 * place_weights.numel(), function("lowbit_digest")

@@ -1,8 +1,8 @@
-"""The wire format of block-quantized tensors: what a block's bytes mean.
+"""The wire format of block-quantized tensors.
 
 A block of ``block_size`` elements becomes packed codes and one bfloat16 scale. Element ``i`` decodes to
-``codebook[code_i] * scale``. Everything that differs between methods (how many values, where they lie, how the scale is
-taken from the block) is data in `BlockFormat`; the kernels are written once.
+``codebook[code_i] * scale``. Everything that differs between methods (the number of values, their positions, the rule
+for the scale) is data in `BlockFormat`, so the kernels are written only once.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ def float_bits(x: float) -> int:
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
-    """Widths that divide a byte and add up to this many bits; the widest first."""
+    """Widths that divide a byte and add up to this many bits, the widest first."""
     rest = [width for width in (4, 2, 1) if bits % 8 & width]
     return (*[8] * (bits // 8), *rest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFormat:
-    """How one block of floats is written.
+    """The format of one block of floats.
 
     Args:
         bits: Bits of a code, 1 to 8. More bits: more bytes, less error. Ternary codes (three values) are declared with
             2 bits and packed five to a byte.
         block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
-        scale_rule: ``absmax``: largest magnitude over the top value (nothing is clipped); ``rms``: root mean square;
-            ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean magnitude.
+        scale_rule: ``absmax``: largest magnitude divided by the top value (nothing is clipped); ``rms``: root mean
+            square; ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean
+            magnitude.
         codebook: Reconstruction values in units of the scale, ascending: at most 2**bits and at most 16, each with
             16 significant bits or fewer, so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
         thresholds: Decision points between neighboring values, in units of the scale, ascending: the code of y is the
-            number of thresholds below y. Empty: halfway, which has the least error for these values.
+            number of thresholds below y. Empty: the midpoints, which have the least error for these values.
     """
 
     bits: int = 4
@@ -100,7 +101,7 @@ class BlockFormat:
 
     @property
     def is_ternary(self) -> bool:
-        """Three values, five of them to a byte."""
+        """Whether there are three values, packed five to a byte."""
         return self.codebook is not None and len(self.codebook) == 3 and self.bits == 2
 
     @property
@@ -120,7 +121,7 @@ class BlockFormat:
 
     @property
     def zero_code(self) -> int:
-        """The code of zero, written where there is nothing to send (idle and non-finite blocks, padding)."""
+        """The code of zero, written if there is nothing to send (idle and non-finite blocks, padding)."""
         return self.qmax if self.codebook is None else len(self.codebook) // 2
 
     @property
@@ -137,7 +138,7 @@ class BlockFormat:
 
     @property
     def code_nbytes(self) -> int:
-        """Packed bytes of one block's codes, without its scale."""
+        """Bytes of one block's packed codes, without its scale."""
         if self.is_ternary:
             return math.ceil(self.block_size / 5)
         return self.block_size * self.bits // 8
@@ -150,22 +151,22 @@ class BlockFormat:
         return -(-numel // self.block_size)
 
     def wire_nbytes(self, numel: int) -> int:
-        """Bytes of a segment: all blocks' codes, then all blocks' scales; a short last block is padded."""
+        """Bytes of a segment: all blocks' codes, then all blocks' scales. A short last block is padded."""
         return self.num_blocks(numel) * (self.code_nbytes + SCALE_NBYTES)
 
 
 def uniform(bits: int, block_size: int) -> BlockFormat:
-    """Absmax over 2**bits - 1 evenly spaced values: LoCo's format."""
+    """LoCo's format: 2**bits - 1 evenly spaced values, scaled by the largest magnitude."""
     return BlockFormat(bits=bits, block_size=block_size)
 
 
 @functools.cache
 def e2m1(block_size: int) -> BlockFormat:
-    """The floats of 4 bits, "FP4": sign, two bits of exponent, one of mantissa; 12 is the block's largest magnitude.
+    """4-bit floats, "FP4": a sign, two bits of exponent, one of mantissa. 12 is the block's largest magnitude.
 
-    Values are a twelfth of it apart up to a third of it, a sixth up to two thirds, and a third above; those of the even
-    grid of 4 bits are a seventh apart everywhere. A number halfway between two values goes to the lower one; OCP's
-    formats round to even.
+    Values are a twelfth of it apart up to a third of it, a sixth up to two thirds, and a third above; on an even grid
+    of 4 bits they are a seventh apart everywhere. A number halfway between two values is rounded to the lower one,
+    while OCP's formats round to even.
     """
     codebook = (*(-value for value in reversed(E2M1)), 0.0, *E2M1)
     return BlockFormat(bits=4, block_size=block_size, codebook=codebook)
@@ -173,7 +174,7 @@ def e2m1(block_size: int) -> BlockFormat:
 
 @dataclass(frozen=True, slots=True)
 class DenseFormat:
-    """Floats as they are, or rounded to the nearest bfloat16: blocks of one element, without a scale."""
+    """Plain floats, or floats rounded to the nearest bfloat16: blocks of one element without a scale."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -197,5 +198,5 @@ class DenseFormat:
 
 
 def ternary(block_size: int) -> BlockFormat:
-    """-1, 0, 1 in units of the mean magnitude of what exceeds 0.7 of the mean magnitude; five trits to a byte."""
+    """-1, 0 and 1 times the mean magnitude of the elements above 0.7 of the mean magnitude; five trits per byte."""
     return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0))

@@ -1,7 +1,7 @@
-"""Packing small integers as tightly as whole bytes allow, as bit planes or as digits of a number system.
+"""Packs small integers into bytes, as bit planes or as digits of a number system.
 
-Half-split: byte j holds elements j, j + n, j + 2n ... of its row, the first in the lowest digit or bits. That is what
-vectorises; neighboring elements in one byte do not.
+Packing is half-split: byte j holds elements j, j + n, j + 2n ... of its row, the first in the lowest digit or bits.
+This vectorizes; neighboring elements in one byte do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def pack_digits(codes_RN: Tensor, count: int, base: int) -> Tensor:
-    """uint8 [R, N / count]: `count` codes below `base` in each byte."""
+    """Pack `count` codes below `base` into each byte: uint8 [R, N / count]."""
     parts_RKN = codes_RN.view(codes_RN.shape[0], count, -1)
     byte_RN = parts_RKN[:, 0].clone()
     for k in range(1, count):
@@ -27,7 +27,7 @@ def unpack_digits(packed_RB: Tensor, count: int, base: int) -> Tensor:
 
 
 def pack_planes(codes_RN: Tensor, widths: Sequence[int]) -> Tensor:
-    """uint8 [R, N / 8 * bits]: codes cut into planes of these widths, low bits first; N is a multiple of 8."""
+    """Cut codes into planes of these widths, low bits first: uint8 [R, N / 8 * bits]. N is a multiple of 8."""
     planes, shift = [], 0
     for width in widths:
         planes.append(pack_digits((codes_RN >> shift) & ((1 << width) - 1), 8 // width, 1 << width))
@@ -47,10 +47,10 @@ def unpack_planes(packed_RB: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def pack_bits(bits_KB: Tensor) -> Tensor:
-    """uint8 [K, B / 8]: byte j holds elements j, j + B/8, j + 2B/8 ..."""
+    """Pack bits as uint8 [K, B / 8]: byte j holds elements j, j + B/8, j + 2B/8 ..."""
     return pack_digits(bits_KB.to(torch.uint8), 8, 2)
 
 
 def unpack_bits(packed_KC: Tensor) -> Tensor:
-    """Boolean [K, 8 C]."""
+    """The inverse of `pack_bits`: Boolean [K, 8 C]."""
     return torch.cat([(packed_KC >> k) & 1 for k in range(8)], 1).bool()

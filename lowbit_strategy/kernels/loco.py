@@ -13,17 +13,17 @@ class Feedback(NamedTuple):
     For each block, all in float32:
 
     1. ``h = g + e``, with ``e`` the dequantized residual (0 if `reset`)
-    2. codes and scale of ``h`` as the format says, packed; ``Q`` is what they decode to
+    2. codes and scale of ``h`` in the given format, packed; ``Q`` is what they decode to
     3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
 
-    A block whose gradient is all zero is idle: it sends zeros and keeps its residual (an idle expert's feedback is
-    not spent on a step whose result is not read). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
+    A block whose gradient is all zero is idle: it sends zeros and keeps its residual, so that an idle expert's feedback
+    is not spent in a step whose result nobody reads. A block with inf or NaN in ``h`` sends NaN and keeps its residual.
 
     Args:
-        residual: int8 with `residual_scale`, or float32 without; 1-D, whole blocks. Updated in place.
+        residual: int8 with `residual_scale`, or float32 without it; 1-D, whole blocks. Updated in place.
         residual_scale: bfloat16, one per block of `residual`. Updated in place.
         beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
-        reset: Forget the residual before this step.
+        reset: Set the residual to zero before this step.
         stochastic: Round the int8 residual at random, so that increments below half a step are not lost.
 
     References:

@@ -12,10 +12,10 @@ _SMALLEST_SQUARE = 1e-30  # mean square from which on it does not matter that fl
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """float64: the sum of squares of float32 ``[N]``.
+    """The sum of squares of float32 ``[N]``, as float64.
 
-    On a CPU rows are added in float32, several times as fast, where no square overflows and those that vanish there, of
-    elements below 1e-19, are no part of the sum.
+    On a CPU rows are added in float32, which is several times faster, if no square overflows and squares that vanish in
+    float32, of elements below 1e-19, do not matter to the sum.
     """
     if not x.is_cuda:
         num_rows = x.numel() // _ROW

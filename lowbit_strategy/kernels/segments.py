@@ -1,4 +1,4 @@
-"""What a kernel call works on: segments of a flat gradient buffer, so that a bucket is one launch."""
+"""Tables of segments of a flat gradient buffer, so that one kernel launch processes a bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHE_ELEMENTS = 65536  # of a run in plain PyTorch: small enough for a cache, l
 
 
 class Segment(NamedTuple):
-    """One contiguous run of elements: a parameter's share for one owner.
+    """One contiguous run of elements: one owner's share of a parameter.
 
     Args:
         x_offset: First element in the float buffer.
@@ -24,7 +24,7 @@ class Segment(NamedTuple):
         state_offset: First element in the residual arena, a multiple of the block size; its block index there is
             ``state_offset / block_size``. The arena holds whole blocks.
         wire_offset: First byte in one source's wire buffer, a multiple of 16.
-        salt: 32 bits that make this segment's random numbers its own, in any bucket.
+        salt: 32 bits that give this segment its own random numbers, the same in any bucket.
     """
 
     x_offset: int
@@ -51,7 +51,7 @@ class Segments:
         return len(self.rows)
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What follows from the table, such as the tiles of a launch grid: made once, and kept as long as the table."""
+        """A value made from the table, such as the tiles of a launch grid; made once and kept as long as the table."""
         if key not in self._kept:
             self._kept[key] = make()
         return cast(T, self._kept[key])
@@ -60,7 +60,7 @@ class Segments:
 def segment_views(
     x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1
 ) -> list[Tensor]:
-    """A view of each segment's elements of `x`, by one operation; offsets are divided by `unit`.
+    """A view of each segment's elements of `x`, made by one operation; offsets are divided by `unit`.
 
     Raises:
         ValueError: Two segments overlap.
@@ -71,7 +71,7 @@ def segment_views(
 
 
 def _segments_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[int], list[int]]:
-    """Sizes of gaps and segments in turn, and each segment's number among them."""
+    """Alternating sizes of gaps and segments, and each segment's index among them."""
     starts = [getattr(row, field) // unit for row in segments.rows]
     sizes, order, end = [], [0] * len(starts), 0
     for index in sorted(range(len(starts)), key=lambda i: (starts[i], segments.rows[i].numel)):
@@ -84,7 +84,7 @@ def _segments_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[
 
 
 class Run(NamedTuple):
-    """A run of whole blocks of one segment, with everything it touches as slices."""
+    """A run of whole blocks of one segment, with slices of everything that it touches."""
 
     x: slice
     state: slice

@@ -1,6 +1,6 @@
-"""Selection by magnitude: thresholds, counts, exact top-k, samples. The public ops.
+"""Public ops for selection by magnitude: thresholds, counts, exact top-k, samples.
 
-All work on float32, 1-D, contiguous; results do not depend on the backend or the number of threads.
+All of them take contiguous 1-D float32. Results do not depend on the backend or the number of threads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SMALLEST = 2.0**-149  # the smallest positive number
 
 
 class OverflowedSum(ArithmeticError):
-    """Finite numbers have a sum that is not; it has been written."""
+    """A sum of finite numbers is not finite. It has already been written."""
 
 
 def check_vector(x: Tensor) -> None:
     """Raises:
-    TypeError: Not what the ops of this file take.
+    TypeError: `x` is not a contiguous 1-D float32 tensor.
     """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         raise TypeError(f"selection works on contiguous 1-D float32 tensors, got {x.dtype} of shape {tuple(x.shape)}")
@@ -40,19 +40,19 @@ def check_vector(x: Tensor) -> None:
 def select_above(
     x: Tensor, threshold: float, *, expected: int | None = None, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Positions and values of all elements with ``|x| >= threshold``; after ``x += addend``, if there is one.
+    """Positions and values of all elements with ``|x| >= threshold``, after ``x += addend`` if there is one.
 
     Args:
         x: float32 [N].
         threshold: NaN selects nothing.
-        expected: Roughly how many there will be: a good guess saves a second pass.
-        addend: float [N]; float32 on the CPU is added in the same pass.
+        expected: Approximate number of them; a good guess saves a second pass.
+        addend: float [N]; on the CPU, float32 is added in the same pass.
 
     Returns:
         Positions, ascending, int32 (int64 beyond 2**31 - 1 elements), and their values, float32.
 
     Raises:
-        OverflowedSum: Not all sums are finite.
+        OverflowedSum: A sum is not finite.
     """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         check_vector(x)
@@ -83,7 +83,8 @@ def _select_long(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None = None) -> Tensor:
-    """``|x|`` at `num` places spread evenly over x, chosen by a hash of the seed; all of x if `num` is not less.
+    """``|x|`` at `num` places spread evenly over x, chosen by a hash of the seed; all of x if `num` is at least its
+    size.
 
     With `addend`, of the same size, ``|x + addend|`` there.
     """
@@ -99,7 +100,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
 
 
 def largest_threshold(magnitudes: Tensor, k: int) -> float:
-    """The k-th largest of `magnitudes` (at least one is wanted): ``>=`` it selects k of them, more on ties."""
+    """The k-th largest of `magnitudes`, for k >= 1; ``>=`` this threshold selects k of them, or more with ties."""
     numel = magnitudes.numel()
     k = min(max(k, 1), numel)
     if k == 0:
@@ -110,10 +111,10 @@ def largest_threshold(magnitudes: Tensor, k: int) -> float:
 
 
 def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Exactly the k elements of largest magnitude; of equal ones the first. After ``x += addend``, if there is one.
+    """Exactly the k elements of largest magnitude, among equal ones the first, after ``x += addend`` if there is one.
 
-    A lower bound of the k-th largest leaves few candidates, and only those are sorted; the result does not depend on
-    it. Candidates of a sum are collected while it is formed.
+    A lower bound on the k-th largest leaves few candidates to sort; the result does not depend on the bound. Candidates
+    of a sum are collected while it is formed.
 
     Args:
         x: float32 [N], finite.
@@ -124,7 +125,7 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
         Positions, int64, ascending, and their values, float32.
 
     Raises:
-        OverflowedSum: Not all sums are finite.
+        OverflowedSum: A sum is not finite.
     """
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         check_vector(x)
@@ -153,7 +154,7 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
 
 
 def _is_small(x: Tensor, k: int) -> bool:
-    """Whether one call in C finds the k largest."""
+    """Whether one C call finds the k largest."""
     is_small = x.numel() <= _GROUPED_NUMEL and 0 < 4 * k <= x.numel() // _GROUP
     return is_small and backends.is_native(x.device)
 
@@ -163,7 +164,7 @@ def _is_plain(x: Tensor, addend: Tensor | None) -> bool:
 
 
 def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of at least k candidates: positions (None: all from 0 on) and values."""
+    """The k largest of at least k candidates, given as positions (None: all from 0 on) and values."""
     magnitudes = values.abs()
     smallest = magnitudes.topk(k, sorted=False).values.min()
     chosen = (magnitudes >= smallest).nonzero().view(-1)
@@ -175,9 +176,9 @@ def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor,
 
 
 def _candidates(x: Tensor, k: int, addend: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """All elements at or above some magnitude that at least k reach: positions (None: all of x) and values.
+    """All elements at or above a magnitude that at least k of them reach: positions (None: all of x) and values.
 
-    Fewer than k only if the others are (nearly) 0.
+    There are fewer than k only if the others are (nearly) 0.
     """
     bound = _lower_bound(x, k, addend)
     if bound is None:
@@ -187,10 +188,10 @@ def _candidates(x: Tensor, k: int, addend: Tensor | None) -> tuple[Tensor | None
 
 
 def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
-    """A magnitude that few more than k elements reach, and hardly ever fewer; None where looking for it does not pay.
+    """A magnitude that slightly more than k elements reach, hardly ever fewer; None if looking for it does not pay.
 
-    For small tensors the k-th largest of the maxima of groups: k groups have an element that large. Else from a sample,
-    with 50 % to spare.
+    For small tensors it is the k-th largest maximum of groups, since k groups have an element that large. Otherwise it
+    comes from a sample, with a margin of 50 %.
     """
     numel = x.numel()
     groups = numel // _GROUP
@@ -205,7 +206,7 @@ def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
 
 
 def _bound_sample_numel(numel: int, k: int) -> int | None:
-    """Size of the sample that bounds the k-th largest from below; None where looking for it does not pay."""
+    """Size of the sample that bounds the k-th largest from below; None if looking for it does not pay."""
     if numel <= _GROUPED_NUMEL and numel // _GROUP >= 4 * k:
         return None
     num = max(_SAMPLE_NUMEL, 64 * numel // max(k, 1))  # some 64 of the largest k in the sample: its error is 1/8
@@ -213,7 +214,7 @@ def _bound_sample_numel(numel: int, k: int) -> int | None:
 
 
 def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """All candidates, and the first of the others, which are 0."""
+    """All candidates, plus the first of the other elements, which are 0."""
     nonzero, _ = select_above(x, _SMALLEST, expected=candidates.numel())
     if nonzero.numel() != candidates.numel():  # numbers below the normal range count as well: sort everything
         magnitudes = x.abs()
@@ -227,15 +228,14 @@ def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sum:
-    """``x + addend``, which ends up in x, formed by the first pass that has to read all of it.
+    """``x + addend``, formed in x by the first pass that must read all of it.
 
-    Memory is the limit of sparse methods on a CPU: adding the gradient to the residual, looking for overflow and
-    collecting what reaches a threshold are one pass over both. What forms the sum raises `OverflowedSum` if not all of
-    it is finite.
+    Memory bandwidth limits sparse methods on a CPU, so one pass adds the gradient to the residual, looks for overflow,
+    and collects what reaches a threshold. The method that forms the sum raises `OverflowedSum` if it is not all finite.
 
     Args:
         x: float32 [N], contiguous.
-        addend: float [N], or None: x is the sum already.
+        addend: float [N]; None: x already is the sum.
     """
 
     def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:

@@ -1,5 +1,5 @@
-"""The parts of a sparse step except selection: how large gradients are, positions as bytes and back, what is left in
-the residual. The public ops; results do not depend on the backend.
+"""Public ops for a sparse step except selection: the largest magnitude, positions as bytes and back, the residual's
+update. Results do not depend on the backend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
 
 
 def peaks(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each, floats; infinity where one has inf or NaN, 0 of nothing."""
+    """The largest magnitude of each tensor: infinity if it has inf or NaN, 0 if it is empty."""
     if not tensors or not is_native(tensors[0].device):
         return reference.peaks(tensors)
     if set(map(attrgetter("dtype"), tensors)) == {torch.float32} and all(map(Tensor.is_contiguous, tensors)):
@@ -40,8 +40,8 @@ def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
     """Put entries in the order of messages.
 
     Args:
-        index_E: int64, positions in their parameters, ascending in each, the parameters one after the other.
-        sizes: How many of them each parameter has.
+        index_E: int64 positions in the parameters, one parameter after the other, ascending in each.
+        sizes: Number of entries of each parameter.
         grid: How parameters are cut.
     """
     if is_native(index_E.device):
@@ -50,12 +50,13 @@ def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
 
 
 def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
-    """The positions in their parameters, int64 [count], that a message starts with; None if one cannot be.
+    """Decode the positions at the start of a message, int64 [count], relative to their parameters; None if one is
+    impossible.
 
     Args:
-        counts_K: int32, entries in each block: not negative, `count` in all.
-        wire: uint8, at least two bytes for each.
-        count: How many positions all blocks have.
+        counts_K: int32 number of entries in each block, not negative, `count` in total.
+        wire: uint8, at least two bytes per entry.
+        count: Total number of positions.
         grid: How parameters are cut.
     """
     if is_native(wire.device):
@@ -64,11 +65,11 @@ def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Te
 
 
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
-    """``residual[indices] = values - sent``, 0 where that is not finite.
+    """Set ``residual[indices] = values - sent``, or 0 where that is not finite.
 
     Args:
         residual: float32 [N], contiguous.
-        indices: int64 [k], none twice.
+        indices: int64 [k], without duplicates.
         values: float32 [k].
         sent: float32 [k].
     """
@@ -81,11 +82,11 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
 
 
 def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
-    """``out = alpha * sum of parts``, added part by part in float32; zeros where there is nothing.
+    """``out = alpha * sum of parts``, added part by part in float32; zeros elsewhere.
 
     Args:
         out: float [N], contiguous.
-        parts: Positions, int64 [k], none twice, and values, float32 [k], of each source in order.
+        parts: For each source in order, positions, int64 [k] without duplicates, and values, float32 [k].
         alpha: 1/W makes it a mean.
     """
     if is_native(out.device) and _is_plain(out):

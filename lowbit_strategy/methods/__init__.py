@@ -1,1 +1,1 @@
-"""The methods: a codec or a selection, a rule for the residual, and a collective."""
+"""The methods. Each combines a codec or a selection, a rule for the residual, and a collective."""

@@ -1,4 +1,4 @@
-"""Dense: gradients as they are."""
+"""Dense: uncompressed gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Dense(Compressor):
     """Gradients as floats, summed in float32 in rank order.
 
     Args:
-        dtype: Type on the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
+        dtype: Dtype on the wire. ``bfloat16`` halves the bytes and rounds each contribution once.
     """
 
     name: ClassVar[str] = "dense"

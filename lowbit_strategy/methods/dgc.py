@@ -1,4 +1,4 @@
-"""Deep gradient compression: momentum is applied before sparsifying, so that delayed elements keep theirs."""
+"""Deep gradient compression: momentum is applied before sparsifying, so that delayed elements keep their momentum."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LEAST = 0.8
 
 
 def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
-    """Selects 0.8 k to k of the largest elements of the sum, in a few passes and without sorting it.
+    """Select 0.8 k to k of the sum's largest elements, in a few passes and without sorting.
 
-    A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
-    if it selects more than k, the largest of those are taken. If the sample would be a quarter of the sum, the
+    The threshold comes from a sample. While it selects fewer than 0.8 k elements it is lowered by a fifth, at most ten
+    times; if it selects more than k, the largest of them are taken. If the sample would be a quarter of the sum, the
     selection is exact.
     """
     numel = total.numel()
@@ -60,7 +60,7 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
 
 
 def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
-    """What was selected, at most the `most` largest."""
+    """The selected elements, or only the `most` largest of them."""
     if indices.numel() > most:
         chosen, values = top_k(values, most)
         indices = indices.index_select(0, chosen)
@@ -77,21 +77,22 @@ class DGC(OwnPositions):
     2. ``u' = m * u + g``, ``v = v + u'``
     3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
     4. those are sent; ``u' = v = 0`` there (factor masking; where all is sent u' stays)
-    5. the mean over ranks of what was sent, 0 where no rank sent
+    5. the result is the mean over ranks of what was sent, and 0 where no rank sent
 
     With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage.
-    Exempt parameters are sent whole, with the same momentum and clipping. Weight decay is the optimizer's, after the
+    Exempt parameters are sent whole, with the same momentum and clipping. The optimizer applies weight decay, after the
     mean.
 
     Args:
         density: Density after the warm-up, in (0, 1].
         values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
-        momentum: Momentum in [0, 1). Above 0, use SGD without momentum: it must be applied once. Keep 0 with Adam and
-            the like, which average gradients themselves.
-        clip_norm: Bound on the norm of the mean gradient, approached by step 1; None: no clipping. Under DDP the
-            parameters then wait for the last bucket, under FSDP2 each module is clipped separately. With a loss scaler
-            it is in units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on
-            the sparse mean, which has left the residual: what it cuts off is lost, so use this one.
+        momentum: Momentum in [0, 1). If it is above 0, use SGD without momentum, so that momentum is applied only once.
+            Keep 0 with optimizers like Adam, which average gradients themselves.
+        clip_norm: Approximate bound on the norm of the mean gradient, applied in step 1; None: no clipping. Under DDP
+            the parameters then wait for the last bucket; under FSDP2 each module is clipped separately. With a loss
+            scaler it is in units of scaled gradients. Prefer it to the framework's own clipping (Lightning's
+            ``gradient_clip_val``), which acts on the sparse mean and loses what it cuts off, since that has already
+            left the residual.
         warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
         warmup_densities: Densities of the stages; those below `density` are skipped.
 
@@ -142,7 +143,7 @@ class DGC(OwnPositions):
 
     @property
     def whole_model(self) -> bool:  # type: ignore[override]
-        """Clipping needs the gradients of exempt parameters too: they count in the norm, and are sent whole."""
+        """Whether `reduce` needs all parameters. With clipping, exempt ones count in the norm, and are sent whole."""
         return self.clip_norm is not None
 
     @property
@@ -180,9 +181,7 @@ class DGC(OwnPositions):
     def accumulate_(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm
     ) -> tuple[list[Condition], list[Sum]]:
-        """Update momentum and velocity. With momentum a gradient of zeros is not idle: momentum decays, and is added to
-        the velocity.
-        """
+        """Update momentum and velocity. With momentum, zeros are not idle: it decays and is added to the velocity."""
         if not (self.momentum or self.whole_model):
             return pending_sums(views, state)
         found = conditions([view.x for view in views])
@@ -211,7 +210,7 @@ class DGC(OwnPositions):
         torch._foreach_add_([each["residual"] for each in tensors], added, alpha=factor)
 
     def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
-        """Undo an overflow, up to rounding; what is not finite is dropped."""
+        """Undo an overflow, up to rounding; values that are not finite are dropped."""
         velocity = tensors["residual"]
         if self.momentum:
             momentum = tensors["momentum"]

@@ -24,12 +24,12 @@ class EFSignSGD(TwoPrecisionCompressor):
     2. send ``Q = mean|p| * sign(p)``
     3. ``e' = p - Q``
 
-    The fused LoCo kernel with 1-bit codes and beta 0 does it in one pass.
+    The fused LoCo kernel with 1-bit codes and beta 0 does this in one pass.
 
     Args:
-        block_size: Elements that share a magnitude, a power of two; a layer in the publication. Smaller: less error,
+        block_size: Elements that share a magnitude, a power of two; the paper uses a whole layer. Smaller: less error,
             16 / block_size more bits.
-        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
+        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` costs 1.
 
     References:
         Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,

@@ -1,6 +1,6 @@
-"""Every compressor by name: one line for each, which registry, strategy names, exports, tests and pages read.
+"""Every compressor by name, one line each. The registry, strategy names, exports, tests and pages are made from it.
 
-Nothing is imported before a name is used.
+A compressor's module is imported only when its name is used.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """A preset: a class with some of its options.
+    """A preset: a class and some of its options.
 
     Args:
         target: ``module:class``; modules of this package.
-        options: Those that differ from the class's defaults.
+        options: The options that differ from the class's defaults.
     """
 
     target: str

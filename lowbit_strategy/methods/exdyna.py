@@ -1,4 +1,4 @@
-"""ExDyna: exclusive partitions that move with the load, and a threshold that follows the count."""
+"""ExDyna: exclusive partitions that follow the load, and a threshold that follows the count."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def _store_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
 class ExDyna(CommonPositions):
     """Sparsification without sorting, in which ranks never choose the same position.
 
-    The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of
-    a multiple of 32 elements, contiguous blocks form W partitions. In step t, on every rank r:
+    The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of a
+    multiple of 32 elements; contiguous blocks form W partitions. In step t, on every rank r:
 
     1. ``h = g + e``
     2. the threshold t follows the last step's count, ``r`` times the wanted one:
        ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
     3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
-    4. all ranks get all positions, and each contributes its own ``h`` there; ``e' = h``, 0 there
-    5. between neighboring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
-       block changes sides; no partition falls below a quarter of an equal share
+    4. all ranks get all positions, and each rank contributes its own ``h`` there; ``e' = h``, but 0 there
+    5. if a partition has more than 1.05 times the mean load and its neighbor less than 0.952 times, a block moves over;
+       no partition falls below a quarter of an equal share
 
-    The authors' rules take hundreds of steps to settle. Theirs moves the threshold by 0.5 % per step from a start of
-    ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose from: at the start,
-    while estimates move by more than 3 % per step, and when the count is further than a factor of 1.1 from the target.
-    Theirs moves partitions by one block per step; here they are cut again when a load is more than a tenth above the
-    mean. Loads are moving averages of counts. No more than four times the wanted number is sent.
+    The authors' rules take hundreds of steps to settle. They move the threshold by 0.5 % per step from a start of ``1 /
+    (2 * sqrt(k))``. Here it is estimated from a sample of what the ranks are about to choose from: at the start, while
+    estimates move by more than 3 % per step, and when the count is off the target by more than a factor of 1.1. They
+    move partitions by one block per step; here partitions are cut again when a load is more than a tenth above the
+    mean. Loads are moving averages of counts. At most four times the wanted number is sent.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
@@ -69,7 +69,7 @@ class ExDyna(CommonPositions):
         return f"{self.name} {self.density:g}"
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """The controls of a model (under FSDP2: of a module) are kept with its first parameter.
+        """The state of a model (under FSDP2: of a module) is kept with its first parameter.
 
         ``threshold``; ``drift``: logarithm of its growth per step; ``calm``: whether the last estimate hardly moved;
         ``ratio``: chosen over wanted in the last step; ``loads``: moving average of the chosen elements per block;
@@ -105,7 +105,7 @@ class ExDyna(CommonPositions):
     def _threshold(
         self, model: FlatModel, control: StateTensors, bounds: Sequence[int]
     ) -> Generator[Pending, None, float]:
-        """Follow the last count and the trend, or estimate from a sample."""
+        """The next threshold: it follows the last count and the trend, or is estimated from a sample."""
         if self.density == 1.0:
             return 0.0
         before, ratio, drift, calm = (float(control[key]) for key in ("threshold", "ratio", "drift", "calm"))
@@ -122,7 +122,7 @@ class ExDyna(CommonPositions):
         return float(control["threshold"])
 
     def _sizes(self, model: FlatModel, control: StateTensors) -> list[int]:
-        """Blocks per partition; equal at the start, and when the number of ranks or blocks has changed."""
+        """Blocks per partition: equal at the start and when the number of ranks or blocks has changed."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         if len(equal) == 1:
             return equal

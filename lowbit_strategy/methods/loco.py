@@ -39,7 +39,7 @@ _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # possible bits, and the f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoCoCodec(StatefulCodec):
-    """Codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
+    """A codec with LoCo's residual, coded by the fused kernel. Fields are those of `LoCo`."""
 
     in_one_pass: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class LoCoCodec(StatefulCodec):
 
 @configuration
 class LoCo(TwoPrecisionCompressor):
-    """Low-bit gradients, the error fed back through a moving average.
+    """Low-bit gradients whose error is fed back through a moving average.
 
     Every step, for each block of each parameter, on every rank:
 
@@ -99,44 +99,44 @@ class LoCo(TwoPrecisionCompressor):
     2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
     3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale per block
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
-    5. DDP only: the owner sends the mean back the same way (the downlink), with its own residual
+    5. DDP only: the owner sends the mean back in the same way (the downlink), with its own residual
 
-    Step 2 is as published, ``codebook="uniform"``. An even grid is as coarse for the small elements of a block as for
-    the largest. Its noise can exceed such an element, and Adam, which divides by each element's root mean square, then
-    takes smaller steps for it. At 4 bits the default is ``codebook="e2m1"``, 4-bit floats: ``s = absmax(h) / 12`` and q
-    of 0, 1, 2, 3, 4, 6, 8, 12 with a sign. They are 1.7 times finer for small elements and coarser for the few largest,
-    in the same bytes.
+    Step 2 is the published one, ``codebook="uniform"``. An even grid is as coarse for a block's small elements as for
+    its largest. Its noise can exceed a small element, and Adam, which divides by each element's root mean square, then
+    takes smaller steps for it. So at 4 bits the default is ``codebook="e2m1"``, 4-bit floats: ``s = absmax(h) / 12``,
+    and q is 0, 1, 2, 3, 4, 6, 8 or 12 with a sign. In the same bytes, these are 1.7 times finer for small elements and
+    coarser for the few largest.
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` has the Lloyd-Max values of a
     Gaussian, in units of the block's root mean square; what is clipped is fed back. ``codebook="ternary"`` sends -1, 0
-    or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits. Both minimize the
-    error, and shrink what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in step 3 adds
-    the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and ``ternary_unit_gain`` are the fitted values
-    divided by that share: the whole gradient is sent at once, with more noise, and the average holds only noise.
-    At 1 bit none of them is a contraction for every block: for a block of 64 with a single nonzero element the error
-    has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
+    or 1 times the mean magnitude of the elements that exceed 0.7 of the mean magnitude, five to a byte (1.6 bits). Both
+    minimize the error, and shrink what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in
+    step 3 adds the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and ``ternary_unit_gain`` are the fitted
+    values divided by that share: the whole gradient is sent at once, with more noise, and the average holds only noise.
+    At 1 bit none of them contracts every block: in a block of 64 with a single nonzero element, the error has more
+    energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: Bits per code: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes,
-            more error to feed back.
-        codebook: Values of the codes: ``uniform``: step 2; the others as above. None: ``e2m1`` at 4 bits, otherwise,
-            and with stochastic rounding, ``uniform``.
+        bits: Bits per code: 2 to 8 for uniform codes, 4 for E2M1, 1 to 4 for fitted and unit-gain codes, 2 for ternary
+            ones. Fewer bits: fewer bytes, more error to feed back.
+        codebook: Values of the codes, as above. None: ``e2m1`` at 4 bits; ``uniform`` at other bits and with stochastic
+            rounding.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size more bits.
         beta: Weight of the old error in the residual, in [0, 1). 0: classic error feedback. Larger: smoother noise,
             slower response.
         reset_steps: Optimizer steps between two resets of the residual; None: never. A reset loses the residual's
-            content, below 4 bits the sum of three to four gradients: use None there.
-        residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
-            and stores the average exactly. ``none`` costs nothing: codes are then rounded stochastically and blocks are
-            rotated by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The
-            rotation runs in plain PyTorch outside the kernels, and is slower.
-        rounding: Rounding of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+            content. Below 4 bits that is the sum of three to four gradients, so use None there.
+        residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4 and
+            stores the average exactly. ``none`` costs nothing: codes are rounded stochastically and blocks are rotated
+            by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The rotation
+            runs in plain PyTorch outside the kernels, which is slower.
+        rounding: Rounding of codes. ``nearest``: least error. ``stochastic``: unbiased, more noise.
         residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured to be as good;
             ``stochastic``: keeps increments below half a step on average.
-        return_beta: The same as `beta`, for the owner's residual on the downlink.
-        return_bits, return_codebook, return_block_size: The same as `bits`, `codebook` and `block_size`, for the
-            downlink; None: the uplink's. At least `bits`; for parameters of high precision, at least the uplink's
-            codes. A downlink error is the same on all ranks: it is not averaged.
+        return_beta: `beta` of the owner's residual on the downlink.
+        return_bits, return_codebook, return_block_size: `bits`, `codebook` and `block_size` of the downlink; None: the
+            uplink's. At least `bits`, and for high-precision parameters at least the uplink's codes, because all ranks
+            have the same downlink error, which is not averaged.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
@@ -198,7 +198,7 @@ class LoCo(TwoPrecisionCompressor):
 
     @property
     def fmt(self) -> BlockFormat:
-        """Format of parameters that are neither exempt nor of high precision, on the uplink."""
+        """The uplink's format for parameters that are neither exempt nor high-precision."""
         _, make = _FORMATS[self._values(self.codebook, self.bits)]
         return make(self.bits, self.block_size)
 
@@ -213,7 +213,7 @@ class LoCo(TwoPrecisionCompressor):
         )
 
     def _return_format(self, codes: BlockFormat) -> BlockFormat:
-        """Format of the downlink, given the uplink's `codes`."""
+        """The downlink's format, given the uplink's `codes`."""
         bits, codebook, block_size = self._downlink
         _, make = _FORMATS[codebook]
         chosen = make(bits, block_size)
@@ -244,7 +244,7 @@ class LoCo(TwoPrecisionCompressor):
 
 
 def _unbiased(codes: BlockFormat) -> Codec:
-    """A hop without a residual."""
+    """The codec of a hop without a residual."""
     rotated: Codec = leaves.load("lowbit_strategy.methods.zoo.rotated:RotatedCodec", "residual='none'")(
         BlockCodec(codes, "stochastic"), ROTATED
     )

@@ -1,4 +1,4 @@
-"""PowerSGD: a low-rank gradient, by one subspace iteration per step."""
+"""PowerSGD: low-rank gradients, by one subspace iteration per step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class PowerSGD(LowRankCompressor):
-    """Every matrix as a product of two thin ones, with error feedback.
+    """Sends every matrix as a product of two thin ones, with error feedback.
 
-    For a parameter of n x m (first dim, all others), with Q [m, rank] of the last step, on every rank:
+    For a parameter of n x m (first dim, all others), with Q [m, rank] from the last step, on every rank:
 
     1. ``M = g + e``
     2. orthonormalize Q; ``P = M Q``; sum P over ranks; orthonormalize P
@@ -41,20 +41,21 @@ class PowerSGD(LowRankCompressor):
 
     Sums are formed in rank order, so results depend neither on buckets nor on the backend. Steps 2 and 4 use no library
     decomposition or product, so ranks with different types of GPUs get the same bits. Under FSDP2 every rank has the
-    whole local gradient: the same factors are reduced, and each rank forms its own rows.
+    whole local gradient, so the same factors are reduced, and each rank computes its own rows.
 
     Args:
-        start_step: Uncompressed until this step: early gradients are the least low-rank.
+        start_step: Gradients are sent uncompressed until this step, because early gradients are the least low-rank.
         warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
-        feedback: Keep the error. Otherwise what a low rank cannot express is lost.
+        feedback: Keep the error. Without it, what a low rank cannot express is lost.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.
 
     References:
         Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-        2019, arXiv 1905.13727, algorithms 1 and 2. The residual is taken against the common result, as PyTorch's
-        ``powerSGD_hook`` does, and equals it in the configuration where that works on gloo (a single bucket).
+        2019, arXiv 1905.13727, algorithms 1 and 2. As in PyTorch's ``powerSGD_hook``, the residual is taken against the
+        common result. Results are equal to that hook's in the one configuration where it works on gloo (a single
+        bucket).
     """
 
     name: ClassVar[str] = "powersgd"

@@ -1,4 +1,4 @@
-"""QSGD: rounding to an even grid, without bias and without a residual."""
+"""QSGD: unbiased rounding to an even grid, without a residual."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class QSGD(TwoPrecisionCompressor):
-    """Every bucket on an even grid between minus and plus its norm, rounded at random without bias.
+    """Rounds every bucket at random, without bias, to an even grid between minus and plus its norm.
 
     With ``s = 2**(bits-1) - 1``, for each bucket v:
 
@@ -26,7 +26,7 @@ class QSGD(TwoPrecisionCompressor):
        over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: Bits per code, 2 to 8. One bit less means four times the variance.
+        bits: Bits per code, 2 to 8. One bit fewer means four times the variance.
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size more bits per element.
         return_bits: Bits per code on the downlink; None: `bits`.
 

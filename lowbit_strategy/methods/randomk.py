@@ -1,4 +1,4 @@
-"""RandomK: all ranks send the same random positions."""
+"""RandomK: all ranks send the elements at the same random positions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RandomK(CommonPositions):
 
     1. the ranks draw the same ``k = max(1, round(density * n))`` positions: one at random from each of k equal parts,
        by a hash of the step's shared seed, the parameter's name and the part
-    2. every rank sends its ``h = g + e`` there; ``e' = h``, 0 there
-    3. the mean over ranks there, 0 elsewhere
+    2. every rank sends its ``h = g + e`` there; ``e' = h``, but 0 there
+    3. the result is the mean over ranks there, and 0 elsewhere
 
     Args:
         scale: Send ``g / probability`` instead, without a residual: unbiased, with n / k times the variance.

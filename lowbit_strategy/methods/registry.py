@@ -1,4 +1,4 @@
-"""Every compressor by name, with its presets: what strategy names, configuration files and the command line use."""
+"""Looks up compressors and presets by name, for strategy names, configuration files and the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowbit_strategy.options.conversion import (
 
 
 def _present() -> dict[str, Compressor]:
-    """The presets whose files are there."""
+    """The presets whose files are present."""
     found = {}
     for name, entry in ENTRIES.items():
         with contextlib.suppress(leaves.MissingPart):
@@ -40,7 +40,7 @@ _others: dict[str, str] = {}  # names that are not compressors, and where they b
 
 
 def register_other_names(names: Iterable[str], advice: str) -> None:
-    """Names that are no compressors' and may be taken for one: `advice` says where they go, ``{}`` is the name."""
+    """Register names that may be mistaken for compressors. `advice` says where ``{}``, the name, belongs."""
     _others.update({name: advice.format(name) for name in names})
 
 
@@ -48,8 +48,8 @@ def preset(name: str) -> Compressor:
     """The preset called `name`.
 
     Raises:
-        ValueError: There is none; the message has the nearest name.
-        MissingPart: Its file is not there.
+        ValueError: There is no such preset; the message has the nearest name.
+        MissingPart: Its file is missing.
     """
     key = name.lower()
     if key == CHOOSER:
@@ -65,14 +65,15 @@ def preset(name: str) -> Compressor:
 
 
 def as_compressor(value: object, field: str = "compressor") -> Compressor:
-    """A compressor as it is, a preset by its name, or what a mapping describes: ``{compressor: loco, bits: 3}``.
+    """Return a compressor: as given, by a preset's name, or as a mapping such as ``{compressor: loco, bits: 3}``
+    describes it.
 
     Args:
-        value: One of the three.
-        field: What the value is for; errors name it.
+        value: A compressor, a name or a mapping.
+        field: The option that the value is for, named in errors.
 
     Raises:
-        ValueError: None of them, or an unknown name or option.
+        ValueError: `value` is none of these, or has an unknown name or option.
     """
     if isinstance(value, Compressor):
         return value
@@ -80,7 +81,7 @@ def as_compressor(value: object, field: str = "compressor") -> Compressor:
 
 
 def _make(value: Any, source: Source) -> Compressor:
-    """Make one from a preset's name, or ``{compressor: name, option: value, ..., options: {option: value}}``."""
+    """Make a compressor from a name, or from ``{compressor: name, option: value, ..., options: {option: value}}``."""
     if isinstance(value, str):
         return preset(value)
     if not isinstance(value, Mapping):
@@ -102,12 +103,12 @@ def from_options(name: str, options: Mapping[str, Any], source: Source = Source.
     """The preset called `name` with `options` changed, as configuration files write it.
 
     Args:
-        name: The preset's.
+        name: The preset's name.
         options: Values of options, by name.
-        source: Where the values come from.
+        source: The origin of the values.
 
     Raises:
-        ValueError: Unknown name or option, or an option out of range.
+        ValueError: The name or an option is unknown, or an option is out of range.
     """
     base = preset(name)
     known = option_names(base)

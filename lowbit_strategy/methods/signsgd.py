@@ -29,7 +29,7 @@ VoteScale = Literal["mean_abs", "one"]
 
 @dataclass(frozen=True, slots=True)
 class SignCodec(BlockwiseCodec):
-    """Signs, eight to a byte, and the block's mean magnitude; the sign of a zero is drawn at random."""
+    """Sends signs, eight to a byte, and the block's mean magnitude. The sign of a zero is random."""
 
     block_size: int = 256
 
@@ -52,7 +52,7 @@ class SignCodec(BlockwiseCodec):
 
 @dataclass(frozen=True, slots=True)
 class VoteCodec(StatefulCodec):
-    """Signs to the owner, which takes the sign of their sum; blocks of zeros abstain.
+    """Sends signs to the owner, which takes the sign of their sum. Blocks of zeros abstain.
 
     If a rank's block is not finite, neither is the result.
     """
@@ -92,28 +92,28 @@ class VoteCodec(StatefulCodec):
 
 @configuration
 class SignSGD(TwoPrecisionCompressor):
-    """The sign of the sum of signs.
+    """Majority vote: the sign of the sum of the ranks' signs.
 
     1. every rank sends the signs of its gradient, eight to a byte, with the mean magnitude of each block; with
        `momentum` the signs of its average ``m = momentum * m + (1 - momentum) * g`` (Signum)
     2. the owner takes ``sign(sum of signs)``; a tie is 0. A zero votes at random; a block of zeros abstains
-    3. the result has the mean over ranks of the mean magnitudes (``scale="mean_abs"``), which keeps learning rates
-       and the proportion to exempt parameters, or magnitude 1 as published
+    3. the result's magnitude is the ranks' average mean magnitude (``scale="mean_abs"``), which keeps learning rates
+       and the proportion to exempt parameters, or 1 as published
     4. DDP only: the owner sends the vote back in three values, five to a byte (1.6 bits), with a scale per block
 
-    Biased, and stateless: if ranks disagree mostly by noise it does not converge to the optimum. `EFSignSGD` and LoCo
-    at 1 bit do better for the same bytes. Exempt and high-precision parameters have the same momentum, uncompressed and
-    at `high_precision_bits`.
+    It is biased and stateless: if ranks disagree mostly because of noise, it does not converge to the optimum.
+    `EFSignSGD` and LoCo at 1 bit do better for the same bytes. Exempt and high-precision parameters have the same
+    momentum, sent uncompressed and at `high_precision_bits`.
 
     Args:
         block_size: Elements that share a magnitude, a power of two.
         scale: ``mean_abs`` or ``one``.
-        momentum: Weight of the old average, in [0, 1); 0 votes with gradients; 0.9 as published. Costs 4 bytes per
-            parameter on every rank. The optimizer should have no momentum then (``SGD(momentum=0)``).
+        momentum: Weight of the old average, in [0, 1). 0: ranks vote with gradients; the paper uses 0.9, which costs 4
+            bytes per parameter on every rank. The optimizer should then have no momentum (``SGD(momentum=0)``).
 
     References:
-        Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,
-        arXiv 1810.05291, algorithm 1, whose votes are signs of local momenta.
+        Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019, arXiv
+        1810.05291, algorithm 1, which votes with the signs of local momenta.
     """
 
     name: ClassVar[str] = "signsgd"

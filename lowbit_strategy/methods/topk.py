@@ -1,4 +1,4 @@
-"""Top-k: the largest elements of gradient plus residual."""
+"""Top-k: sends the largest elements of gradient plus residual."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class TopK(OwnPositions):
     Every step, for each parameter of n elements, on every rank:
 
     1. ``h = g + e``
-    2. the ``k = max(1, round(density * n))`` largest ``|h|`` are sent with their positions; of equal ones the first
-    3. ``e' = h``, 0 where sent (or the codec's error)
-    4. the mean over ranks of what was sent, 0 where no rank sent
+    2. the ``k = max(1, round(density * n))`` largest ``|h|`` are sent with their positions; among equal ones the first
+       are
+    3. ``e' = h``, but where sent 0 or the codec's error
+    4. the result is the mean over ranks of what was sent, and 0 where no rank sent
 
     DDP: one all-gather, traffic grows as k * W. FSDP2: each entry goes only to the owner of its row. `ChunkTopK` has
     messages of fixed size instead.

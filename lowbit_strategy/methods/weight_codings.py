@@ -1,8 +1,8 @@
-"""How FSDP2's weights travel from their owners to the other ranks: exactly, as codes, or as codes of differences.
+"""How FSDP2's weights are sent from their owners to the other ranks: exactly, as codes, or as codes of differences.
 
 Each rank owns a shard of every parameter, and all ranks gather all shards before a module runs. The owner's shard stays
-exact: the optimizer, checkpoints and evaluation see exact weights. In training all ranks, the owner too, compute with
-what the others decode.
+exact, so the optimizer, checkpoints and evaluation see exact weights. In training all ranks, including the owner,
+compute with the decoded weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Keep = Literal["nothing", "codes", "replica"]
 
 @configuration
 class WeightCoding(ABC):
-    """A way of sending weights; one of `Exact`, `WeightCode`, `WeightDelta`."""
+    """Base class of ways to send weights: `Exact`, `WeightCode`, `WeightDelta`."""
 
     name: ClassVar[str]
     sends_differences: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class WeightCoding(ABC):
 
     @abstractmethod
     def codec(self, spec: TensorSpec) -> Codec | None:
-        """The code of one parameter; None: it travels exactly."""
+        """The codec of one parameter; None: it is sent exactly."""
 
     @property
     @abstractmethod
@@ -46,10 +46,10 @@ class WeightCoding(ABC):
 
 @configuration
 class BlockWeights(WeightCoding):
-    """Blockwise codes, with bits by a parameter's role.
+    """Base class of blockwise codes whose bits depend on a parameter's role.
 
     Args:
-        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
+        exempt: Parameters that are sent exactly, in the same message; chosen like a compressor's `exempt`.
         high_precision: Parameters that have at least `high_precision_bits`.
         high_precision_bits: 8, 6, 5 or 4.
         block_size: Elements that share a scale: a power of two from 32 to 4,096.
@@ -80,12 +80,12 @@ class BlockWeights(WeightCoding):
 
 @configuration
 class Exact(WeightCoding):
-    """Weights travel as FSDP2 sends them: every element in the dtype of the forward pass.
+    """Sends weights as FSDP2 does: every element in the dtype of the forward pass.
 
     Args:
-        keep: ``nothing``: gathered in forward and again in backward, for every micro-batch, as FSDP2 does.
-            ``replica``: gathered once per optimizer step and kept until the next one: half the bytes, fewer still with
-            gradient accumulation, for a whole copy of the weights on every rank.
+        keep: ``nothing``: weights are gathered in forward and again in backward, for every micro-batch, as in FSDP2.
+            ``replica``: weights are gathered once per optimizer step and kept until the next one. This halves the
+            bytes, or saves more with gradient accumulation, and costs a whole copy of the weights on every rank.
     """
 
     name: ClassVar[str] = "exact"
@@ -104,22 +104,22 @@ class Exact(WeightCoding):
 
 @configuration
 class WeightCode(BlockWeights):
-    """Blockwise codes of the owners' shards.
+    """Sends blockwise codes of the owners' shards.
 
     1. owner: each block of its shard becomes ``block_size`` codes and one scale, the largest magnitude over
        ``2**(bits-1) - 1``, rounded to the nearest code
     2. one all-gather of bytes per sharded module and optimizer step
-    3. every rank, the owner too, decodes the same bytes straight into the weights that the module computes with
+    3. every rank, including the owner, decodes the same bytes directly into the weights that the module computes with
 
-    Errors do not accumulate: each step's codes are made from the owner's exact shard. Blocks without an element of at
-    least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below the smallest normal number.
+    Errors do not accumulate, because each step's codes are made from the owner's exact shard. Blocks whose elements are
+    all below 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros, since their scale would be below the smallest normal
+    number.
 
     Args:
-        bits: Bits per code: 8, 6 or 4. 8 does not show in the loss; fewer do (use `WeightDelta` then).
-        keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing.
-            ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
-            in the dtype of the forward pass (2 or 4 bytes per parameter). ``nothing``: no extra memory, and every
-            gather sends.
+        bits: Bits per code: 8, 6 or 4. 8 bits do not show in the loss; fewer do, so use `WeightDelta` then.
+        keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing. ``codes``:
+            1 byte per parameter at 8 bits, decoded again in each gather. ``replica``: the decoded weights in the dtype
+            of the forward pass (2 or 4 bytes per parameter). ``nothing``: no extra memory, but every gather sends.
 
     References:
         The blockwise weight all-gather of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective Communication
@@ -140,25 +140,26 @@ class WeightCode(BlockWeights):
 
 @configuration
 class WeightDelta(BlockWeights):
-    """Differences travel, so that a few bits suffice: the error of one step's code is part of the next difference.
+    """Sends differences, for which a few bits suffice: the error of one step's code is part of the next difference.
 
     All ranks keep the same replica h of the weights, in the dtype of the forward pass.
 
     1. in the first step the owners send their shards x exactly: ``h = x``
-    2. then, once per optimizer step: ``c = C(x - h)`` for the own shard, with C the blockwise code of `WeightCode`
+    2. then, once per optimizer step, each owner codes ``c = C(x - h)`` for its shard, with the blockwise code C of
+       `WeightCode`
     3. one all-gather of the codes c of all owners per sharded module
-    4. every rank, the owner too: ``h += c``; the module computes with h
+    4. every rank, including the owner, adds ``h += c``; the module computes with h
 
-    If a weight is NaN its block is NaN on all ranks in that step, and differences start from 0 in the next.
+    If a weight is NaN, its block is NaN on all ranks in that step, and differences start from 0 in the next.
 
     Errors do not accumulate: ``|x - h|`` is C's error of one difference, and differences are as small as the
-    optimizer's steps. A checkpoint has each owner's part of h; after a resume these are sent exactly once.
+    optimizer's steps. A checkpoint contains each owner's part of h; after a resume these parts are sent once, exactly.
 
     Args:
         bits: Bits per code: 8, 4 or 2.
         keep: Only ``replica``: 4 bytes per parameter on every rank, 2 if the forward pass is in 16 bits.
-        high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica corrects
-            their errors too.
+        high_precision: Parameters that have at least `high_precision_bits`. There are none by default, since the
+            replica corrects their errors too.
 
     References:
         Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
@@ -206,15 +207,15 @@ CHOICES: tuple[WeightCoding, ...] = (
 
 
 def default_weights(compressor: Compressor) -> WeightCoding:
-    """The default: 8 bits with LoCo; with other compressors coding weights is unmeasured, so they are exact."""
+    """The default: 8 bits with LoCo, otherwise exact, since coded weights have not been measured with others."""
     return _CODE if isinstance(compressor, LoCo) else _EXACT
 
 
 def as_weights(value: object) -> WeightCoding:
-    """An `Exact`, `WeightCode` or `WeightDelta`, from a name such as ``"delta4"`` or a mapping.
+    """Return an `Exact`, `WeightCode` or `WeightDelta`, given one, a name such as ``"delta4"``, or a mapping.
 
     Raises:
-        ValueError: None of them, or an unknown name or option.
+        ValueError: `value` is none of these, or has an unknown name or option.
     """
     return convert(value, WeightCoding, "weights", Source.CODE)  # type: ignore[type-abstract]
 

@@ -1,1 +1,3 @@
-"""What the other layers know of a model: parameters and their roles, FSDP2 sharding, agreement of the ranks."""
+"""What the other layers know about a model: parameters and their roles, FSDP2 sharding, meshes, the handshake of
+ranks.
+"""

@@ -1,4 +1,4 @@
-"""Sharding any module with FSDP2: the large repeated blocks one by one, the rest as one."""
+"""Shards any module with FSDP2: large repeated blocks one by one, and the rest as one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """One or several modules that FSDP2 shards as one, or those of their parameters that are on one mesh.
+    """One or several modules that FSDP2 shards together, or those of their parameters that are on one mesh.
 
     Args:
-        name: Name of the first of them, with a number where its parameters are on several meshes.
+        name: Name of the first module, with a number if its parameters are on several meshes.
         module: The module.
-        param_group: FSDP2's own record of it.
+        param_group: FSDP2's record of it.
         gathered_in_backward: Whether the weights are freed after forward, and gathered again for backward.
     """
 
@@ -43,13 +43,15 @@ class ShardedGroup:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Over which its gradients are a mean: the ranks that shard it; HSDP: (replicas, ranks that shard)."""
+        """The mesh of the ranks that average its gradients: the ranks that shard it; HSDP: (replicas, ranks that
+        shard).
+        """
         mesh: DeviceMesh = self.param_group.mesh_info.mesh
         return mesh
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return f"module {self.name}" if self.name else "the model"
 
     @property
@@ -59,7 +61,7 @@ class ShardedGroup:
 
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """What FSDP2 shards under `module`, in the order of its modules."""
+    """The groups that FSDP2 shards under `module`, in the order of its modules."""
     found: list[ShardedGroup] = []
     seen: set[int] = set()
     inside: set[int] = set()  # of another sharded module
@@ -83,7 +85,7 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     """Entries of module lists and sequences with at least `min_numel` parameters, innermost first.
 
-    Sharded with the module around them:
+    Some blocks are sharded together with the surrounding module:
 
     * a block that shares a parameter with the rest of the model (tied weights): two FSDP2 modules cannot own it
     * modules that may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a
@@ -106,7 +108,7 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter."""
+    """The number of modules that hold each parameter."""
     uses: Counter[int] = Counter()
     for child in module.modules():
         uses.update(map(id, filter(None.__ne__, child._parameters.values())))
@@ -114,7 +116,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
-    """All ranks get the parameters and buffers of rank 0 on `device`, as with DDP, except what is sharded already."""
+    """Give all ranks the parameters and buffers of rank 0 on `device`, as DDP does, except what is already sharded."""
     module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
@@ -130,7 +132,7 @@ class ShardPolicy:
         forward_methods: Methods that gather parameters as ``forward`` does.
         by_child: Shard the module's children instead of the module. FSDP2 reduces the gradients of a module once its
             forward has returned, which comes too late if backward runs inside it.
-        mp_policy: Types of gathered weights and of reduced gradients.
+        mp_policy: Dtypes of gathered weights and of reduced gradients.
     """
 
     min_numel: int = DEFAULT_MIN_SHARD_NUMEL
@@ -142,11 +144,12 @@ class ShardPolicy:
 def policy_of(precision: str) -> MixedPrecisionPolicy:
     """FSDP2's policy for a trainer's `precision`.
 
-    ``bf16-mixed`` and ``16-mixed``: shards and optimizer states stay float32, weights are gathered and used in half
-    precision. Otherwise FSDP2 would gather float32, and autocast would keep a half copy of every weight for backward.
-    The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half precision.
+    With ``bf16-mixed`` and ``16-mixed``, shards and optimizer states stay float32, and weights are gathered and used in
+    half precision. Otherwise FSDP2 would gather float32, and autocast would keep a half-precision copy of every weight
+    for backward. The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half
+    precision.
 
-    Any other precision: everything in the parameters' own type.
+    With any other precision, everything has the parameters' dtype.
     """
     if precision not in _COMPUTE:
         return MixedPrecisionPolicy()
@@ -154,12 +157,12 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 
 
 def needs_own_type(module: nn.Module) -> bool:
-    """Whether a module's parameters must have the type of its running statistics."""
+    """Whether a module's parameters must have the dtype of its running statistics."""
     return isinstance(module, _BatchNorm) and module.affine
 
 
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
-    """Move `module` to `device`, the same on all ranks, and shard it, unless it is sharded already.
+    """Move `module` to `device`, the same on all ranks, and shard it, unless it is already sharded.
 
     Each block is sharded before the next one is moved, so `device` never holds more than the shards and one block.
     Parameters on the meta device are created after sharding: no rank ever holds all of them.
@@ -175,9 +178,9 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
 
 
 def end_iteration(module: nn.Module) -> None:
-    """Reshard everything, including after an exception in forward or backward, which FSDP2 does not clean up: it would
-    show gathered weights, perhaps coded ones, instead of the shards. Between steps only: gradients that have not been
-    reduced are lost.
+    """Reshard everything. This is also needed after an exception in forward or backward, where FSDP2 would otherwise
+    show gathered, perhaps coded, weights instead of the shards. Call it only between steps, because gradients that have
+    not been reduced are lost.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -193,7 +196,7 @@ def end_iteration(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered weights: the outermost module's stay after a forward pass without a backward pass."""
+    """Free gathered weights, since the outermost module's stay after a forward pass without a backward pass."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -209,12 +212,12 @@ def shard_module(
 
     Args:
         module: The model.
-        mesh: What ``fully_shard`` is given.
-        policy: What is sharded as one.
+        mesh: The mesh given to ``fully_shard``.
+        policy: Decides what is sharded together.
         prepare: Called with each module just before it is sharded.
 
     Raises:
-        ValueError: Children are to be sharded, and a parameter belongs to none of them or to several.
+        ValueError: Children are sharded separately, and a parameter belongs to none of them or to several.
     """
     wholes = _called_children(module) if policy.by_child else [module]
     if policy.by_child:
@@ -246,7 +249,7 @@ def shard_module(
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by name; the shards of those that FSDP2 has gathered."""
+    """All parameters by name, as shards if FSDP2 has gathered them."""
     shards = {at: record.sharded_param for at, record in shard_records(module).items()}
     return {name: shards.get(id(param), param) for name, param in named_parameters(module)}
 
@@ -267,7 +270,7 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
 
 
 def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
-    """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP): the caller does it."""
+    """Stop FSDP2 from reducing over the replicas of a two-dimensional mesh (HSDP), because the caller does it."""
     for param_group in [each.param_group for each in groups]:
         info: Any = param_group.mesh_info
         if isinstance(info, HSDPMeshInfo):
@@ -275,10 +278,10 @@ def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
 
 
 def set_mesh(param_group: Any, info: Any) -> None:
-    """Over which ranks FSDP2 gathers and reduces.
+    """Set the ranks over which FSDP2 gathers and reduces.
 
-    The mesh after a forward pass must be the same object as the other one: FSDP2 takes two objects for two meshes, and
-    would clone a shard of the gathered weights and gather that in backward.
+    The mesh after a forward pass must be the same object, because FSDP2 treats two objects as two meshes and would
+    clone a shard of the gathered weights and gather that in backward.
     """
     before, param_group.mesh_info = param_group.mesh_info, info
     for place in (param_group, *param_group.fsdp_params):
@@ -287,7 +290,7 @@ def set_mesh(param_group: Any, info: Any) -> None:
 
 
 def _called_children(module: nn.Module) -> list[nn.Module]:
-    """Children with parameters; instead of lists and dicts, which are never called, their entries."""
+    """Children with parameters. Lists and dicts, which are never called, are replaced by their entries."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -309,7 +312,7 @@ def _check_children(module: nn.Module, children: list[nn.Module]) -> None:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give tensors on the meta device memory and the values that ``reset_parameters`` sets.
+    """Give tensors on the meta device memory, and the values that ``reset_parameters`` sets.
 
     Raises:
         ValueError: A module has such tensors but no ``reset_parameters``.
@@ -328,14 +331,14 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
-    """Type in which a parameter group's gradients are reduced."""
+    """The dtype in which a parameter group's gradients are reduced."""
     policy = group.mp_policy
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
     return dtype
 
 
 def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
-    """What accumulating `num_batches` micro-batches per step costs, in words; None if there is one."""
+    """The cost of accumulating `num_batches` micro-batches per step, in words; None if there is only one."""
     if num_batches < 2:
         return None
     if accumulate == "reduce":

@@ -1,4 +1,4 @@
-"""What ranks compare before the first step, so that a difference is an error and not a hang."""
+"""Compares ranks before the first step, so that a difference is an error and not a hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Facts = Mapping[str, object]
 def fingerprint(
     compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Everything that must be the same on all ranks, by the name a user would know it by."""
+    """Everything that must be the same on all ranks, by names that a user knows."""
     shapes, types, buffers = [], [], []
     for name, param in named_parameters(module):
         if param.requires_grad:
@@ -38,7 +38,7 @@ def fingerprint(
 
 
 def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[str, object]) -> dict[str, object]:
-    """Those of them that are not of the model."""
+    """The part of the fingerprint that is not about the model."""
     return {
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
@@ -49,7 +49,9 @@ def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[s
 
 
 def to_plain(name: str, value: object) -> dict[str, object]:
-    """A configuration as plain values by dotted names. Functions go by name: their address differs between ranks."""
+    """A configuration as plain values by dotted names. Functions are represented by name, since addresses differ
+    between ranks.
+    """
     found: dict[str, object] = {}
     waiting = [(name, value)]
     while waiting:
@@ -68,11 +70,11 @@ def to_plain(name: str, value: object) -> dict[str, object]:
 
 
 def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
-    """Compare `mine` over the ranks of `group`.
+    """Compare `mine` across the ranks of `group`.
 
     Raises:
         LostRankError: A rank has ended.
-        RuntimeError: On every rank, naming the first rank and field that differ from rank 0.
+        RuntimeError: Raised on every rank, naming the first rank and field that differ from rank 0.
     """
     everyone = gathered(dict(mine), group, "the comparison of models and options")
     for rank, theirs in enumerate(everyone):

@@ -1,7 +1,7 @@
-"""Where a model is, read from the model: the ranks over which its gradients are a mean, and all that hold a part.
+"""Reads from a model which ranks average its gradients, and which ranks hold a part of it.
 
-FSDP2 and DDP know the first ones, which are the data-parallel dims of a mesh. Its other dims show in parameters that
-are a `DTensor`: tensor and expert parallelism. What is somebody else's (other stages of a pipeline) does not show.
+FSDP2 and DDP know the former, the data-parallel dims of a mesh. Other dims, of tensor and expert parallelism, show in
+parameters that are `DTensor`s. What belongs to others, such as other stages of a pipeline, does not show.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CONTEXT_DIMS = ("cp", "context_parallel")
 
 
 def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
-    """The ranks that have a sharded module together.
+    """The group of ranks over which a module is sharded.
 
     Raises:
-        ValueError: The module is replicated only.
+        ValueError: The module is only replicated.
     """
     info: Any = each.param_group.mesh_info
     if not isinstance(info, FSDPMeshInfo):
@@ -43,10 +43,10 @@ def shard_group(each: ShardedGroup) -> dist.ProcessGroup:
 
 
 def mean_ranks(each: ShardedGroup) -> list[int]:
-    """The ranks over which gradients of a sharded module are a mean.
+    """The ranks that average the gradients of a sharded module.
 
     Raises:
-        ValueError: The module is replicated only, or its mesh is not in the order of ranks.
+        ValueError: The module is only replicated, or its mesh is not in rank order.
     """
     shard_group(each)
     ranks: list[int] = each.mesh.mesh.flatten().tolist()
@@ -60,9 +60,9 @@ def mean_ranks(each: ShardedGroup) -> list[int]:
 
 
 def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
-    """What FSDP2 shards, mesh by mesh, that of most ranks first; the same order on all ranks.
+    """What FSDP2 shards, mesh by mesh, the largest mesh first, in the same order on all ranks.
 
-    What one rank has alone, such as experts of which each is on one rank, is left out: nothing of it is exchanged.
+    What only one rank has, such as experts that each live on one rank, is left out, because it is not exchanged.
 
     Raises:
         ValueError: See `mean_ranks`.
@@ -75,8 +75,8 @@ def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
 
 
 def data_ranks(each: ShardedGroup) -> list[int]:
-    """This rank, and those over which the gradients of a group are a mean that have other data. Ranks that differ by a
-    dim called ``cp`` or ``context_parallel`` have parts of the same sequences.
+    """Of the ranks that average a group's gradients, this rank and those with other data. Ranks that differ by a dim
+    called ``cp`` or ``context_parallel`` have parts of the same sequences.
     """
     ranks = mean_ranks(each)
     root: Any = each.mesh._get_root_mesh()
@@ -89,7 +89,7 @@ def data_ranks(each: ShardedGroup) -> list[int]:
 
 
 def has_other_parts(param: nn.Parameter, ranks: Sequence[int], all_ranks: Sequence[int]) -> bool:
-    """Whether those of `all_ranks` that are not among `ranks`, which have this part of `param`, have other parts."""
+    """Whether the ranks in `all_ranks` but not in `ranks`, which have this part of `param`, have other parts of it."""
     if not isinstance(param, DTensor):
         return False
     mesh = param.device_mesh.mesh
@@ -101,14 +101,14 @@ def has_other_parts(param: nn.Parameter, ranks: Sequence[int], all_ranks: Sequen
 
 
 def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[ShardedGroup]) -> None:
-    """What is not on the mesh of most ranks must be of a part of the model, with replicas if that has some.
+    """Check that what is not on the largest mesh belongs to a part of the model, with replicas if that mesh has some.
 
     Args:
-        meshes: By `by_mesh`.
-        groups: All that FSDP2 shards.
+        meshes: The result of `by_mesh`.
+        groups: All groups that FSDP2 shards.
 
     Raises:
-        ValueError: It is not, and nothing would synchronize it over the other ranks.
+        ValueError: It does not, and nothing would synchronize it over the other ranks.
     """
     most, all_ranks = meshes[0][0], mean_ranks(meshes[0][0])
     for each in groups:
@@ -129,15 +129,15 @@ def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[Shard
 
 
 def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None) -> None:
-    """Modules that are sharded over one dim of `mesh`, (replicas, ranks that shard one model), are on both: FSDP2's
-    reduction is over replicas as well.
+    """Put modules that are sharded over one dim of `mesh`, (replicas, ranks that shard one model), on both dims, so
+    that FSDP2 also reduces over replicas.
 
     Args:
-        groups: They, and perhaps others.
-        mesh: None: all ranks, in rows as long as those of the modules.
+        groups: These modules, and perhaps others.
+        mesh: None: all ranks, in rows of the same length as the modules' meshes.
 
     Raises:
-        ValueError: One is sharded over other ranks, or their ranks do not follow each other.
+        ValueError: A module is sharded over other ranks, or its ranks are not consecutive.
     """
     sharded = [each for each in groups if each.mesh.ndim == 1]
     if mesh is None:
@@ -167,14 +167,14 @@ def _mesh_like(row: list[int], device_type: str) -> DeviceMesh:
 def model_group(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, mesh: DeviceMesh | None = None
 ) -> dist.ProcessGroup | None:
-    """All ranks that hold a part of `module`: those that share a parameter with one of `group` as well. Call on all of
-    them; None is the default group.
+    """The group of all ranks that hold part of `module`, including those that share a parameter with a rank of `group`.
+    Call it on all of them; None is the default group.
 
     Args:
         module: The model.
-        group: The ranks over which its gradients are a mean.
-        device: Where gradients are.
-        mesh: Whose ranks belong to them in any case.
+        group: The ranks that average its gradients.
+        device: Device of the gradients.
+        mesh: A mesh whose ranks always belong to the group.
     """
     own = set(dist.get_process_group_ranks(group))
     meshes = {id(each): each for each in map(_mesh_of, module.parameters()) if each is not None}
@@ -184,18 +184,20 @@ def model_group(
 
 
 def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    """DDP with ``device_mesh=`` keeps the local part, and next to it how it was distributed."""
+    """The mesh of a parameter. DDP with ``device_mesh=`` keeps only the local part, and separately how it was
+    distributed.
+    """
     spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
     return None if spec is None else spec.device_mesh
 
 
 def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """The group of these ranks, made once in a run; call on all of them.
+    """The group of these ranks, made once in a run. Call it on all of them.
 
     Args:
-        ranks: Global ones, in order.
-        near: A group that may be it, and whose timeout it gets.
-        device: Where its tensors are.
+        ranks: Global ranks, in order.
+        near: An existing group, returned if it has these ranks; a new group gets its timeout.
+        device: Device of its tensors.
     """
     if len(ranks) == dist.get_world_size():
         return None
@@ -209,11 +211,11 @@ def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch
 
 
 def describe_dims(mesh: DeviceMesh | None, params: Iterable[nn.Parameter]) -> str:
-    """Which dims of the whole mesh gradients are compressed over; empty if it has one dim, or dims without names.
+    """Describe the dims of the whole mesh over which gradients are compressed; empty if it has one dim or unnamed dims.
 
     Args:
-        mesh: The mesh of the data-parallel dims; the second one of two shards.
-        params: Some are on the whole mesh, where that is not the one that `mesh` is cut from.
+        mesh: The mesh of the data-parallel dims; the second of two dims shards.
+        params: Parameters, some of them on the whole mesh, needed if `mesh` was not cut from that.
     """
     if mesh is None or (own := mesh.mesh_dim_names) is None:
         return ""

@@ -1,4 +1,4 @@
-"""Which parameters are reduced, or gathered, as one."""
+"""Finds which parameters are reduced, or gathered, together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has 
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Parameters that are reduced as one.
+    """Parameters that are reduced together.
 
     Args:
         names: Names of the parameters.
         itemsize: Bytes of an element of their gradients.
-        name: What reports call it.
+        name: Its name in reports.
     """
 
     names: tuple[str, ...]
@@ -31,11 +31,11 @@ class ParamGroup:
 
 
 def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CAP_NBYTES) -> list[ParamGroup]:
-    """How DDP puts gradients together, once it has seen in which order they come.
+    """The buckets in which DDP collects gradients once it knows their order.
 
     Args:
-        params: Name, elements and bytes of an element, in the model's order. The last comes first in backward.
-        cap_nbytes: Size of all buckets but the first.
+        params: Name, number of elements and bytes per element, in the model's order. The last comes first in backward.
+        cap_nbytes: Size of all buckets except the first.
     """
     found: list[tuple[list[str], int]] = []
     nbytes = 0
@@ -51,14 +51,14 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleLayout:
-    """What one sharded module gathers as one.
+    """What one sharded module gathers together.
 
     Args:
-        specs: Its parameters, in the order in which their shards follow each other in a row.
-        dtype: Type of the gathered weights.
-        num_gathers: How often FSDP2 gathers them in a step of one forward and one backward pass.
-        coded: Whether they can be coded; no where a parameter has another type than floats, or gathers in a way of its
-            own.
+        specs: Its parameters, in the order of their shards in a row.
+        dtype: Dtype of the gathered weights.
+        num_gathers: Number of gathers by FSDP2 in a step of one forward and one backward pass.
+        coded: Whether they can be coded, which fails if a parameter has a dtype that is not float, or customizes its
+            all-gather.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -68,5 +68,5 @@ class ModuleLayout:
 
 
 def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
-    """Whether a module's weights travel as codes; FSDP2's own gathers, or rows as they are, otherwise."""
+    """Whether a module's weights are sent as codes; if not, FSDP2 gathers them, or rows are sent as they are."""
     return layout.coded and not isinstance(coding, Exact)

@@ -1,4 +1,4 @@
-"""A module's parameters as the methods see them: stable names, shapes, roles, and this rank's part of each."""
+"""A module's parameters as methods see them: stable names, shapes, roles, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ canonical_name = functools.partial(re.compile(rf"^(?:{_WRAPPER}(?:\.|$))+|\.{_WR
 
 
 def is_float(param: torch.Tensor) -> bool:
-    """Whether `param` has a type that can be coded."""
+    """Whether `param` has a dtype that can be coded."""
     return param.dtype in _DTYPES
 
 
@@ -36,8 +36,8 @@ _first_names: weakref.WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = weakre
 
 
 def keep_names(module: nn.Module) -> None:
-    """The model is set up: from now on `named_parameters` has the names that its parameters have now, or had when it
-    was set up before.
+    """Fix the names that `named_parameters` returns from now on: those that the parameters have now, or had at an
+    earlier set-up.
     """
     first = _first_names.setdefault(module, WeakIdKeyDictionary())
     records = shard_records(module)
@@ -46,11 +46,11 @@ def keep_names(module: nn.Module) -> None:
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters by canonical name, in registration order; tied ones once.
+    """All parameters by canonical name, in registration order, tied ones only once.
 
-    A parameter keeps the name that it had when `module` was set up, wherever pruning, a parametrization or a module
-    around its layer puts it: the optimizer and the hooks know the object. One that was added to a place whose name
-    belongs to another is told apart by a mark.
+    A parameter keeps the name that it had when `module` was set up, even if pruning, a parametrization or a wrapper
+    moves it, because the optimizer and the hooks know the object. A mark distinguishes a new parameter in a place whose
+    name belongs to another.
     """
     first: Mapping[object, str] = _first_names.get(module) or {}
     records = shard_records(module)
@@ -70,7 +70,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's own records of what it gathers and reduces as one for a module: one for each mesh of its parameters."""
+    """FSDP2's records of what it gathers and reduces together for a module, one for each mesh of its parameters."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
         return list(state._fsdp_param_groups)
@@ -78,7 +78,7 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 
 def shard_records(module: nn.Module) -> dict[int, Any]:
-    """FSDP2's records of the parameters, by the identity of a shard and of what is gathered in its place."""
+    """FSDP2's records of the parameters, by the identity of the shard and of the gathered tensor."""
     groups = [group for child in module.modules() if isinstance(child, FSDPModule) for group in param_groups(child)]
     records = [record for group in groups for record in group.fsdp_params]
     gathered = {id(record._unsharded_param): record for record in records if hasattr(record, "_unsharded_param")}
@@ -86,13 +86,13 @@ def shard_records(module: nn.Module) -> dict[int, Any]:
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that get gradients, by canonical name; tied parameters once."""
+    """Parameters that get gradients, by canonical name, tied ones only once."""
     return {name: param for name, param in named_parameters(module) if param.requires_grad}
 
 
 def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
-    """Parameters whose local part DDP with ``device_mesh=`` reduces, and which left the module in its first forward
-    pass: it has `DTensor` made of them in their place. With their paths, and which attributes of what they were.
+    """Parameters whose local part DDP with ``device_mesh=`` reduces. They left the module in its first forward pass,
+    which put `DTensor`s made of them in their place. Returned with their paths and original attributes.
     """
     found = []
     for path, child in module.named_modules():
@@ -105,7 +105,7 @@ def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Modul
 
 
 def bring_back(module: nn.Module) -> None:
-    """What DDP with ``device_mesh=`` has replaced is the module's again, until its next forward pass."""
+    """Put back the parameters that DDP with ``device_mesh=`` has replaced, until the next forward pass."""
     for _, param, holder, attribute in replaced_by_ddp(module):
         delattr(holder, attribute)
         holder.register_parameter(attribute, param)
@@ -114,10 +114,11 @@ def bring_back(module: nn.Module) -> None:
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
     """Specs of all parameters that are trainable or named in `also`, in registration order.
 
-    A shape is that of this rank's part over all dims of a mesh that are not data-parallel: what FSDP2 shards.
+    A shape is that of this rank's part along all mesh dims that are not data-parallel, which is what FSDP2 shards.
 
     Raises:
-        ValueError: A parameter has a type that gradients cannot be reduced in, or is a lazy module's without a shape.
+        ValueError: A parameter's dtype cannot be reduced, or the parameter belongs to a lazy module and has no shape
+            yet.
     """
     for name, param in module.named_parameters():
         if is_lazy(param):
@@ -141,12 +142,12 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
 
 
 def _unsharded_shapes(module: nn.Module) -> dict[int, tuple[int, ...]]:
-    """What FSDP2 shards of each of its parameters, by the identity of the shard."""
+    """The tensor that FSDP2 shards for each of its parameters, by the identity of the shard."""
     return {id(record.sharded_param): tuple(record._orig_size) for record in shard_records(module).values()}
 
 
 def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
-    """The order that DDP's buckets give to gradients of `param`."""
+    """The memory order of the gradient of `param` in DDP's buckets."""
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
         return None
     strides: Sequence[int] = param.stride()
@@ -155,7 +156,7 @@ def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
     """Raises:
-    ValueError: An embedding makes sparse gradients, which fit into no bucket.
+    ValueError: An embedding makes sparse gradients, which do not fit into buckets.
     """
     for name, table in module.named_modules():
         if not isinstance(table, (nn.Embedding, nn.EmbeddingBag)) or not table.sparse:
@@ -169,7 +170,7 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def _roles(module: nn.Module) -> dict[int, Role]:
-    """What parameters are for.
+    """The roles of parameters.
 
     | role | which |
     |---|---|
@@ -204,12 +205,12 @@ def _roles(module: nn.Module) -> dict[int, Role]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
-    """Flat elements of a parameter, or of this rank's part of it, as gradients have them: in its shape."""
+    """Give flat elements of a parameter, or of this rank's part, the parameter's shape, as gradients have it."""
     if spec.memory_order is None:
         return part_N.view(spec.shape)
     values = part_N.view([spec.shape[dim] for dim in spec.memory_order])

@@ -1,1 +1,1 @@
-"""What methods are made of."""
+"""Base classes and shared pieces of methods."""

@@ -1,4 +1,4 @@
-"""Compressors that choose others."""
+"""Base classes for compressors that choose another compressor."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 
 
 class Choice:
-    """Nothing is chosen: the compressor stays. A choice at work derives from this, and a session follows it."""
+    """Chooses the compressor during training; a session follows it. This one never changes the compressor."""
 
     @property
     def is_baseline(self) -> bool:
-        """Whether steps are the framework's own, which the engine knows nothing of."""
+        """Whether steps are the framework's own, which bypass the engine."""
         return False
 
     def end_step(self) -> None:
-        """An optimizer step that counts is over, on all ranks."""
+        """A counted optimizer step is over on all ranks."""
 
     def after_load(self) -> None:
-        """A checkpoint's residuals have been loaded; on all ranks."""
+        """A checkpoint's residuals have been loaded. Called on all ranks."""
 
 
 class Chooser(Compressor, ABC):
-    """A compressor that only chooses: steps are the framework's own, with its own buckets, unless it has chosen."""
+    """A compressor that only chooses. Until it has chosen, steps are the framework's own, with its buckets."""
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        """Float32, through the engine's messages: what sends the rest of a chosen one's residuals."""
+        """Float32 through the engine's messages, which sends the rest of a replaced compressor's residuals."""
         return DENSE
 
     @abstractmethod
     def begin(self, prepared: Any, sync: Any, wiring: Any) -> Choice:
-        """Begin to choose, for one model.
+        """Begin to choose for one model.
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.
             sync: The engine; nothing calls it yet.
-            wiring: Switches between the framework's own communication and the engine's.
+            wiring: Switches between the framework's communication and the engine's.
         """

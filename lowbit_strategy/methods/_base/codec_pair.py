@@ -1,4 +1,4 @@
-"""Methods that share the exchange of a bucket: a codec for each hop, and the store of what these keep."""
+"""Methods that share a bucket's exchange: a codec for each hop, and the store of the codecs' state."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerSta
 
 @dataclass(frozen=True, slots=True)
 class CodecPair(Method):
-    """The codec on the uplink, to the owner of a share, and the one on the downlink, from the owner (DDP only).
+    """A method that consists of two codecs: for the uplink, to the owner of a share, and for the downlink, from the
+    owner (DDP only).
 
     Args:
         uplink: Codec of every rank's gradient.
         downlink: Codec of the mean; None: the same codec.
 
     Attributes:
-        block_size: What shares and their state are cut to: whole blocks of both codecs.
+        block_size: Shares and their state are cut into multiples of this, whole blocks of both codecs.
     """
 
     uplink: Codec
@@ -44,7 +45,7 @@ class CodecPair(Method):
         object.__setattr__(self, "block_size", max(up, down))
 
     def hops(self, spec: TensorSpec) -> tuple[Codec, ...]:
-        """What codes a parameter, hop by hop: FSDP2's owners keep the result, DDP's send it to everyone."""
+        """The codecs of a parameter, hop by hop. FSDP2's owners keep the result; DDP's send it to everyone."""
         return (self.uplink,) if spec.sharded else (self.uplink, self.downlink)
 
     @property
@@ -86,9 +87,9 @@ class CodecPair(Method):
 
 
 class CodecStore(MethodStore):
-    """State of all parameters that one pair of codecs carries, one after the other in arenas.
+    """State of all parameters of one pair of codecs, one after the other in arenas.
 
-    Under FSDP2 nothing travels back, so the downlink keeps nothing.
+    Under FSDP2 nothing is sent back, so the downlink has no state.
     """
 
     hop = "uplink."
@@ -126,7 +127,7 @@ class CodecStore(MethodStore):
         super().__init__(pair, state, numbers, device, arenas)
 
     def group(self, params: Iterable[ParamView]) -> CodedGroup:
-        """What an `Exchange` needs to carry these parameters."""
+        """The group by which an `Exchange` carries these parameters."""
         return CodedGroup(
             self._pair.uplink,
             self._by_hop["uplink"],

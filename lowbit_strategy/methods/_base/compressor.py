@@ -1,7 +1,7 @@
-"""A *compressor* is what users write: a configuration that gives each parameter its method.
+"""A *compressor* is the configuration that users write. It gives each parameter its method.
 
-Two kinds of method. A `CodecPair` has one codec per hop; all pairs of a bucket share the same two exchanges.
-A `Reducer` does its own communication: sparse, low-rank and whole-model methods.
+There are two kinds of methods. A `CodecPair` has one codec per hop, and all pairs of a bucket share the same two
+exchanges. A `Reducer` does its own communication, as sparse, low-rank and whole-model methods do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 
 def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
     """Raises:
-    ValueError: One looks like a predicate and is none.
+    ValueError: A selector looks like a predicate but is not one.
     """
     for selector in selectors:
         if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
@@ -51,7 +51,7 @@ def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
 
 
 def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None:
-    """The first selector that chooses `spec`: a predicate, a name with wildcards or a function."""
+    """The first selector that matches `spec`: a predicate, a name with wildcards or a function."""
     holds = {
         "@vector": len(spec.shape) < 2,
         "@small": math.prod(spec.shape) < SMALL_NUMEL,
@@ -69,14 +69,14 @@ def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None
 
 
 def describe(selector: Selector) -> str:
-    """Why a selector chose a parameter, for reports."""
+    """The reason why a selector chose a parameter, for reports."""
     if callable(selector):
         return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
     return _PREDICATES.get(selector) or f"name matches {selector}"
 
 
 class Assignment(NamedTuple):
-    """The method of one parameter, and why."""
+    """The method of one parameter, and the reason."""
 
     method: Method
     kind: AssignmentKind
@@ -84,7 +84,7 @@ class Assignment(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the whole parameter is sent as float32; the same for all its parts."""
+        """Whether the whole parameter is sent as float32; the same for all of its parts."""
         return self.method == DENSE and self.reason != _SMALL_PART
 
 
@@ -116,17 +116,18 @@ class Compressor(ABC):
 
     @property
     def momenta(self) -> frozenset[float]:
-        """Every momentum that the methods of some parameter or phase apply.
+        """Every momentum that some parameter's method applies in some phase.
 
-        If there is more than one, no momentum of the optimizer suits all parameters.
+        If there are several, no momentum of the optimizer suits all parameters.
         """
         return frozenset({0.0})
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks that momentum is applied once; adapters call it with each optimizer of the model.
+        """Check that momentum is applied only once. Adapters call this with each optimizer of the model.
 
         Raises:
-            ValueError: The compressor applies different momenta to different parameters or phases; or both apply one.
+            ValueError: The compressor applies different momenta to different parameters or phases, or it and the
+                optimizer both apply momentum.
         """
         momenta = self.momenta
         if not any(momenta):
@@ -168,10 +169,10 @@ class Compressor(ABC):
 
 @configuration
 class TwoPrecisionCompressor(Compressor):
-    """A compressor with a second method, of more bits, for parameters that have much of the error.
+    """A compressor with a second method of more bits, for parameters that cause much of the error.
 
     Args:
-        high_precision: Parameters that get more bits, chosen as in `exempt`, which goes first.
+        high_precision: Parameters that get more bits, chosen like `exempt`, which takes precedence.
         high_precision_bits: Bits per code of these parameters.
     """
 
@@ -195,14 +196,14 @@ class TwoPrecisionCompressor(Compressor):
 
 @configuration
 class ReducingCompressor(Compressor, Reducer):
-    """A configuration that is itself the method of its parameters: it has `reduce` as well as options."""
+    """A configuration that is itself the method of its parameters, with `reduce` as well as options."""
 
     def method(self, spec: TensorSpec) -> Method:
         return self
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:
-    """What each parameter gets. A part gets what its whole parameter would get."""
+    """The assignment of each parameter. A part gets the same as its whole parameter."""
     return {
         spec.name: compressor.assign(spec)
         if spec.whole_shape is None
@@ -212,7 +213,7 @@ def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[s
 
 
 def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
-    """What the part of a parameter gets that has this assignment."""
+    """The assignment of a part, given that of its whole parameter."""
     if spec.whole_shape is None or assignment.method.serves(spec):
         return assignment
     return Assignment(DENSE, "exempt", _SMALL_PART)

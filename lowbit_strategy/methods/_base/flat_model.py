@@ -1,4 +1,4 @@
-"""All parameters of a step as one model, of which each rank selects in its own partition."""
+"""Treats all parameters of a step as one flat model, in which each rank selects from its own partition."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MOST = 4  # times the wanted count are sent at most: a spike must not fill the 
 
 
 class UnionSelection(NamedTuple):
-    """What all ranks chose.
+    """The elements that all ranks chose.
 
     Args:
-        indices: What each view sends: ascending flat positions, int64.
+        indices: The positions that each view sends: ascending, flat, int64.
         counts: Elements chosen in each partition.
-        finite: Whether all ranks' gradients were.
+        finite: Whether all ranks' gradients were finite.
     """
 
     indices: list[Tensor]
@@ -46,10 +46,10 @@ class UnionSelection(NamedTuple):
 
 
 class FlatModel:
-    """The views of one step as one flat model, whose sums are formed when they are first read.
+    """The views of one step as one flat model. Sums are formed when they are first read.
 
     Attributes:
-        found: Conditions of the gradients; an overflow may show only when a sum is formed.
+        found: Conditions of the gradients; an overflow may be found only when a sum is formed.
     """
 
     def __init__(self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext) -> None:
@@ -61,7 +61,7 @@ class FlatModel:
         self.device = views[0].x.device
 
     def bounds(self, sizes: Sequence[int]) -> list[int]:
-        """Edges of W partitions; with more ranks than blocks the last ones are empty."""
+        """Edges of W partitions. With more ranks than blocks the last partitions are empty."""
         bounds = self.grid.bounds(sizes)
         return bounds + [self.grid.numel] * (self.comm.world_size + 1 - len(bounds))
 
@@ -70,13 +70,13 @@ class FlatModel:
         return bounds[partition], bounds[partition + 1]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """What lies in [start, stop): index of the view, offset from `start`, and the view's elements."""
+        """The pieces in [start, stop): index of the view, offset from `start`, and the view's elements."""
         for i, (view, first) in enumerate(zip(self.views, self.starts, strict=True)):
             if piece := range(max(start - first, 0), min(stop - first, view.spec.numel)):
                 yield i, max(start, first) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
-        """A threshold from samples of what each rank is about to choose from: their tails are gathered."""
+        """A threshold estimated from a sample of what each rank is about to choose from; tails are gathered."""
         form_(self.views, self.state, self.found, self._totals)
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
@@ -102,10 +102,10 @@ class FlatModel:
         return max(threshold, TINY)  # zeros are never chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, UnionSelection]:
-        """Choose in the own partition; tell all ranks. Together they choose at most four times `wanted`.
+        """Choose in this rank's partition and tell all ranks, which together choose at most four times `wanted`.
 
         Raises:
-            RuntimeError: A rank has sent a table or a position that does not fit its partition.
+            RuntimeError: A rank sent a table or a position that does not fit its partition.
         """
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
@@ -138,7 +138,7 @@ class FlatModel:
         return UnionSelection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
-        """Positions, from `start`, of live elements in [start, stop) from the threshold on; at most `most`."""
+        """At most `most` positions, relative to `start`, of live elements in [start, stop) that reach the threshold."""
         reached: list[tuple[Tensor, Tensor]] = []
         for i, at, piece in self._pieces(start, stop):
             if self.found[i] is not Condition.LIVE:
@@ -163,7 +163,7 @@ class FlatModel:
         return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
 
     def _split(self, positions: Tensor) -> list[Tensor]:
-        """Ascending positions in the model as ascending positions in each view."""
+        """Convert ascending positions in the model to ascending positions in each view."""
         if len(self.starts) == 1:
             return [positions]
         edges = torch.tensor([*self.starts, self.grid.numel], device=self.device)
@@ -171,7 +171,7 @@ class FlatModel:
         return [positions[at[i] : at[i + 1]] - start for i, start in enumerate(self.starts)]
 
     def block_counts(self, selection: UnionSelection) -> Tensor:
-        """Chosen elements of each block; the tail counts for the last."""
+        """Number of chosen elements in each block; the tail counts for the last block."""
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)

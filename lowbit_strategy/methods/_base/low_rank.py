@@ -1,8 +1,8 @@
-"""What low-rank methods share, first of all orthonormal columns and products that are the same bits on every rank.
+"""Shared pieces of low-rank methods, most of all orthonormal columns and products with the same bits on every rank.
 
-Each rank computes them itself, possibly on another type of GPU, and library routines add in an order that depends on
+Each rank computes these itself, possibly on another type of GPU, and library routines add in an order that depends on
 the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in a
-fixed order, which are rounded in the same way everywhere.
+fixed order, which round in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CACHE_ELEMENTS = 1 << 16  # of a product on the CPU at a time
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor]:
-    """`orthogonalize` of each, one call per shape: far fewer kernel launches."""
+    """Apply `orthogonalize` to each matrix, with one call per shape to save kernel launches."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
@@ -39,12 +39,12 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor
 
 
 def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
-    """float32 [..., N, R] with orthonormal columns that span the same space, by modified Gram-Schmidt; N >= R.
+    """Return float32 [..., N, R] with orthonormal columns that span the same space, by modified Gram-Schmidt; N >= R.
 
     Args:
-        matrix_BNR: Finite; any batch dims in front.
-        epsilon: Times the norm of the matrix, added to the norms of columns, so that a linearly dependent column
-            shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zeros.
+        matrix_BNR: Finite values; any leading batch dims.
+        epsilon: This times the matrix's norm is added to the norms of columns, so that a linearly dependent column
+            shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zero.
     """
     numel = matrix_BNR.shape[-2]
     columns_BRN = _padded(matrix_BNR.transpose(-1, -2).contiguous())
@@ -54,7 +54,7 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
 
 
 def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
-    """Roots are taken in float64 and rounded once: those of float32 differ between devices."""
+    """Gram-Schmidt with square roots in float64, rounded once, because float32 roots differ between devices."""
     square_B = tree_sum(_padded(tree_sum(columns_BRN * columns_BRN)))
     smallest_B11 = (square_B.double().sqrt().float() * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN
@@ -69,13 +69,13 @@ def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
 
 
 def _padded(x_BN: Tensor) -> Tensor:
-    """Pad with zeros to a power of two, as `tree_sum` needs: it adds halves until one is left."""
+    """Pad with zeros to a power of two, as `tree_sum` needs, which adds halves until one is left."""
     numel = x_BN.shape[-1]
     return torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel))
 
 
 def product(p_NR: Tensor, q_MR: Tensor) -> Tensor:
-    """float32 [N, M]: ``p q^T``, one column after the other."""
+    """``p q^T`` as float32 [N, M], computed one column after the other."""
     out_NM = p_NR.new_empty(p_NR.shape[0], q_MR.shape[0])
     num_rows = len(out_NM) if out_NM.is_cuda else max(1, _CACHE_ELEMENTS // max(1, len(q_MR)))
     columns_RM = q_MR.T.contiguous()
@@ -93,25 +93,25 @@ def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
 
 
 def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
-    """Normal numbers, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
+    """Normal random numbers, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
     return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
 
 
 def store_factor_(factor: Tensor, mean: Tensor) -> None:
-    """The mean becomes the next step's factor; columns that are zero or not finite keep their old values."""
+    """Store the mean as the next step's factor; columns that are zero or not finite keep their old values."""
     usable = mean.isfinite().all(0) & (mean != 0).any(0)
     factor.copy_(torch.where(usable, mean, factor))
 
 
 def store_error_(residual_N: Tensor, error: Tensor) -> None:
-    """The error becomes the residual where it is finite."""
+    """Store the error in the residual where it is finite."""
     error_N = error.reshape(-1)
     residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
 
 
 def fill_observed_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
-    """Fill in what monitors asked for, before the mean may overwrite the gradient."""
+    """Fill in the values for monitors, before the mean may overwrite the gradient."""
     if view.compensated is not None:
         view.compensated.copy_(compensated.reshape(-1))
     if view.sent is not None:
@@ -125,8 +125,8 @@ class LowRankCompressor(ReducingCompressor):
     Args:
         rank: Rank of the approximation. Bytes grow with it; 1 to 4 is usual.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalization (Gram-Schmidt, twice for more than
-            two columns). Relative, so the scale of gradients makes no difference.
+        epsilon: This times the matrix's norm is added to norms in the orthonormalization (Gram-Schmidt, twice for more
+            than two columns). It is relative, so the scale of gradients makes no difference.
     """
 
     rank: int = 4
@@ -142,7 +142,7 @@ class LowRankCompressor(ReducingCompressor):
             raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
     def pays(self, spec: TensorSpec) -> bool:
-        """Whether two thin matrices are small enough compared with the parameter."""
+        """Whether two thin matrices are enough smaller than the parameter."""
         rows, columns = matrix_shape(spec)
         is_smaller = (rows + columns) * self.rank * self.min_compression_rate < rows * columns
         return is_smaller and self.rank <= min(rows, columns)

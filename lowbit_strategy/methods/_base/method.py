@@ -1,8 +1,8 @@
-"""What a method is, and the one interface for the state it keeps.
+"""The interface of methods, and of the state that they keep.
 
 A method turns every rank's gradient into their mean. Parameters with equal methods share a *store*, which holds their
-state on this rank. Whatever the method, what it has not yet sent can be taken out of a store, or put into one, in units
-of the gradient: live switches, checkpoints of another configuration and changes of the world size need nothing else.
+state on this rank. What a method has not sent yet can be taken out of a store, or put into one, in units of the
+gradient. This is all that live switches, checkpoints of another configuration and changes of the world size need.
 
 A `CodecPair` (`codec_pair.py`) has one codec per hop; all pairs of a bucket share its messages. A `Reducer`
 (`reducer.py`) has its own communication.
@@ -28,14 +28,14 @@ ReducerState = dict[str, StateTensors]  # by parameter name
 
 
 class MethodStore:
-    """State of all parameters that one method serves on this rank.
+    """State of all parameters of one method on this rank.
 
     Args:
-        method: The rule.
+        method: The method.
         state: Tensors by parameter and name.
-        numbers: What `unsent_part` needs to know besides the tensors of a parameter: plain numbers, saved with them.
+        numbers: Plain numbers that `unsent_part` needs in addition to a parameter's tensors; saved with them.
         device: Where the tensors are.
-        arenas: The tensors that those of `state` are views of, if they are.
+        arenas: The tensors of which `state` has views, if it has views.
     """
 
     hop: ClassVar[str] = ""  # what the names of the tensors begin with whose residual is of gradients
@@ -53,17 +53,17 @@ class MethodStore:
         self._parked = False
 
     def tensors(self, name: str) -> StateTensors:
-        """All state of one parameter: writing changes the store. If it is parked, copies."""
+        """All state of one parameter: views that may be written, or copies if the store is parked."""
         tensors = self.state.get(name, {})
         return {key: x.to(self._device) for key, x in tensors.items()} if self._parked else tensors
 
     def park(self) -> None:
-        """Move all state to the host's memory; it is only read from now on, one parameter at a time."""
+        """Move all state to the host's memory. From now on it is only read, one parameter at a time."""
         self._parked, self.arenas = True, []
         self.state = {name: {key: x.cpu() for key, x in tensors.items()} for name, tensors in self.state.items()}
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything the store holds, in as few tensors as possible."""
+        """All state of the store, in as few tensors as possible."""
         return self.arenas or [x for tensors in self.state.values() for x in tensors.values()]
 
     def numbers(self, name: str) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class MethodStore:
         self.method.rescale_(self.state, factor)
 
     def residual(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``: what is added to the next gradient; None where the method keeps none."""
+        """What will be added to the next gradient, float32 ``[numel]``; None if the method keeps no residual."""
         values = read_residual(self.tensors(name), self.hop)
         return None if values is None else _without_padding(values, self.numbers(name))
 
     def import_unsent_(self, name: str, values: Tensor) -> bool:
         """Make float32 ``[numel]``, in units of the gradient, the parameter's residual.
 
-        The parameter's state must be fresh. Returns False, and does nothing, where the method keeps no residual.
+        The parameter's state must be fresh. If the method keeps no residual, this returns False and does nothing.
         """
         tensors, numbers = self.tensors(name), self.numbers(name)
         residual = tensors.get(f"{self.hop}residual")
@@ -94,9 +94,9 @@ class MethodStore:
         return True
 
     def export_unsent(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``: this rank's share of what has not been sent yet, in units of the gradient.
+        """This rank's share of what has not been sent yet, float32 ``[numel]``, in units of the gradient.
 
-        Its mean over ranks is what the results so far lack. None where the method keeps no residual.
+        Its mean over ranks is what the results so far lack. None if the method keeps no residual.
         """
         return unsent_part(self.tensors(name), self.numbers(name))
 
@@ -106,7 +106,7 @@ class MethodStore:
 
 
 class Method(ABC):
-    """A rule for turning every rank's gradient into their mean; hashable."""
+    """A hashable rule for turning every rank's gradient into their mean."""
 
     whole_model: ClassVar[bool] = False  # takes all parameters of a step at once
 
@@ -117,12 +117,12 @@ class Method(ABC):
 
     @property
     def block_size(self) -> int:
-        """Elements that shares start on multiples of, under DDP."""
+        """Under DDP, shares start at multiples of this number of elements."""
         return 1
 
     @property
     def idle_numel(self) -> int | None:
-        """Elements of a share that send nothing if their gradients are all zero; None: the parameter as a whole."""
+        """Elements of a share that send nothing if all their gradients are zero; None: all of the parameter's."""
         return None
 
     @property
@@ -132,61 +132,62 @@ class Method(ABC):
 
     @abstractmethod
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        """Bytes this rank sends to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
+        """Bytes that this rank sends for one reduction of `spec`: exact, or expected if sizes depend on the data."""
 
     def serves(self, spec: TensorSpec) -> bool:
-        """Whether it can reduce `spec`, which may be a part of a parameter that it was chosen for."""
+        """Whether it can reduce `spec`, which may be a part of the parameter for which it was chosen."""
         return True
 
     @abstractmethod
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> MethodStore:
-        """Fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
+        """Make fresh state on `device` for the parameters `specs`, which the ranks of `comm` reduce."""
 
     @abstractmethod
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
-        """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
+        """The loss scale changed by `factor`: multiply everything that is in units of the gradient."""
 
     def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
-        """What has not been sent yet of one parameter counts as `factor` times as much; other state stays."""
+        """Multiply what one parameter has not sent yet by `factor`; other state stays."""
         for hop in HOPS:
             key = f"{hop}residual_scale" if f"{hop}residual_scale" in tensors else f"{hop}residual"
             if key in tensors:
                 tensors[key].mul_(factor)
 
     def description(self, spec: TensorSpec) -> str:
-        """The `label`, with that of the downlink where it differs."""
+        """The `label`, with the downlink's if that differs."""
         return self.label
 
     def conserves(self, spec: TensorSpec) -> bool:
-        """Whether everything that came in has come out or is in a residual; False where something is given up."""
+        """Whether everything that came in has come out or is in a residual; False if something is given up."""
         return self.residual_gain is not None
 
     @abstractmethod
     def keeps_zero_rows(self, spec: TensorSpec) -> bool:
-        """Whether a row whose gradient has been zero on all ranks from the first step on comes out as zeros.
+        """Whether a row whose gradient has been zero on all ranks since the first step has zeros in the result.
 
-        Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
+        Unused and padding rows of embeddings are examples. If False, only whole blocks of zeros do.
         """
 
     def rests(self, spec: TensorSpec) -> bool:
-        """Whether a gradient of zeros on all ranks leaves all state as it was."""
+        """Whether a gradient of zeros on all ranks leaves all state unchanged."""
         return False
 
     def continues(self, earlier: Method) -> bool:
-        """Whether all state that `earlier` leaves means the same to this method, and not the residual alone."""
+        """Whether all state of `earlier`, and not only the residual, means the same to this method."""
         return self == earlier
 
 
 def finite_gain(residual_gain: float | None) -> float:
-    """Residual per unit not yet sent; 1 where a method gives no law."""
+    """Residual per unit not yet sent; 1 if a method gives no law."""
     return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
 
 def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:
-    """What a parameter's state, live or saved, has not sent yet: float32 ``[numel]``, in units of the gradient.
+    """What has not been sent yet according to a parameter's state, live or saved: float32 ``[numel]``, in units of the
+    gradient.
 
-    A sender has not sent ``residual / residual_gain`` of its own gradient. An owner has not sent the same of the mean
-    of its share, and a sender's gradient is 1 / W of that mean. None where there is no residual.
+    A sender has not sent ``residual / residual_gain`` of its own gradient. An owner has not sent the same of its
+    share's mean, of which a sender's gradient is 1 / W. None if there is no residual.
     """
     numel: int = numbers["numel"]
     if not any("." in key for key in tensors):
@@ -204,11 +205,11 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
 
 
 def _rows(numbers: Mapping[str, Any]) -> tuple[int, int]:
-    """How many rows of how many elements, padding of blocks left out, a residual consists of."""
+    """The number of rows of a residual, and the elements of each without the padding of blocks."""
     return numbers.get("world_size", 1), numbers.get("row_numel", numbers["numel"])
 
 
 def _without_padding(values: Tensor, numbers: Mapping[str, Any]) -> Tensor:
-    """float32 ``[numel]`` of a residual's rows of whole blocks."""
+    """A residual's rows of whole blocks as float32 ``[numel]``, without padding."""
     world_size, row_numel = _rows(numbers)
     return values.view(world_size, -1)[:, :row_numel].reshape(-1)[: numbers["numel"]]

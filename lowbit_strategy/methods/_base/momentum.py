@@ -1,4 +1,4 @@
-"""A codec of the momentum of gradients, and moving averages."""
+"""A codec that sends the momentum of gradients, and moving averages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lowbit_strategy.kernels.segments import Segments
 
 
 def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, momentum: float) -> Tensor:
-    """The moving average ``momentum * old + (1 - momentum) * gradient``, which is also stored under `key`.
+    """Return the moving average ``momentum * old + (1 - momentum) * gradient``, and store it under `key`.
 
-    The first gradient of a segment is its first average. A gradient that is not finite is passed on, and what is stored
-    stays as it was.
+    A segment's first gradient is its first average. A gradient that is not finite is returned as it is, and the stored
+    average is unchanged.
     """
     old = packed.collect_state(state[key])
     average = torch.where(packed.idle(old), gradient, old * momentum + gradient * (1.0 - momentum))
@@ -26,10 +26,10 @@ def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MomentumCodec(StatefulCodec):
-    """A codec of the momentum of what comes in, for parameters whose optimizer leaves momentum to the compressor.
+    """A codec that sends momentum, for parameters whose optimizer leaves momentum to the compressor.
 
     Args:
-        momentum: Lies in [0, 1).
+        momentum: Weight of the old momentum, in [0, 1).
         averaged: A moving average (`average_`) instead of a sum.
         codec: Encodes the momentum; floats by default.
     """

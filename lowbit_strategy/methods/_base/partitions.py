@@ -1,4 +1,4 @@
-"""A flattened model cut into blocks, and these into one partition per rank."""
+"""Cuts a flattened model into blocks, and the blocks into one partition per rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
 
 
 def make_grid(numel: int) -> Grid:
-    """1024 blocks of a multiple of 32 elements; fewer for a model of less than 32,768."""
+    """1024 blocks of a multiple of 32 elements; fewer for a model with fewer than 32,768 elements."""
     block_numel = max(BLOCK_MULTIPLE, numel // MAX_BLOCKS // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
     return Grid(numel, block_numel, min(MAX_BLOCKS, max(1, numel // block_numel)))
 

@@ -1,10 +1,10 @@
-"""Sparse methods, and the two ways of choosing what is sent.
+"""Base classes of sparse methods, for the two ways to choose what is sent.
 
 1. `OwnPositions`: each rank chooses its own positions, which travel with the values
 2. `CommonPositions`: all ranks send the same positions, so that only values travel
 
 A residual may have one byte per parameter. It grows until its element is sent, so a step's increment is far smaller
-than the residual: rounding to the nearest value would lose it. Stochastic rounding keeps it on average.
+than the residual, and rounding to nearest would lose it. Stochastic rounding keeps it on average.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _BLOCK = 128  # of a residual of int8
 
 @configuration
 class SparseCompressor(ReducingCompressor):
-    """Sends a share of each parameter's elements.
+    """Sends some of each parameter's elements.
 
     Args:
-        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+        density: Fraction of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
         residual: ``float32``: 4 bytes per parameter on every rank; ``int8``: 1, with a scale per 128 elements, rounded
             stochastically: noise, but no bias.
     """
@@ -79,7 +79,7 @@ class SparseCompressor(ReducingCompressor):
         return 1.0
 
     def num_kept(self, spec: TensorSpec) -> int:
-        """Entries to send for a parameter."""
+        """Number of entries to send for a parameter."""
         return num_kept(self.density, spec.numel)
 
     def description(self, spec: TensorSpec) -> str:
@@ -103,7 +103,7 @@ class SparseCompressor(ReducingCompressor):
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        """The residual is float32 during the reduction, and rounded stochastically afterwards."""
+        """Reduce with a float32 residual, which is rounded stochastically afterwards."""
         if not views:
             return
         if self.whole_model:
@@ -127,12 +127,12 @@ class SparseCompressor(ReducingCompressor):
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        """`reduce` with residuals in float32: of at least one parameter, those of a whole model in its order."""
+        """`reduce` with float32 residuals, for one or more parameters; those of a whole model come in its order."""
 
 
 @configuration
 class OwnPositions(SparseCompressor):
-    """Methods in which each rank chooses its own positions, parameter by parameter.
+    """Base class of methods in which each rank chooses its own positions, parameter by parameter.
 
     Args:
         values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
@@ -151,15 +151,16 @@ class OwnPositions(SparseCompressor):
     def accumulate_(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm
     ) -> tuple[list[Condition], list[Sum]]:
-        """Conditions, and the sums to choose from; an overflow may show only when these are formed."""
+        """The conditions, and the sums to choose from. An overflow may be found only when a sum is formed."""
         return pending_sums(views, state)
 
     @abstractmethod
     def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
+        """Choose the entries of `total` to send, in ascending order. This must form the sum, in
+        ``tensors["residual"]``.
 
         Raises:
-            OverflowedSum: Forming it overflows.
+            OverflowedSum: The sum overflows.
         """
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
@@ -179,7 +180,7 @@ class OwnPositions(SparseCompressor):
         comm: Comm,
         step: StepContext,
     ) -> Iterator[Pending]:
-        """Choose, exchange, write the means."""
+        """Choose entries, exchange them, and write the means."""
         entries = [
             self._choose(view, total, state[view.spec.name], condition, step)
             for view, total, condition in zip(views, totals, found, strict=True)
@@ -199,7 +200,7 @@ class OwnPositions(SparseCompressor):
     def _choose(
         self, view: ParamView, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
     ) -> tuple[Condition, Chosen]:
-        """Entries to send, and the condition, which an overflow may change."""
+        """Return the entries to send, and the condition, which an overflow may change."""
         if condition is Condition.LIVE:
             try:
                 return condition, self.choose(view, total, tensors, step)
@@ -235,7 +236,7 @@ class CommonPositions(SparseCompressor):
         raise NotImplementedError  # where `reduce_float32` does not need it
 
     def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
-        """What this rank sends at the positions, float32."""
+        """The float32 values that this rank sends at the positions."""
         return tensors["residual"].index_select(0, indices)
 
     def update_residual_(self, view: ParamView, tensors: StateTensors, sent: Chosen) -> None:
@@ -260,7 +261,7 @@ class CommonPositions(SparseCompressor):
         state: ReducerState,
         comm: Comm,
     ) -> Iterator[Pending]:
-        """Send the values there, take them out of the residuals, write the means."""
+        """Send the values there, take them out of the residuals, and write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
         for view, condition, part in zip(views, found, chosen, strict=True):
             tensors = state.get(view.spec.name, {})
@@ -279,7 +280,7 @@ class CommonPositions(SparseCompressor):
         return self.position_messages + (1 if specs[0].sharded else 2)
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        """What one rank sends to others to agree on the positions of a parameter."""
+        """Bytes that one rank sends to agree on a parameter's positions."""
         return 0
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:

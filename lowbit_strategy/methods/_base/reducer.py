@@ -1,4 +1,4 @@
-"""Methods with communication of their own: sparse, low-rank and whole-model ones, and the store of their state."""
+"""Methods that do their own communication (sparse, low-rank, whole-model), and the store of their state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerSta
 
 
 class Reducer(Method):
-    """A method with its own communication. A frozen dataclass; state is passed in and changed in place.
+    """A method that does its own communication. It is a frozen dataclass; state is passed in and changed in place.
 
     ``whole_model`` methods are given all parameters of a step at once: under DDP the engine collects the buckets and
     calls `reduce` on the last one; under FSDP2 each module counts as a model.
@@ -30,17 +30,17 @@ class Reducer(Method):
 
     @property
     def temporary_nbytes(self) -> float:
-        """Memory for a moment, of each element that is reduced at once, without state; measured: benchmarks/LOG.md."""
+        """Temporary bytes per element that is reduced at a time, without state; measured in benchmarks/LOG.md."""
         return 0.0
 
     def keeps_zero_rows(self, spec: TensorSpec) -> bool:
         return True  # what is not chosen is zero, and so are products with a row of zeros
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """State by parameter name; none by default.
+        """Make the initial state by parameter name; none by default.
 
-        A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
-        ``residual_scale`` with it where it is int8): it is carried over when the method changes.
+        A tensor called ``residual``, flat in the parameter's order, is added to the next gradient, and carried over
+        when the method changes. If it is int8, ``residual_scale`` has its scales.
         """
         return {}
 
@@ -48,14 +48,15 @@ class Reducer(Method):
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        """Write every view's mean; yield whenever bytes travel. All ranks call with the same parameters in order.
+        """Write every view's mean, and yield whenever bytes travel. All ranks call this with the same parameters in the
+        same order.
 
-        Where a view has `compensated` and `sent` both must be filled.
+        If a view has `compensated` and `sent`, both must be filled.
         """
 
     @abstractmethod
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
-        """Collectives that `reduce` issues for these parameters together, each after the one before."""
+        """Number of consecutive collectives that `reduce` issues for these parameters together."""
 
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""

@@ -1,4 +1,4 @@
-"""Residuals of all kinds as tensors, float32 or int8 with scales: how they are read and written."""
+"""Reads and writes residuals of all kinds: float32, or int8 with scales."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
 
 
 def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
-    """float32, 1-D: the values of a residual of any kind; None where there is none.
+    """The values of a residual of any kind, float32, 1-D; None if there is none.
 
-    `state` has ``residual`` and, where that is int8, ``residual_scale``, one entry per block; of a pair
-    of codecs their names begin with `hop`, ``uplink.`` or ``downlink.``.
+    `state` has ``residual`` and, if that is int8, ``residual_scale`` with one entry per block. For a pair of codecs
+    their names begin with `hop`, ``uplink.`` or ``downlink.``.
     """
     residual, scale = state.get(f"{hop}residual"), state.get(f"{hop}residual_scale")
     if residual is None:
@@ -44,9 +44,9 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
 
     Args:
         state: See `read_residual`.
-        values: Finite.
+        values: Finite values.
         hop: See `read_residual`.
-        key: Key of the stream of random numbers that int8 is rounded with; None: to nearest.
+        key: Key of the random numbers by which int8 is rounded; None: round to nearest.
     """
     residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
     if scale is None or not residual.numel():

@@ -1,14 +1,14 @@
-"""What sparse methods share: error feedback in float32, choosing, sending, writing the mean.
+"""Shared pieces of sparse methods: error feedback in float32, choosing, sending, writing the mean.
 
 Every step, on every rank, for each parameter:
 
 1. ``h = g + e``, accumulated in the residual itself
 2. the method chooses positions of ``h``
 3. the values there are sent and taken out of the residual: ``e' = h - sent``
-4. the mean of what the ranks sent is written, zeros elsewhere
+4. the mean of what the ranks sent is written, and zeros elsewhere
 
 A gradient of zeros is idle: it sends nothing and keeps its residual. A gradient with inf or NaN sends NaN, so that all
-ranks see it, and leaves its residual as it was.
+ranks see it, and leaves its residual unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def value_codec(values: str | Codec) -> Codec:
     """The codec of sparse values.
 
     Raises:
-        ValueError: Neither a codec nor the name of one.
+        ValueError: `values` is neither a codec nor the name of one.
     """
     if isinstance(values, Codec):
         return values
@@ -54,14 +54,14 @@ def value_codec(values: str | Codec) -> Codec:
 
 def check_density(density: float, field: str = "density") -> None:
     """Raises:
-    ValueError: Outside (0, 1].
+    ValueError: The density is not in (0, 1].
     """
     if not 0.0 < density <= 1.0:
         raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
 
 
 def num_kept(density: float, numel: int) -> int:
-    """Elements kept of `numel`: at least one, if there are any."""
+    """Number of elements to send out of `numel`: at least one, if there are any."""
     return min(numel, max(1, round(density * numel)))
 
 
@@ -90,7 +90,7 @@ def nonzero(chosen: Chosen) -> Chosen:
 
 
 def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
-    """The first `count` positions, where nothing is chosen: NaN to tell all ranks, or zeros to fill a message."""
+    """Entries to send if nothing is chosen: `count` positions with NaN to tell all ranks, or zeros as padding."""
     value = math.nan if condition is Condition.NONFINITE else 0.0
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
@@ -102,19 +102,19 @@ def in_order(views: Sequence[ParamView], state: ReducerState) -> list[ParamView]
 
 
 def layout_of(views: Sequence[ParamView], owners: int | None = None) -> SparseLayout:
-    """Where the views' parameters are in sparse messages: one per owner, about its rows; None: one for all ranks."""
+    """Where the views' parameters are in sparse messages: one per owner, about its rows, or one for all (None)."""
     rows = [(view.spec.name, view.spec.numel if owners is None else view.row_numel) for view in views]
     names, spans = zip(*rows, strict=True)
     return sparse_layout(names, spans, owners or 1, views[0].x.device)
 
 
 def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
-    """Add up what each source sent and write the result of each view: the mean, or its row's sum.
+    """Add up what each source sent, and write each view's result: the mean, or its row's sum.
 
     Args:
         views: The parameters.
         parts_SV: Entries of each parameter, for each source in order.
-        world_size: Ranks that the mean is over.
+        world_size: Number of ranks in the mean.
     """
     for v, view in enumerate(views):
         sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
@@ -125,7 +125,7 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
-    """The condition of each gradient, and ``h = g + e``: with kernels in C still to be formed, else in the residual.
+    """The condition of each gradient, and ``h = g + e``, which kernels in C form later and others form in the residual.
 
     A GPU would have to synchronize to see an overflow while choosing.
     """
@@ -146,7 +146,7 @@ def add_at_once_(
     add_: Callable[[list[StateTensors], list[Tensor]], object],
     take_back_: Callable[[StateTensors, Tensor], object],
 ) -> None:
-    """Add live gradients to the state; undo overflows, and mark them as not finite."""
+    """Add live gradients to the state; undo overflows and mark them as not finite."""
     live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
     if not live:
         return
@@ -163,7 +163,7 @@ def _add_(tensors: list[StateTensors], gradients: list[Tensor]) -> None:
 
 
 def form_(views: Sequence[ParamView], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:
-    """Form pending sums; undo overflows, and mark them as not finite."""
+    """Form pending sums; undo overflows and mark them as not finite."""
     for i, (view, total) in enumerate(zip(views, totals, strict=True)):
         try:
             total.formed()
@@ -183,14 +183,14 @@ def accumulate_(views: Sequence[ParamView], state: ReducerState) -> list[Conditi
 
 
 def undo_(residual: Tensor, gradient: Tensor) -> None:
-    """Undo an overflow, up to rounding; what is not finite is dropped."""
+    """Undo an overflow, up to rounding; values that are not finite are dropped."""
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def fill_observed_(
     view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor
 ) -> None:
-    """Fill in what monitors asked for, before the sent values are taken out of the residual."""
+    """Fill in the values for monitors, before the sent values are taken out of the residual."""
     if view.compensated is not None:
         view.compensated.zero_() if residual is None else view.compensated.copy_(residual)
         if residual is None or condition is not Condition.LIVE:  # not accumulated
