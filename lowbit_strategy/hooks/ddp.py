@@ -119,9 +119,7 @@ class DDPHook:
         return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The hook that DDP calls. Errors must be raised in the returned future, since DDP takes any value for a
-        result.
-        """
+        """The hook that DDP calls. The future must raise errors, since DDP takes any value for a result."""
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
         if bucket.index() == 0:

@@ -34,9 +34,7 @@ class BucketWorker:
         self._thread.start()
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """Return a future that gets `result` when all stages have ended. `last`: the backward pass has no more
-        buckets.
-        """
+        """Return a future of `result`, set when all stages have ended. `last`: the pass has no more buckets."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
         return future

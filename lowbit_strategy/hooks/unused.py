@@ -79,9 +79,7 @@ class Reduction:
             setattr(param.sharded_param, _HOOKS, hooks)
 
     def settle(self, unused: set[Any]) -> list[str]:
-        """Remove the gradients of `unused` parameters, given by their records. Return the names of those without a
-        gradient now.
-        """
+        """Remove gradients of `unused` parameters (FSDP2's records). Return the names of those without one now."""
         gone = []
         for param, name in zip(self.params, self.names, strict=True):
             if param in unused and name in self.fresh:
@@ -118,9 +116,7 @@ class Reductions:
         self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
-        """A module has been reduced or will be, in a backward pass (which may be nested), or outside of one, followed
-        by `end_outside`.
-        """
+        """A module has been or will be reduced in a backward pass (perhaps nested), or outside, before `end_outside`."""
         if not in_backward():
             self._outside.append(reduction)
             return

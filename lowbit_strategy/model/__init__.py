@@ -1,3 +1,1 @@
-"""What the other layers know about a model: parameters and their roles, FSDP2 sharding, meshes, the handshake of
-ranks.
-"""
+"""What other layers know about a model: parameters, roles, FSDP2 sharding, meshes, the handshake of ranks."""

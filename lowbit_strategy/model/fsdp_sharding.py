@@ -43,9 +43,7 @@ class ShardedGroup:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that average its gradients: the ranks that shard it; HSDP: (replicas, ranks that
-        shard).
-        """
+        """The mesh of the ranks that average its gradients: those that shard it, or under HSDP (replicas, shards)."""
         mesh: DeviceMesh = self.param_group.mesh_info.mesh
         return mesh
 
@@ -125,7 +123,7 @@ def bring(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPolicy:
-    """What is sharded as one.
+    """Decides what is sharded together.
 
     Args:
         min_numel: Smallest block of a list or sequence that is gathered and reduced by itself.

@@ -49,9 +49,7 @@ def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[s
 
 
 def to_plain(name: str, value: object) -> dict[str, object]:
-    """A configuration as plain values by dotted names. Functions are represented by name, since addresses differ
-    between ranks.
-    """
+    """A configuration as plain values by dotted names. Functions become names, since ranks' addresses differ."""
     found: dict[str, object] = {}
     waiting = [(name, value)]
     while waiting:

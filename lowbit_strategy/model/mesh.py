@@ -184,9 +184,7 @@ def model_group(
 
 
 def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    """The mesh of a parameter. DDP with ``device_mesh=`` keeps only the local part, and separately how it was
-    distributed.
-    """
+    """The mesh of a parameter. DDP with ``device_mesh=`` keeps its local part, and its distribution separately."""
     spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
     return None if spec is None else spec.device_mesh
 

@@ -36,9 +36,7 @@ _first_names: weakref.WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = weakre
 
 
 def keep_names(module: nn.Module) -> None:
-    """Fix the names that `named_parameters` returns from now on: those that the parameters have now, or had at an
-    earlier set-up.
-    """
+    """Fix the names that `named_parameters` returns from now on: the present ones, or those of an earlier set-up."""
     first = _first_names.setdefault(module, WeakIdKeyDictionary())
     records = shard_records(module)
     for name, param in named_parameters(module):
