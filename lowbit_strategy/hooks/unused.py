@@ -116,7 +116,7 @@ class Reductions:
         self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
-        """A module has been or will be reduced in a backward pass (perhaps nested), or outside, before `end_outside`."""
+        """A module was or will be reduced in a backward pass (perhaps nested), or outside, before `end_outside`."""
         if not in_backward():
             self._outside.append(reduction)
             return
