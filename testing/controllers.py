@@ -76,7 +76,7 @@ def check_stop_and_resume(controller: Controller, *, scatter: bool, stop: int, n
         driver.attach(sync)
         if saved is not None:
             capture.restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
-            driver.end_step(counted=False)  # the timer's first tick, as the step before would have made
+            sync.listeners.end_step(counted=False)  # the timer's first tick, as the step before would have made
         history: list[object] = []
         for step in steps:
             means = reduce_step(sync, gradients(step, scale=1.0 if step < 6 else 0.2))

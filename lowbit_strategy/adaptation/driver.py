@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowbit_strategy.adaptation.last_step import LastStep
-from lowbit_strategy.adaptation.levels import rehearse, try_level
+from lowbit_strategy import leaves
+from lowbit_strategy.adaptation.levels import rehearse
 from lowbit_strategy.adaptation.window_sums import WindowSums
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
@@ -20,8 +20,6 @@ from lowbit_strategy.control.base import (
     Accumulate,
     Controller,
     Decision,
-    EndToEnd,
-    Energy,
     Probe,
     Progress,
     State,
@@ -34,10 +32,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
-from lowbit_strategy.telemetry.measure import StepMeasure
 from lowbit_strategy.telemetry.metric_names import metric_name
 
 EXTRA_STATE_KEY = "adaptive"
+_FIGURES = "lowbit_strategy.adaptation.zoo.step_figures:StepFigures"
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -90,7 +88,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         self.state: State = {}
         self._decided_step: int | None = None
         self._probe = Probe()
-        self._last_end: float | None = None
+        self._figures: Any = None
 
     def attach(self, sync: GradientSync) -> None:
         """Takes over `sync`, before a checkpoint is loaded into it.
@@ -114,7 +112,9 @@ class AdaptiveDriver(BucketObserver, StepListener):
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.listeners.add(self, StepPhase.DECIDE)
-        self._window, self._last_step = WindowSums(sync), LastStep(sync)
+        self._window = WindowSums(sync)
+        if leaves.is_present(_FIGURES):
+            self._figures = leaves.load(_FIGURES, _FIGURES)(sync, self.controller, self.timer)
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
@@ -147,15 +147,13 @@ class AdaptiveDriver(BucketObserver, StepListener):
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
             progress = self.clock(sync.step_index)
-            shown = self._summarize()
-            self._last_step.forget()
+            shown = {} if self._figures is None else self._figures.read()
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(progress, self.state):
                 shown |= self._window.read()
             self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
-        probe, self._measure = self._probe, StepMeasure(sync)
-        return self if probe.accumulate or probe.levels or probe.end_to_end else None
+        return self if self._probe.accumulate else None
 
     def _apply(self, decision: Decision, progress: Progress) -> None:
         self.state = decision.state
@@ -167,7 +165,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         self.learning_rate_factor = decision.learning_rate_factor
         if self.sync.rounds is not None:
             self.sync.rounds.every = decision.every
-        self._probe = decision.probe
+        self._ask(decision.probe)
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
         if self.sync.ranks.logs:
@@ -175,6 +173,14 @@ class AdaptiveDriver(BucketObserver, StepListener):
                 inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
+
+    def _ask(self, probe: Probe) -> None:
+        """Measure this in the step that begins."""
+        self._probe = probe
+        if self._figures is not None:
+            self._figures.probe = probe
+        elif probe.levels or probe.end_to_end or probe.seconds:
+            leaves.load(_FIGURES, type(self.controller).__name__)
 
     def _choose_levels(self) -> None:
         """Apply the levels; parameters that the controller does not decide on get the first one."""
@@ -186,62 +192,16 @@ class AdaptiveDriver(BucketObserver, StepListener):
         views = [slot.within(x, out) for slot in bucket.params]
         if probe.accumulate == "local":
             self._add(views, "local")
-        if probe.levels:
-            self._try_levels(bucket, x, out)
-        if probe.end_to_end:
-            stages = self._measure.compare(views, bucket.context.comm, stages)
         yield from stages
         if probe.accumulate == "mean":
             self._add(views, "mean")
-
-    def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
-        sync = self.sync
-        values = {}
-        for param in bucket.params:
-            residual = bucket.residual(param)
-            self._measure.add_residual(param.name, residual)
-            values[param.name] = bucket.compensated(param, x, out, residual)
-        for level in self._probe.levels:
-            configuration = self.controller.levels[level].phase(sync.step_index)
-            self._measure.rows[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add(self, views: Sequence[ParamView], gradient: Accumulate) -> None:
         for view in views:
             self._window.add(view, gradient, square=self._probe.square)
 
     def end_step(self, *, counted: bool) -> None:
-        now = self.timer()
-        if counted:
-            self._window.num_steps += self._probe.accumulate is not None
-            self._last_step.keep(self._measure, None if self._last_end is None else now - self._last_end)
-        self._last_end = now
-
-    # -- summing over ranks -------------------------------------------------------------------------------------
-
-    def _summarize(self) -> dict[str, Any]:
-        """Telemetry of the last step that counted."""
-        probe, names = self._probe, self._last_step.names
-        has_time = probe.seconds and self._last_step.seconds is not None
-        shown: dict[str, Any] = {}
-        if names is None or not (probe.levels or probe.end_to_end or has_time):
-            return shown
-        widths: dict[Any, int] = {**dict.fromkeys(probe.levels, 3), "end_to_end": 2, "residual": 1}
-        sums, seconds = self._last_step.summed(widths)
-        squares = {figure: rows / (self.sync.loss_scale or 1.0) ** 2 for figure, rows in sums.items()}
-        if has_time:
-            shown["step_seconds"] = seconds
-        if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # nothing is learned from an overflow
-            return shown
-        if probe.end_to_end:
-            end_to_end = itertools.starmap(EndToEnd, squares["end_to_end"].tolist())
-            shown["end_to_end"] = dict(zip(names, end_to_end, strict=True))
-        if probe.levels:
-            shown["energy"] = {
-                level: dict(zip(names, itertools.starmap(Energy, squares[level].tolist()), strict=True))
-                for level in probe.levels
-            }
-            shown["residual_norm"] = dict(zip(names, squares["residual"][:, 0].sqrt().tolist(), strict=True))
-        return shown
+        self._window.num_steps += counted and self._probe.accumulate is not None
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -266,10 +226,11 @@ class AdaptiveDriver(BucketObserver, StepListener):
                     ", ".join(state["labels"]),
                 )
             self._window.forget()
-            self._last_step.forget()
+            if self._figures is not None:
+                self._figures.forget()
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
-        self._probe = Probe(**state["probe"])
+        self._ask(Probe(**state["probe"]))
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
         self.levels = dict(state["levels"])
         if self.levels:

@@ -1,9 +1,9 @@
-"""A controller's levels on one rank, before any is in force: tried on a gradient, and rehearsed for the compiler."""
+"""A controller's levels on one rank, before any is in force: rehearsed for the compiler."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.measure import energies
 
-_WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
 # One parameter for each method that a configuration may give: compressed, high precision, exempt.
 _SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
 _DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be shows in the first step
@@ -48,36 +46,6 @@ class SingleRankBucket:
         self.sync.begin_step()
         wait_for_all(self.sync.reduce(self._layout, x, out))
         self.sync.end_step()
-
-
-def try_level(
-    level: Compressor, values: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], seed: int
-) -> dict[str, Tensor]:
-    """`energies` of each tensor if `level` had to send it: the method runs in a world of one rank, its state is new."""
-    chosen = [specs[name] for name in values if specs[name].numel]
-    if not chosen:
-        return {}
-    x = torch.cat([values[spec.name] for spec in chosen])
-    bucket = SingleRankBucket(level, chosen, x.device, seed=seed)
-    out = torch.empty_like(x)
-    for _ in range(_WARM_ROUNDS if _starts_warm(bucket.sync) else 1):
-        _forget_residuals_(bucket.sync)
-        bucket.reduce(x.clone(), out)
-    pairs = zip(chosen, out.split([spec.numel for spec in chosen]), strict=True)
-    return {spec.name: energies(values[spec.name], sent) for spec, sent in pairs}
-
-
-def _starts_warm(sync: GradientSync) -> bool:
-    """Whether a `Reducer` keeps more than residuals."""
-    keys = [key for name in sync.specs for key in sync.state.tensors(name)]
-    return any("residual" not in key and "." not in key for key in keys)
-
-
-def _forget_residuals_(sync: GradientSync) -> None:
-    for name in sync.specs:
-        for key, tensor in sync.state.tensors(name).items():
-            if "residual" in key:
-                tensor.zero_()
 
 
 def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:

@@ -7,7 +7,6 @@ ranks before a controller sees it. State is plain numbers, strings, lists and di
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,13 +79,6 @@ class Telemetry:
     residual_norm: Mapping[str, float] = field(default_factory=dict)
     end_to_end: Mapping[str, EndToEnd] = field(default_factory=dict)
     step_seconds: float | None = None
-
-
-def end_to_end_error(telemetry: Telemetry, names: Sequence[str]) -> float | None:
-    """``||result - mean|| / ||mean||`` of several parameters together; None: not measured."""
-    sums = [telemetry.end_to_end[name] for name in names if name in telemetry.end_to_end]
-    mean = sum(each.mean for each in sums)
-    return math.sqrt(sum(each.error for each in sums) / mean) if mean > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ LEAVES = {  # one row per leaf
         "eden needs lowbit_strategy.methods.zoo, which this installation lacks",
     ),
     "rare controllers": Leaf(
-        ("control/zoo",),
+        ("control/zoo", "adaptation/zoo"),
         "from lowbit_strategy.control import GraVAC",
         "GraVAC needs lowbit_strategy.control.zoo, which this installation lacks",
     ),

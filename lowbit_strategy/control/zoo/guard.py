@@ -15,7 +15,6 @@ from lowbit_strategy.control.base import (
     State,
     Telemetry,
     describe,
-    end_to_end_error,
     group_of,
     grouped,
     reference_nbytes,
@@ -121,7 +120,7 @@ class Guard(Controller):
                 both_hops = (
                     math.inf  # unknown for a level that is not in force
                     if END_TO_END in alarmed.get(group, "") and self.fallback is not None
-                    else end_to_end_error(telemetry, members)
+                    else _end_to_end_error(telemetry, members)
                 )
                 readings[group] = Reading(math.sqrt(error / compensated), math.sqrt(residual / compensated), both_hops)
         return readings
@@ -131,3 +130,10 @@ class Guard(Controller):
         times = f"{self.bounds.patience} times in a row; {what}"
         raised = (f"{group}: {reason} {times}" for group, reason in alarms.raised.items())
         return (*raised, *(f"{group}: within its bounds again" for group in alarms.cleared))
+
+
+def _end_to_end_error(telemetry: Telemetry, names: Sequence[str]) -> float | None:
+    """``||result - mean|| / ||mean||`` of several parameters together; None: not measured."""
+    sums = [telemetry.end_to_end[name] for name in names if name in telemetry.end_to_end]
+    mean = sum(each.mean for each in sums)
+    return math.sqrt(sum(each.error for each in sums) / mean) if mean > 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.adaptation.levels import try_level
+from lowbit_strategy.adaptation.zoo.step_figures import try_level
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -1,0 +1,1 @@
+"""What controllers of the zoo measure."""
