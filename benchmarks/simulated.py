@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.residual_rules.followed_rates import FollowedRates
 from lowbit_strategy.second_moment.squares import SecondMoment
 from testing.worlds.simulated import SimulatedWorld
 

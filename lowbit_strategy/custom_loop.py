@@ -28,14 +28,13 @@ from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
-from lowbit_strategy.attach.prepare import checked, compare, prepare
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.backward import before_backward
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import by_mesh, shard_group
@@ -165,13 +164,13 @@ def compress(
     Args:
         model: Wrapped in ``DistributedDataParallel``, or sharded with ``fully_shard``.
         optimizer: Every optimizer that steps parameters of `model`, made after sharding.
-        compressor: A configuration or a preset's name; None: ``LoCo()``.
+        compressor: A configuration or a preset's name; None: the default of `options`, ``LoCo()``.
         scaler: The ``GradScaler``, if there is one.
         mesh: The mesh of all ranks that hold part of `model`, needed only for tensor parallelism without ``DTensor``.
         options: The fields of `SyncOptions`.
 
     Returns:
-        The session: use ``save`` and ``load`` for checkpoints, ``finish`` after training, and with local steps
+        The session: use ``save`` and ``load`` for checkpoints, ``finish`` after training, and in rounds
         ``shared_weights`` around validation.
 
     Raises:
@@ -195,7 +194,7 @@ def compress(
     sync_options = SyncOptions(**options)
     if sync_options.comes_and_goes:
         raise ValueError("compress serves ranks that stay: for others call prepare and attach_replica")
-    compressor = LoCo() if compressor is None else as_compressor(compressor)
+    compressor = sync_options.default_compressor if compressor is None else as_compressor(compressor)
     check_optimizers(compressor, sync_options, optimizers)
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     params = {id(param) for _, param in named_parameters(bare)}
@@ -209,8 +208,7 @@ def compress(
         group = shard_group(own)
         if sync_options.shard_size is None and own.mesh.ndim > 1:
             sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
-    prepared = checked(bare, compressor, sync_options, scatter=not is_ddp)
-    compare(bare, prepared, group)
+    prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
     attach: Any = attach_ddp if is_ddp else attach_fsdp
     session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)

@@ -38,6 +38,8 @@ class NeededBy(NamedTuple):
 
 
 OPTIONS = {
+    "max_residual": NeededBy("lowbit_strategy.residual_rules.bounded:MaxResidual"),
+    "follows_rate": NeededBy("lowbit_strategy.residual_rules.followed_rates:FollowsRate"),
     "check_digest": NeededBy(
         "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks"
     ),

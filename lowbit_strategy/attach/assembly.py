@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.checks import ONE_REPLICA, check_whole_model
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
-from lowbit_strategy.engine.bounded_residuals import BoundedResiduals
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Choice, Chooser
@@ -96,16 +95,15 @@ def make_session(
     sync: GradientSync,
     *,
     hook: Hook | None = None,
-    choice: Choice | None = None,
 ) -> Session:
     """Make the session around the engine of a model, which may be wrapped in DDP."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    options, ranks = prepared.options, sync.ranks
-    if options.max_residual is not None:
-        BoundedResiduals(sync, options.max_residual)
-    begun = [part.attach(sync, module, prepared) for part in prepared.parts if not ranks.alone]
+    choice: Choice | None = None
+    if isinstance(prepared.compressor, Chooser) and not sync.ranks.alone:
+        choice = prepared.compressor.begin(prepared, sync, hook)
+    begun = [part.attach(sync, module, prepared) for part in prepared.parts if not sync.ranks.alone]
     pace = next((each for each in begun if each is not None), None)
-    session = Session(sync, module, options, hook=hook, pace=pace, choice=choice)
+    session = Session(sync, module, prepared.options, hook=hook, pace=pace, choice=choice)
     _report(sync, times_steps=pace is None)
     if isinstance(model, DistributedDataParallel):
         session.close_with(model)

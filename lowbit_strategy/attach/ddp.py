@@ -16,12 +16,11 @@ from lowbit_strategy.attach.checks import check_ddp
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.mesh import describe_dims
-from lowbit_strategy.model.param_groups import ParamGroup, ddp_buckets
+from lowbit_strategy.model.param_groups import ddp_buckets
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
@@ -65,16 +64,13 @@ def attach_ddp(
     dims = describe_dims(getattr(model, "device_mesh", None), model.parameters())
     ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, dims=dims)
     prepared, sync = make_engine(model.module, prepared, ranks, device, has_scaler=has_scaler)
-    sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
-    hook: DDPHook | DDPWiring | None = None
-    choice = None
-    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
-        hook = DDPWiring(model, sync)
-        choice = prepared.compressor.begin(prepared, sync, hook)
-        sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
-    elif not ranks.alone:
-        hook = DDPHook(model, sync)
-    return make_session(model, prepared, sync, hook=hook, choice=choice)
+    if ranks.alone:
+        return make_session(model, prepared, sync)
+    hook = DDPWiring(model, sync) if isinstance(prepared.compressor, Chooser) else DDPHook(model, sync)
+    params = named_parameters(model.module)
+    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
+    sync.expect(ddp_buckets(trained, hook.cap_nbytes))
+    return make_session(model, prepared, sync, hook=hook)
 
 
 def attach_replica(
@@ -104,13 +100,6 @@ def attach_replica(
     ranks = Ranks.flat(GroupComm(group)).coming_and_going()
     prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler)
     return make_session(model, prepared, sync)
-
-
-def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[ParamGroup]:
-    """Predict the buckets that DDP will make once it knows the order of gradients."""
-    params = named_parameters(model.module)
-    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
-    return ddp_buckets(trained, cap_nbytes)
 
 
 def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) -> PreparedModel:

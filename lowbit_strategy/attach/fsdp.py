@@ -19,7 +19,6 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.fsdp import FSDPWiring
-from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, check_held, reshard, sharded_groups, sharded_parameters
 from lowbit_strategy.model.mesh import (
@@ -90,13 +89,7 @@ def attach_fsdp(
     prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     wiring = FSDPWiring(module, groups, sync)
     wiring.take(prepared.weights)  # what cannot be served is refused now
-    choice = None
-    if isinstance(prepared.compressor, Chooser) and not ranks.alone:
-        wiring.give_back()
-        choice = prepared.compressor.begin(prepared, sync, wiring)
-    session = make_session(module, prepared, sync, hook=wiring, choice=choice)
-    session.give_back_with(wiring.stop)
-    return session
+    return make_session(module, prepared, sync, hook=wiring)
 
 
 def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:

@@ -79,21 +79,29 @@ def prepare(
     options: SyncOptions | None = None,
     *,
     scatter: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> PreparedModel:
-    """Check the configuration against the model, on all ranks that train it.
+    """Check the configuration against the model, on all ranks that train it, which compare parameters and settings.
 
     Args:
         module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
         compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
         options: All other options; None: the defaults.
         scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
+        group: The ranks that have the same parameters; None: all.
 
     Raises:
         ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
     prepared = checked(module, compressor, options, scatter=scatter)
-    compare(module, prepared)
+    facts = fingerprint(prepared.compressor, module, scatter=scatter, settings=settings_of(prepared.options))
+    handshake(facts, group)
+    if dist.get_rank(group) == 0:
+        for sentence in unmatched_patterns(prepared.compressor, module):
+            _log.warning("%s", sentence)
+        warn_of_missing_parts(prepared.options)
+    await_attachment(module)
     return prepared
 
 
@@ -123,21 +131,6 @@ def checked(
     if not scatter:
         refuse_python_reducer()
     return PreparedModel(compressor, options, specs, "fsdp" if scatter else "ddp", tuple(options.parts))
-
-
-def compare(module: nn.Module, prepared: PreparedModel, group: dist.ProcessGroup | None = None) -> None:
-    """Compare parameters and settings across the ranks that have the same parameters. The model must be attached next.
-
-    Raises:
-        RuntimeError: The ranks differ.
-    """
-    facts = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings_of(prepared.options))
-    handshake(facts, group)
-    if dist.get_rank(group) == 0:
-        for sentence in unmatched_patterns(prepared.compressor, module):
-            _log.warning("%s", sentence)
-        warn_of_missing_parts(prepared.options)
-    await_attachment(module)
 
 
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:

@@ -31,7 +31,6 @@ from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.engine.engine import GradientSync, in_backward
-from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
@@ -83,12 +82,13 @@ class Session:
         self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
-        if options.follows_rate:
-            FollowedRates(sync, self._use.rates)
+        sync.listeners.rates = self._use.rates
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
         watch_optimizers(self)
+        if isinstance(hook, FSDPWiring):
+            self._give_back_with(hook.stop)
 
     @property
     def is_in_rounds(self) -> bool:
@@ -407,7 +407,7 @@ class Session:
             for comm in () if self.sync.weights is None else self.sync.weights.comms:
                 comm.release(ranks.own)
 
-    def give_back_with(self, stop: Callable[[], bool]) -> None:
+    def _give_back_with(self, stop: Callable[[], bool]) -> None:
         """When this session is garbage-collected, destroy its process groups and end threads by `stop`."""
         groups = [group for ranks in self._ranks for group in ranks.own]
         finalizer = weakref.finalize(self, _give_back, stop, groups)

@@ -109,10 +109,6 @@ class SyncOptions:
     def __post_init__(self) -> None:
         for part in self.parts:
             part.check_options(self)
-        if self.max_residual is not None and not self.max_residual > 0:
-            raise ValueError(f"max_residual must be a positive number or None, got {self.max_residual!r}")
-        if self.memory is not None and not self.memory > 0:
-            raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:
             raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')
         if self.shard_size is not None and self.two_level is not None:

@@ -141,6 +141,7 @@ class AutoChoice(Choice):
         self._reference_s: float | None = None
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
+        wiring.give_back()
         self._time_baseline()
         sync.save_with(EXTRA_STATE_KEY, self)
 

@@ -14,7 +14,7 @@ called in the order in which they subscribed. A rank may end its step alone; exc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -46,11 +46,13 @@ class Listeners:
 
     Attributes:
         control: The listener that monitors and adapts the model; None: there is none.
+        rates: Returns the learning rate of each parameter that an optimizer steps.
         learning_rate: Returns the rate of the optimizer that steps the model; None: it is not known which one does.
     """
 
     def __init__(self) -> None:
         self.control: Any = None
+        self.rates: Callable[[], Mapping[str, float]] = dict
         self.learning_rate: Callable[[], float | None] = lambda: None
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
         self._together: list[Callable[[], None]] = []

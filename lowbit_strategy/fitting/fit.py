@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ class MemoryLimit(Part):
 
     def __init__(self, options: SyncOptions) -> None:
         self._memory = options.memory
+
+    def check_options(self, options: Any) -> None:
+        if self._memory is not None and not self._memory > 0:
+            raise ValueError(f"memory must be a positive number of GB or None, got {self._memory!r}")
 
     def fitted(
         self, prepared: PreparedModel, ranks: Ranks, device: torch.device, modules: Mapping[str, ModuleLayout]

@@ -78,6 +78,9 @@ class DDPHook:
         model: The wrapped model; the hook is registered with it.
         sync: The engine. On CPU its process group must not be the one that DDP uses.
 
+    Attributes:
+        cap_nbytes: The size of buckets.
+
     Raises:
         RuntimeError: The model already has a hook, or compiled autograd would call the hook with other arguments.
     """
@@ -90,7 +93,7 @@ class DDPHook:
         self.sync = sync
         self._clock = clock_of(sync)
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
-        self._cap_nbytes: int = model.bucket_bytes_cap
+        self.cap_nbytes: int = model.bucket_bytes_cap
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
         self._names = {id(p): name for name, p in named_parameters(model.module)}
         turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
@@ -111,7 +114,7 @@ class DDPHook:
             at = (grad.data_ptr() - base) // itemsize
             if not grad.numel():
                 continue
-            if (at - ends[-1]) * itemsize >= self._cap_nbytes:
+            if (at - ends[-1]) * itemsize >= self.cap_nbytes:
                 found.append([])
                 ends.append(at)
             found[-1].append((self._names[id(param)], at - ends[-1]))
@@ -187,6 +190,8 @@ class DDPWiring:
 
     def give_back(self) -> None:
         """Return to the framework's communication, without a hook."""
+        if not self._taken:
+            return
         self.close()
         self._taken = False
         if (model := self._model_of()) is not None:

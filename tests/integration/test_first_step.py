@@ -30,7 +30,7 @@ def in_pieces_and_whole(folder: Path, method: str) -> Facts:
 
             def seen(self: DDPHook, bucket: object, *, kind=kind, num_pieces=num_pieces, cut=cut) -> object:
                 if kind == "whole":
-                    self._cap_nbytes = 2**62
+                    self.cap_nbytes = 2**62
                 found = cut(self, bucket)
                 num_pieces.append(len(found[0]))
                 return found

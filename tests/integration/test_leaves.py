@@ -91,6 +91,11 @@ LEAVES = {  # one row per leaf
         "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(intra=8)",
         "intra needs lowbit_strategy.node_codes",
     ),
+    "residual rules": Leaf(
+        ("residual_rules",),
+        "from lowbit_strategy.custom_loop import SyncOptions; SyncOptions(max_residual=3.0)",
+        "max_residual needs lowbit_strategy.residual_rules",
+    ),
     "second moment": Leaf(
         ("second_moment",),
         "from lowbit_strategy.lightning import LowBitDDPStrategy; LowBitDDPStrategy(second_moment=True)",

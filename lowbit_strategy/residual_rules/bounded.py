@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from lowbit_strategy.attach.part import Part
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
+
+
+class MaxResidual(Part):
+    """The largest norm of a residual, in norms of the parameter's gradient; None: there is no bound."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self._limit = options.max_residual
+
+    def check_options(self, options: Any) -> None:
+        if self._limit is not None and not self._limit > 0:
+            raise ValueError(f"max_residual must be a positive number or None, got {self._limit!r}")
+
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
+        if self._limit is not None:
+            BoundedResiduals(sync, self._limit)
 
 
 class BoundedResiduals(StepListener, BucketObserver):

@@ -6,10 +6,26 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
+from lowbit_strategy.attach.part import Part
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 
 GRAIN = 1 / 16  # in powers of two: scales of int8 residuals are bfloat16, and would not see smaller changes
+
+
+class FollowsRate(Part):
+    """Whether residuals follow the learning rate."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self._follows = options.follows_rate
+
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
+        if self._follows:
+            FollowedRates(sync, lambda: sync.listeners.rates())
 
 
 class FollowedRates(StepListener):

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.followed_rates import FollowedRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.residuals import read_residual
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
+from lowbit_strategy.residual_rules.followed_rates import FollowedRates
 from testing.invariants.harness import conserving_form
 from testing.worlds.single import engine, gradients, reduce_step
 

@@ -1,0 +1,1 @@
+"""`max_residual=` and `follows_rate=`: residuals that are bounded, and that follow the learning rate."""
