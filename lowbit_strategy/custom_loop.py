@@ -180,36 +180,19 @@ def compress(
         RuntimeError: The ranks differ.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if not is_ddp and not sharded_groups(model):
-        raise ValueError(
-            f"compress was given a {type(model).__name__} that nothing synchronizes: give it what"
-            " DistributedDataParallel returned, or a module that was sharded with fully_shard"
-        )
-    if is_ddp and isinstance(model.module, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
-        raise ValueError(
-            f"compress was given a DistributedDataParallel around a {type(model.module).__name__}, which synchronizes"
-            " too: wrap the model once, in DistributedDataParallel"
-        )
+    bare, group, shard_size = _synchronized(model)
     sync_options = SyncOptions(**options)
     if sync_options.comes_and_goes:
         raise ValueError("compress serves ranks that stay: for others call prepare and attach_replica")
+    if sync_options.shard_size is None:
+        sync_options = replace(sync_options, shard_size=shard_size)
     compressor = sync_options.default_compressor if compressor is None else as_compressor(compressor)
     check_optimizers(compressor, sync_options, optimizers)
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
     params = {id(param) for _, param in named_parameters(bare)}
     if any(not params & {id(p) for group in each.param_groups for p in group["params"]} for each in optimizers):
         raise ValueError(MADE_BEFORE_SHARDING)
-    group: dist.ProcessGroup
-    if isinstance(model, DistributedDataParallel):
-        group = model.process_group
-    else:
-        own = by_mesh(sharded_groups(model))[0][0]
-        group = shard_group(own)
-        if sync_options.shard_size is None and own.mesh.ndim > 1:
-            sync_options = replace(sync_options, shard_size=dist.get_world_size(group))
-    prepared = prepare(bare, compressor, sync_options, scatter=not is_ddp, group=group)
-    attach: Any = attach_ddp if is_ddp else attach_fsdp
+    prepared = prepare(bare, compressor, sync_options, scatter=bare is model, group=group)
+    attach: Any = attach_fsdp if prepared.scatter else attach_ddp
     session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
     session.ended_by.update(dict.fromkeys(optimizers))
@@ -218,6 +201,30 @@ def compress(
     for each in optimizers:
         notice_own_checkpoints(session, each)
     return session
+
+
+def _synchronized(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup, int | None]:
+    """Return the model without DDP around it, the ranks that have the same parameters or shards of them, and under HSDP
+    how many share one model.
+
+    Raises:
+        ValueError: `model` is neither wrapped nor sharded, or is wrapped twice.
+    """
+    if isinstance(model, DistributedDataParallel):
+        if isinstance(model.module, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
+            raise ValueError(
+                f"compress was given a DistributedDataParallel around a {type(model.module).__name__}, which"
+                " synchronizes too: wrap the model once, in DistributedDataParallel"
+            )
+        return model.module, model.process_group, None
+    if not (groups := sharded_groups(model)):
+        raise ValueError(
+            f"compress was given a {type(model).__name__} that nothing synchronizes: give it what"
+            " DistributedDataParallel returned, or a module that was sharded with fully_shard"
+        )
+    own = by_mesh(groups)[0][0]
+    group = shard_group(own)
+    return model, group, dist.get_world_size(group) if own.mesh.ndim > 1 else None
 
 
 def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> None:

@@ -27,9 +27,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate import checkpoint_folder
-from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
+from lowbit_strategy.accelerate.control import AcceleratorLoop, PreparedControl
 from lowbit_strategy.accelerate.supported import check_accelerator, choose_shard_size
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.assembly import warn_of_one_rank
@@ -86,7 +87,7 @@ class Binding:
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
-        self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
+        self.loop = AcceleratorLoop(plugin, accelerator)
         self.sessions: list[Session] = []
         self.replica: Any = None  # what is called where replicas join and leave
         self._warned_of_one_rank = False
@@ -137,16 +138,17 @@ class Binding:
     @property
     def driver(self) -> AdaptiveDriver | None:
         """The first prepared model's controller at work: levels in force, state."""
-        return self.adaptive.driver(self.sessions[0]) if self.sessions else None
+        control = PreparedControl.of(self.sync) if self.sync is not None else None
+        return None if control is None else control.driver
 
     @property
     def epoch(self) -> int | None:
         """Set it in the loop where nothing else counts epochs; for controllers that go by them."""
-        return self.adaptive.clock.epoch
+        return self.loop.clock.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self.adaptive.clock.epoch = epoch
+        self.loop.clock.epoch = epoch
 
     @property
     def writes_checkpoints(self) -> bool:
@@ -158,7 +160,7 @@ class Binding:
         for session in self.sessions:
             if session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
-                self.adaptive.take_effect()
+                self._take_effect(session)
 
     def finish(self) -> None:
         """Training ends on this rank; all have the same weights then. On all ranks.
@@ -201,7 +203,21 @@ class Binding:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
         self.accelerator.wait_for_everyone()  # ranks that wrote it wait for nobody: it may not be complete yet
         checkpoint_folder.load(folder, self.sessions, compressed=compressed)
-        self.adaptive.take_effect()
+        for session in self.sessions:
+            self._take_effect(session)
+
+    def _take_effect(self, session: Session) -> None:
+        if (control := PreparedControl.of(session.sync)) is not None:
+            control.take_effect()
+
+    @contextlib.contextmanager
+    def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Iterator[Any]:
+        """Around a step of a prepared optimizer, see `ModelControl.scaled`."""
+        with contextlib.ExitStack() as stack:
+            for session in self.sessions:
+                if (control := PreparedControl.of(session.sync)) is not None and session.owns(optimizer):
+                    closure = stack.enter_context(control.scaled(optimizer, closure))
+            yield closure
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
 
@@ -253,7 +269,7 @@ class Binding:
         self._modules[module] = None
         self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
-        self.adaptive.attach(session, alone=not self.sessions)
+        self.loop.control(session.sync, self._numbers[session], alone=not self.sessions)
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:
@@ -301,7 +317,7 @@ class Binding:
         return optimizer
 
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
-        self.adaptive.accumulates = True
+        self.loop.accumulates = True
         return original(*models)
 
     def _clip(self, option: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +326,7 @@ class Binding:
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         value = loss.detach() if isinstance(loss, Tensor) else None
-        self.adaptive.before_backward(self.sessions)
+        self.loop.clock.batch()
         for session in self.sessions:
             session.begin_step(self.accelerator.scaler, loss=value)
         return original(loss, **kwargs)
@@ -384,7 +400,7 @@ class SteppingOptimizer(AcceleratedOptimizer):
         if self.lowbit is None:
             super().step(closure)
             return
-        with self.lowbit.adaptive.scaled(self, closure) as scaled:
+        with self.lowbit.scaled(self, closure) as scaled:
             super().step(scaled)
         if self.gradient_state.sync_gradients:
             self.lowbit.end_step(self)

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.chooser import Chooser
@@ -92,6 +94,10 @@ class LowBitStrategy:
         else:
             self.compressor = options.default_compressor
         self.on_configured()
+
+    def _attached(self, attach: Callable[..., Session], model: nn.Module, prepared: PreparedModel) -> Session:
+        """Start compression on a model that is wrapped or sharded."""
+        return attach(model, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None)
 
     def on_configured(self) -> None:
         """Called when all options are valid and stored, and before anything is attached."""

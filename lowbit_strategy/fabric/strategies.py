@@ -140,7 +140,7 @@ class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
         prepared = prepare(module, self.compressor, self.options, scatter=False)
         self.choose_buckets(self.root_device)
         wrapped = super().setup_module(module)
-        self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
+        self.attach(self._attached(attach_ddp, wrapped, prepared))
         return wrapped
 
 
@@ -184,14 +184,7 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
             return super().setup_module(module)
         prepared = prepare(module, self.compressor, self.options, scatter=True)
         wrapped = super().setup_module(module)
-        self.attach(
-            attach_fsdp(
-                wrapped,
-                prepared,
-                device=self.root_device,
-                has_scaler=self.loss_scaler is not None,
-            )
-        )
+        self.attach(self._attached(attach_fsdp, wrapped, prepared))
         return wrapped
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:

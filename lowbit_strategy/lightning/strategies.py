@@ -52,10 +52,7 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
         assert isinstance(self.model, DistributedDataParallel)
-        session = attach_ddp(
-            self.model, self._prepared, device=self.root_device, has_scaler=self.loss_scaler is not None
-        )
-        self.on_attached(session)
+        self.on_attached(self._attached(attach_ddp, self.model, self._prepared))
 
     def serve_unfrozen(self, session: Session) -> None:
         """DDP synchronizes what was trainable when it wrapped, so the module is wrapped again; stock DDP would let the
@@ -122,13 +119,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
         self.shard(self.model, self.device_mesh, self.precision_plugin, by_child=manual)
         self.barrier()
         if fitting:
-            session = attach_fsdp(
-                self.model,
-                prepared,
-                device=self.root_device,
-                has_scaler=self.loss_scaler is not None,
-            )
-            self.on_attached(session)
+            self.on_attached(self._attached(attach_fsdp, self.model, prepared))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:

@@ -37,7 +37,6 @@ class Figures:
             all ranks. Estimated from a sample. Feedback makes up for it in later steps. None among replicas that come
             and go, which would all have to look at the same steps.
         cosine: Cosine of the angle between h and what was sent.
-        sent_energy_ratio: ``||sent||^2 / ||h||^2``.
         residual_norm: ``||residual||`` in h.
         compensated_norm: ``||h||``.
         bits_per_element: Bits on the wire for one element and hop; an uncompressed float32 has 32.
@@ -51,7 +50,6 @@ class Figures:
     relative_error: float
     end_to_end_error: float | None
     cosine: float
-    sent_energy_ratio: float
     residual_norm: float
     compensated_norm: float
     bits_per_element: float
@@ -156,9 +154,6 @@ class Observer(BucketObserver, StepListener):
         self._observing = False
         self._last_end: float | None = None
         sync.listeners.add(self, StepPhase.OBSERVE)
-
-    def detach(self) -> None:
-        self.sync.listeners.remove(self)
 
     def begin_step(self) -> Observer | None:
         self._observing = self.wants(self.sync.step_index)
@@ -273,7 +268,6 @@ class Observer(BucketObserver, StepListener):
             relative_error=_ratio(error, h),
             end_to_end_error=None if sync.ranks.comes_and_goes else _ratio(end_to_end, mean),
             cosine=product / math.sqrt(h * sent) if h * sent > 0 else 1.0 + 0.0 * h,
-            sent_energy_ratio=sent / h if h > 0 else 1.0 + 0.0 * h,
             residual_norm=math.sqrt(residual),
             compensated_norm=math.sqrt(h),
             bits_per_element=8 * nbytes / traffic if traffic else 0.0,

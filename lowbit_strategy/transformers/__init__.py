@@ -161,13 +161,13 @@ class ResidualCallback(TrainerCallback):
             _marks(state)[_MARK] = {}
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
-        adaptive, sync = binding.adaptive, binding.sync
-        adaptive.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
-        adaptive.has_log = lambda: True  # its own history at least
+        loop, sync = binding.loop, binding.sync
+        loop.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
+        loop.has_log = lambda: True  # its own history at least
         if binding.plugin.record is True:
-            adaptive.folder = Path(str(args.output_dir))
+            loop.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
-            adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
+            loop.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
     def _log(self, metrics: dict[str, float]) -> None:
         """Log metrics the way the Trainer does, but not to the console: a large model has dozens of groups."""

@@ -34,7 +34,6 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
         "relative_error": error,
         "end_to_end_error": 2 * error,
         "cosine": 1 - error,
-        "sent_energy_ratio": 0.9,
         "residual_norm": 0.5,
         "compensated_norm": 2.0,
         "bits_per_element": 4.125,

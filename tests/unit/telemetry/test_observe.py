@@ -34,7 +34,6 @@ def test_figures_against_an_independent_computation() -> None:
         h, s = compensated[name].double(), sent[name].double()
         assert figures.relative_error == pytest.approx(float((h - s).norm() / h.norm()), rel=1e-5)
         assert figures.cosine == pytest.approx(float(h @ s / (h.norm() * s.norm())), rel=1e-5)
-        assert figures.sent_energy_ratio == pytest.approx(float(s.square().sum() / h.square().sum()), rel=1e-5)
         residual = before.get(name, torch.zeros(1))
         assert figures.residual_norm == pytest.approx(float(residual.norm()), rel=1e-5)
     everything = torch.cat([compensated[name] for name in WEIGHTS]).double()  # what is exempt does not dilute the error
@@ -100,14 +99,6 @@ def test_norms_are_reported_without_the_loss_scale() -> None:
         assert observer.last is not None
         norms.append(observer.last.total.compensated_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-
-
-def test_detach() -> None:
-    sync = engine(COMPRESSOR)
-    observer = Observer(sync, wants=lambda step: True)
-    observer.detach()
-    reduce_step(sync, gradients(0))
-    assert observer.last is None
 
 
 def test_a_gradient_that_is_not_a_number_shows() -> None:

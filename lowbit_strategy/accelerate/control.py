@@ -1,0 +1,111 @@
+"""Controllers and monitors under an accelerator: one control for each prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from lowbit_strategy.accelerate.clock import TrainingClock
+from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.telemetry.metric_names import for_model
+
+
+class AcceleratorLoop:
+    """What the models of an accelerator share: the loop's progress, who takes metrics, where the record is.
+
+    Args:
+        plugin: The `LowBitPlugin`.
+        accelerator: Whose models are trained.
+
+    Attributes:
+        clock: Steps and epochs.
+        log: Takes metrics and the step that they are of, on every rank.
+        has_log: Returns whether there is anybody who takes them.
+        folder: Folder of the record, None: nowhere.
+        accumulates: The loop uses ``accelerator.accumulate``.
+    """
+
+    def __init__(self, plugin: Any, accelerator: Accelerator) -> None:
+        self.plugin = plugin
+        self.accelerator = accelerator
+        self.clock = TrainingClock(accelerator, plugin.num_steps, plugin.steps_per_epoch)
+        self.log: Callable[[dict[str, float], int], Any] = accelerator.log
+        self.has_log: Callable[[], bool] = lambda: bool(accelerator.trackers)
+        record = accelerator.logging_dir if plugin.record is True else plugin.record
+        self.folder = None if record is None or record is False else Path(record)
+        self.accumulates = False
+
+    def control(self, sync: GradientSync, number: int, *, alone: bool) -> PreparedControl | None:
+        """Control the model with this number, into which no checkpoint has been loaded. `alone`: no other one is in
+        use. None: the plugin has neither controller nor monitor.
+
+        Raises:
+            ValueError: The controller cannot serve it.
+        """
+        controller = self.plugin.controller
+        if controller is None and self.plugin.monitor is None:
+            return None
+        if controller is not None and controller.initial_accumulation is not None and not alone:
+            raise ValueError(
+                f"{type(controller).__name__} changes gradient accumulation, which all models of an Accelerator"
+                " share: use it with one model, or give each model its own Accelerator"
+            )
+        return PreparedControl(sync, self, number)
+
+
+class PreparedControl(ModelControl):
+    """The control of one prepared model.
+
+    Args:
+        sync: Its engine.
+        loop: The loop that it is trained in.
+        number: Of the model; metrics and records go by it.
+    """
+
+    def __init__(self, sync: GradientSync, loop: AcceleratorLoop, number: int) -> None:
+        super().__init__(sync, loop.clock, lambda metrics, step: loop.log(for_model(metrics, number), step))
+        self.has_log = lambda: loop.has_log()
+        self.accumulation = lambda: loop.accelerator.gradient_accumulation_steps
+        self._loop, self._number = loop, number
+        if loop.plugin.controller is not None:
+            self.adapt(loop.plugin.controller)
+            sync.save_with("clock", loop.clock)
+        if loop.plugin.monitor is not None:
+            self.monitor(loop.plugin.monitor)
+        self.take_effect()
+
+    @staticmethod
+    def of(sync: GradientSync) -> PreparedControl | None:
+        """The control that `sync` has, if it is one of these."""
+        control = ModelControl.of(sync)
+        return control if isinstance(control, PreparedControl) else None
+
+    def begin(self, **fields: Any) -> None:
+        """Training begins, or goes on.
+
+        Raises:
+            ValueError: The controller needs what cannot be known or done here.
+        """
+        loop = self._loop
+        if (controller := loop.plugin.controller) is not None:
+            loop.clock.check(controller)
+            if controller.initial_accumulation is not None and not loop.accumulates:
+                raise ValueError(
+                    f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the"
+                    " optimizer's step into `with accelerator.accumulate(model):`"
+                )
+        if loop.folder is not None:
+            self.folder = loop.folder if self._number == 0 else loop.folder / f"model_{self._number}"
+        super().begin(**fields)
+
+    def take_effect(self) -> int | None:
+        """Accumulate the number of batches that the controller has set, from the next step on."""
+        wanted, accelerator = super().take_effect(), self._loop.accelerator
+        if wanted is not None and wanted != accelerator.gradient_accumulation_steps:
+            accelerator.gradient_accumulation_steps = wanted
+            accelerator.step = 0  # windows are counted from here
+        return wanted
