@@ -1,4 +1,4 @@
-"""What everyone is to see, such as the start-up report, whether or not logging has been set up."""
+"""Shows messages such as the start-up report to everyone, whether or not logging has been set up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 def _name_the_package(record: logging.LogRecord) -> bool:
-    """Where nobody has set up logging a warning is a bare line: say whose it is."""
+    """Add the package's name to warnings, which are bare lines if logging has not been set up."""
     if not _log.hasHandlers() and not str(record.msg).startswith("lowbit_strategy"):
         record.msg = f"lowbit_strategy: {record.msg}"
     return True
@@ -19,9 +19,9 @@ _log.addFilter(_name_the_package)
 
 
 def inform(message: str, *values: object) -> None:
-    """Log at the level INFO; where that would be lost because nobody has set up logging, write to standard error.
+    """Log at level INFO. If logging has not been set up and the message would be lost, write it to standard error.
 
-    A handler or a level of the logger ``lowbit_strategy``, or a handler of the root logger, is a set-up and decides.
+    A handler or a level of the logger ``lowbit_strategy``, or a handler of the root logger, counts as a set-up.
     """
     if _log.hasHandlers() or _log.level != logging.NOTSET:
         _log.info(message, *values)

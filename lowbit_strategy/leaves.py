@@ -1,4 +1,4 @@
-"""The way to parts that nothing else needs: by name, when they are asked for. Each can be deleted."""
+"""Loads optional parts by name when they are needed. Nothing else imports them, so each can be deleted."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ RULES = ("diloco", "eagerdiloco", "localsgd", "overlaplocalsgd", "postlocalsgd",
 
 
 class MissingPart(ImportError):
-    """A part of this package is not there."""
+    """A part of this package is not installed."""
 
 
 class NeededBy(NamedTuple):
-    """What an option of `SyncOptions` needs.
+    """The part that an option of `SyncOptions` needs.
 
     Args:
-        target: ``module:name``: what is made of the options there (`attach.part.Part`).
-        unasked: What it does where nobody asks for it; empty: nothing.
+        target: ``module:name`` that makes an `attach.part.Part` from the options.
+        unasked: What it does if the user does not ask for it; empty: nothing.
     """
 
     target: str
@@ -55,14 +55,14 @@ OPTIONS = {
 
 
 def load(target: str, asked_for: str) -> Any:
-    """Import what `target` names.
+    """Import the object that `target` names.
 
     Args:
         target: ``module:name``, of this package.
-        asked_for: What needs it, as its user calls it.
+        asked_for: What needs it, in the user's words.
 
     Raises:
-        MissingPart: The module is not there.
+        MissingPart: The module is not installed.
     """
     module, _, name = target.partition(":")
     try:
@@ -76,7 +76,7 @@ def load(target: str, asked_for: str) -> Any:
 
 def need(target: str, asked_for: str) -> None:
     """Raises:
-    MissingPart: What `target` names is not there.
+    MissingPart: The object that `target` names is not installed.
     """
     if not is_present(target):
         raise _missing(_folder(target), asked_for)
@@ -87,23 +87,23 @@ def _missing(part: str, asked_for: str) -> MissingPart:
 
 
 def undone(option: str) -> str:
-    """The warning where the part of `option` is not there, and nobody has asked for it."""
+    """The warning if the part for `option` is not installed, and the user has not asked for it."""
     part = OPTIONS[option]
     return goes_without(part.target, f"{part.unasked} ({option})")
 
 
 def goes_without(target: str, what: str) -> str:
-    """The warning where `what` is not done because `target` is not there."""
+    """The warning that `what` is not done because `target` is not installed."""
     return f"{_folder(target)} is missing, so this run goes without {what}: reinstall lowbit-strategy"
 
 
 def _folder(target: str) -> str:
-    """The first package on the way to `target` that can be missing."""
+    """The first package in the path of `target` that may be missing."""
     return ".".join(target.partition(":")[0].split(".")[:2])
 
 
 def is_present(target: str) -> bool:
-    """Whether the file of `target` is there."""
+    """Whether the file of `target` exists."""
     try:
         return find_spec(target.partition(":")[0]) is not None
     except ModuleNotFoundError:  # its folder is not

@@ -1,7 +1,7 @@
-"""torchmetrics metrics of compression: what was sent of each gradient, and the bytes it took.
+"""torchmetrics metrics of compression: the error of what was sent, and the bytes.
 
-All states are sums with ``dist_reduce_fx="sum"``, in float64 or integers: over several updates, several ranks or both,
-the result is that of all tensors together.
+All states are sums with ``dist_reduce_fx="sum"``, in float64 or integers. Over several updates or ranks, the result is
+that of all tensors together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Pair(Metric):
-    """Squares of the compensated gradient h, of what was sent and of the difference; and the product of h and sent."""
+    """Sums of squares of the compensated gradient h, of what was sent, and of the difference; and of h times sent."""
 
     is_differentiable = False
     full_state_update = False
@@ -96,7 +96,7 @@ class CompressionGain(_Pair):
 
 
 class ResidualNorm(Metric):
-    """Norm of residuals: of all tensors of an update, over all ranks, root mean square over updates.
+    """Norm of residuals over all tensors of an update and all ranks; root mean square over updates.
 
     Example:
         >>> metric = ResidualNorm()
@@ -118,7 +118,7 @@ class ResidualNorm(Metric):
         self.add_state("num_updates", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     def update(self, residuals: Tensor | list[Tensor]) -> None:
-        """Residuals of one step on this rank: a tensor or a list of them."""
+        """Add the residuals of one step on this rank: a tensor or a list of tensors."""
         parts = [residuals] if isinstance(residuals, Tensor) else residuals
         squares = (part.detach().to(torch.float64).square().sum() for part in parts)
         self.square += sum(squares, torch.zeros_like(self.square))
@@ -129,7 +129,7 @@ class ResidualNorm(Metric):
 
 
 class _Wire(Metric):
-    """Bytes and elements, as integers, summed over ranks."""
+    """Bytes and elements as integers, summed over ranks."""
 
     is_differentiable = False
     full_state_update = False
@@ -147,11 +147,11 @@ class _Wire(Metric):
 
         Args:
             nbytes: Bytes that this rank sent.
-            numel: Elements that they stand for, every hop counted: an all-reduce of N elements over W ranks sends
-                ``2 * (W - 1) / W * N``, a reduce-scatter half of that.
+            numel: Elements that these bytes stand for, counting every hop: an all-reduce of N elements over W ranks
+                sends ``2 * (W - 1) / W * N``, a reduce-scatter half of that.
 
         Raises:
-            ValueError: A negative number.
+            ValueError: A number is negative.
         """
         if nbytes < 0 or numel < 0:
             raise ValueError(f"bytes and elements cannot be negative, got {int(nbytes)} and {int(numel)}")
@@ -160,14 +160,14 @@ class _Wire(Metric):
 
 
 class WireBytes(_Wire):
-    """Bytes sent, all ranks together."""
+    """Bytes sent by all ranks together."""
 
     def compute(self) -> Tensor:
         return self.nbytes
 
 
 class BitsPerElement(_Wire):
-    """Bits on the wire for one element and hop; NaN before the first update.
+    """Bits on the wire per element and hop; NaN before the first update.
 
     Example:
         >>> metric = BitsPerElement()
@@ -183,7 +183,7 @@ class BitsPerElement(_Wire):
 
 
 class CompressionRatio(_Wire):
-    """How many times fewer bytes than float32 would have taken; NaN before the first update."""
+    """Bytes that float32 would take divided by bytes sent; NaN before the first update."""
 
     higher_is_better = True
 

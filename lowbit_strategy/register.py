@@ -1,6 +1,6 @@
-"""Strategy names in the registries of Lightning and Fabric, in both of their namespaces.
+"""Registers strategy names with Lightning and Fabric, in both of their namespaces.
 
-Names are data here: compressors and strategies are imported when a name is looked up.
+Names are data here. Compressors and strategies are imported only when a name is looked up.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ _UNUSED = {"": None, "_find_unused_parameters_true": True, "_find_unused_paramet
 
 
 def register_compressor(name: str, compressor: Compressor) -> None:
-    """Register a compressor: strategies ``<name>_ddp``, ``<name>_fsdp``, ``<name>_hsdp``, and `name` wherever a
-    compressor is expected. Call it at the end of the compressor's module, so that every process does.
+    """Register a compressor. This defines the strategies ``<name>_ddp``, ``<name>_fsdp`` and ``<name>_hsdp``, and makes
+    `name` valid wherever a compressor is expected. Call it at the end of the compressor's module, so that every process
+    does.
 
     Args:
         name: Lower-case letters, digits and underscores.
         compressor: A configuration.
 
     Raises:
-        ValueError: The name is taken, or not of this form.
+        ValueError: The name is taken or has another form.
     """
     from lowbit_strategy.methods.registry import PRESETS
 
@@ -63,7 +64,7 @@ def register_compressor(name: str, compressor: Compressor) -> None:
 
 
 def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """All strategies: the name, the compressor or rule, ``DDP`` or ``FSDP``, other arguments."""
+    """All strategies: name, compressor or rule, ``DDP`` or ``FSDP``, and other arguments."""
     for name in (*COMPRESSORS, _PACKAGE, *RULES):
         if name not in RULES:
             yield f"{name}_fsdp", name, "FSDP", {}
@@ -89,7 +90,7 @@ def register_names(module: ModuleType) -> None:
 
 
 def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
-    """Called by the registry."""
+    """Make a strategy; called by the registry."""
     return getattr(import_module(ours), strategy)(**named(base), **options)
 
 

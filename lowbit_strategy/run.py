@@ -1,10 +1,11 @@
-"""Run an Accelerate or Hugging Face Trainer script with compressed gradients where it would not find this package.
+"""Runs an Accelerate or Hugging Face Trainer script with compressed gradients, if it would not find this package by
+itself.
 
     python -m lowbit_strategy.run [--lowbit_config FILE] train.py --its-own-args
     python -m lowbit_strategy.run [--lowbit_config FILE] -m package.train --its-own-args
 
-Where autoloading is in force (``lowbit doctor`` says so), the environment variable LOWBIT_CONFIG, a file with a
-``lowbit_config`` section or the section itself, does the same:
+If autoloading works (``lowbit doctor`` says so), the environment variable LOWBIT_CONFIG does the same. Its value is a
+file with a ``lowbit_config`` section, or the section itself:
 
     LOWBIT_CONFIG=job.yaml torchrun ... train.py
 """
@@ -23,7 +24,7 @@ from lowbit_strategy.config_file.section import export, read_section
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises:
-    SystemExit: With status 2 for a section that is missing or wrong; otherwise the script's own.
+    SystemExit: With status 2 if the section is missing or wrong; otherwise with the script's status.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    """The section goes into the environment, where every `Accelerator` finds it."""
+    """Put the section into the environment, where every `Accelerator` finds it."""
     source = arguments.lowbit_config or os.environ.get(VARIABLE)
     if not source:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")

@@ -31,21 +31,22 @@ _NOT_CHOSEN = LoCo()
 
 @configuration
 class LowBitPlugin(SyncOptions):
-    """Compressed gradient synchronization for Accelerate; pure configuration, so one plugin serves any number.
+    """Compressed gradient synchronization for Accelerate. It is pure configuration, so one plugin can be attached to
+    several accelerators.
 
-    It also has the options of `SyncOptions`.
+    It also has the fields of `SyncOptions`.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         controller: One of `lowbit_strategy.control`: chooses compressors instead of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its
-            ``project_dir``) or the HF Trainer's ``output_dir``, if there is one; False: none.
-        num_steps: Optimizer steps planned, for phases in fractions; the HF Trainer knows them.
-        steps_per_epoch: Optimizer steps per epoch, where it is not a prepared data loader that ends one.
+            ``project_dir``) or the HF Trainer's ``output_dir``, if there is one. False: no record.
+        num_steps: Number of planned optimizer steps, needed for phases given as fractions. The HF Trainer knows it.
+        steps_per_epoch: Optimizer steps per epoch, if epochs do not end with a prepared data loader.
 
     Raises:
-        ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
+        ValueError: An option has the wrong type or is out of range, or there is no preset called `compressor`.
     """
 
     compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN, kw_only=False)
@@ -64,11 +65,11 @@ class LowBitPlugin(SyncOptions):
                 check_positive(name, getattr(self, name))
 
     def sync_options(self) -> SyncOptions:
-        """The fields that are about synchronization."""
+        """The fields of this plugin that belong to `SyncOptions`."""
         return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
 
     def hyper_parameters(self) -> dict[str, str]:
-        """What trackers show and filter runs by."""
+        """The values that trackers show and by which they filter runs."""
         found = {"lowbit/compressor": describe(self.compressor)}
         if self.controller is not None:
             levels = ", ".join(labels(self.controller.levels))
@@ -83,12 +84,11 @@ class LowBitPlugin(SyncOptions):
 
         Args:
             accelerator: An `accelerate.Accelerator` that has prepared nothing yet.
-            fsdp_plugin: The `FullyShardedDataParallelPlugin` that the accelerator was made with. Needed on CPU only:
-                Accelerate forgets it there and would train with DDP instead.
+            fsdp_plugin: The `FullyShardedDataParallelPlugin` with which the accelerator was made. Needed only on CPU,
+                where Accelerate drops it and would train with DDP instead.
 
         Raises:
-            ValueError: The accelerator has prepared a model, has a plugin already, or runs in a way that cannot be
-                served.
+            ValueError: The accelerator has prepared a model, already has a plugin, or runs in an unsupported way.
         """
         return Binding(self, accelerator, fsdp_plugin=fsdp_plugin)
 
@@ -98,7 +98,7 @@ class LowBitAccelerator(Accelerator):
 
     Args:
         args, kwargs: See `accelerate.Accelerator`.
-        lowbit_plugin: Configuration; `LowBitPlugin()`, 4-bit LoCo, by default.
+        lowbit_plugin: The configuration; by default `LowBitPlugin()`, which is 4-bit LoCo.
     """
 
     def __init__(self, *args: Any, lowbit_plugin: LowBitPlugin | None = None, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""Residuals inside a checkpoint's folder, so that what copies, rotates or removes the folder takes them along.
+"""Stores residuals inside a checkpoint's folder, so that they are copied, rotated or removed with the folder.
 
-``<folder>/residuals.lowbit/`` has one file per rank and ``stamp.json``, which lists those that belong to the
-checkpoint; a second prepared model has ``residuals_1.lowbit``, and so on.
+``<folder>/residuals.lowbit/`` has one file per rank, and ``stamp.json``, which lists the files that belong to the
+checkpoint. A second prepared model has ``residuals_1.lowbit``, and so on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logging.getLogger("lowbit_strategy")
 
 @contextlib.contextmanager
 def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Iterator[None]:
-    """Around writing the checkpoint `folder`: put this rank's residuals into it, and finally the stamp.
+    """A context for writing the checkpoint `folder`, which puts this rank's residuals into it, and finally the stamp.
 
     Args:
         folder: Folder of the checkpoint.
         sessions: One per prepared model.
-        writes_stamp: Whether this rank writes the stamp; one rank of each machine does, since machines may not share a
+        writes_stamp: Whether this rank writes the stamp. One rank of each machine does, since machines may not share a
             file system.
     """
     with contextlib.ExitStack() as saving:
@@ -46,11 +46,12 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
     Args:
         folder: Folder of the checkpoint.
         sessions: The same as when it was saved.
-        compressed: The checkpoint is known to be of a compressed run: without residuals it is incomplete.
+        compressed: Whether the checkpoint is known to come from a compressed run, so that it is incomplete without
+            residuals.
 
     Raises:
         ResidualFileError: Files are missing or damaged, and ``on_missing_residual="error"``.
-        ValueError: The residuals are of another model.
+        ValueError: The residuals belong to another model.
     """
     for index, session in enumerate(sessions):
         path = _path(folder, index)

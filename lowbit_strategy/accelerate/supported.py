@@ -1,4 +1,4 @@
-"""Which of Accelerate's set-ups are served, and how they are made so."""
+"""Checks which of Accelerate's set-ups are supported, and adjusts them where needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXES = ("sp_size", "tp_size")  # of Accelerate's parallelism, which may not be s
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
     """Raises:
-    ValueError: Gradients of this kind of run do not pass where they could be compressed.
+    ValueError: Gradients of this kind of run cannot be compressed.
     """
     if distributed_type not in [str(kind.value) for kind in _SERVED]:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
 
 
 def _prepares_tensor_parallelism() -> bool:
-    """Whether Accelerate finds the class with which it replicates parameters that are not parallelized."""
+    """Whether Accelerate finds the class by which it replicates parameters that are not parallelized."""
     try:
         found = importlib.import_module("transformers.integrations.tensor_parallel")
     except ImportError:
@@ -54,9 +54,9 @@ def _prepares_tensor_parallelism() -> bool:
 
 
 def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
-    """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by `shard_size`.
+    """The number of ranks that share one model, from Accelerate's ``dp_replicate_size`` or from `shard_size`.
 
-    What the plugin says is given to an accelerator without a parallelism config, so that it shards accordingly.
+    An accelerator without a parallelism config gets the plugin's value, and shards accordingly.
 
     Raises:
         ValueError: They differ, or `shard_size` does not suit the nodes.
@@ -87,7 +87,7 @@ def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) ->
 
 def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Raises:
-    ValueError: The accelerator, which was made with this plugin, runs in a way that cannot be served.
+    ValueError: The accelerator, which was made with this plugin, runs in an unsupported way.
     """
     _keep_fsdp_on_cpu(accelerator, fsdp_plugin)
     kind = DistributedType(accelerator.distributed_type)
@@ -110,8 +110,9 @@ def _keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallel
     """Accelerate (1.15, ``state.py``) silently replaces FSDP on CPU by DDP: make it FSDP2 again.
 
     Args:
-        accelerator: Whatever it runs.
-        plugin: What it was made with; if it came from a configuration file, None: the environment has the same options.
+        accelerator: Any accelerator.
+        plugin: The plugin with which it was made. None if it came from a configuration file, since the environment has
+            the same options.
 
     Raises:
         ValueError: FSDP was asked for in code, and the plugin with its options is not known.

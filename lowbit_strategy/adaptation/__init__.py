@@ -1,1 +1,1 @@
-"""What acts: a controller at work on one engine, and everything that a model has of controllers and monitors."""
+"""Runs controllers and monitors on an engine: measures what they ask for, and applies what controllers decide."""

@@ -1,4 +1,4 @@
-"""Runs a controller on one engine: measures what it asks for, sums over ranks, applies what it decides."""
+"""Runs a controller on one engine: measures what it asks for, sums over ranks, and applies its decisions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Event(NamedTuple):
-    """A switch and when it happened."""
+    """A switch, and the step in which it happened."""
 
     step: int
     epoch: int
@@ -49,23 +49,23 @@ class Event(NamedTuple):
 
 
 class AdaptiveDriver(BucketObserver, StepListener):
-    """A controller at work. Once a step begins, on every rank:
+    """Runs a controller. When a step begins, on every rank:
 
-    1. what the last step has shown, summed over ranks, goes to the controller
-    2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
-    3. what its probe requests of this step is measured
+    1. the measurements of the last step, summed over ranks, are given to the controller
+    2. its decision is applied: parameters whose level changes are regrouped, and residuals are carried over
+    3. what its probe requests is measured in this step
 
     Args:
-        controller: Decides.
-        clock: Gives the progress, given the number of completed steps; must give the same on all ranks. By default only
-            steps are counted.
-        timer: Seconds; for step times.
+        controller: The controller.
+        clock: Returns the progress for a number of completed steps, the same on all ranks. By default only steps are
+            counted.
+        timer: Returns the time in seconds, for step times.
 
     Attributes:
-        events: Switches since the caller last emptied the list.
-        warnings: Likewise.
-        accumulation: Batches in one optimizer step, if the controller sets it; for the framework's adapter to apply.
-        learning_rate_factor: On top of the scheduler's learning rate; likewise.
+        events: Switches since the caller last cleared the list.
+        warnings: Warnings since the caller last cleared the list.
+        accumulation: Batches per optimizer step, if the controller sets it; the framework's adapter applies it.
+        learning_rate_factor: Factor on the scheduler's learning rate, also applied by the adapter.
     """
 
     accounts = False
@@ -91,7 +91,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         self._figures: Any = None
 
     def attach(self, sync: GradientSync) -> None:
-        """Takes over `sync`, before a checkpoint is loaded into it.
+        """Take over `sync`, before a checkpoint is loaded into it.
 
         Raises:
             ValueError: The controller cannot serve this model.
@@ -132,8 +132,8 @@ class AdaptiveDriver(BucketObserver, StepListener):
         return self.controller.init(specs, self.sync.ranks.peers.world_size)
 
     def _concerned(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Parameters that some level compresses, on any rank: their parts may differ in size by other dims of a mesh,
-        and all ranks decide the same.
+        """Parameters that some level compresses on any rank. Sizes of parts may differ along other mesh dims, and all
+        ranks must decide the same.
         """
         levels = self.controller.levels
         names = {spec.name for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)}
@@ -183,7 +183,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
             leaves.load(_FIGURES, type(self.controller).__name__)
 
     def _choose_levels(self) -> None:
-        """Apply the levels; parameters that the controller does not decide on get the first one."""
+        """Apply the levels. Parameters on which the controller does not decide get the first level."""
         chosen = {name: self.controller.levels[self.levels.get(name, 0)] for name in self.sync.specs}
         self.sync.use(self.sync.compressor, chosen)
 
@@ -238,7 +238,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
 
 def _extended(fresh: Any, old: Any) -> Any:
-    """A controller's state after parameters have been unfrozen: the old state, and the new parameters' from `fresh`."""
+    """A controller's state after parameters were unfrozen: the old state, plus the new parameters' from `fresh`."""
     if isinstance(fresh, dict) and isinstance(old, dict):
         return {key: _extended(fresh.get(key, old.get(key)), old.get(key, fresh.get(key))) for key in {**fresh, **old}}
     is_names = isinstance(fresh, list) and bool(fresh) and isinstance(fresh[0], str)
@@ -246,12 +246,12 @@ def _extended(fresh: Any, old: Any) -> Any:
 
 
 def level_metrics(driver: AdaptiveDriver) -> dict[str, float]:
-    """The share of all elements that each of a controller's levels has."""
+    """Metrics: the fraction of all elements at each of a controller's levels."""
     return {metric_name("share", f"level_{at}"): share for at, share in enumerate(shares(driver).values())}
 
 
 def shares(driver: AdaptiveDriver) -> dict[str, float]:
-    """Share of all elements by the level's label, as the controller has it in force."""
+    """The fraction of all elements at each level, by label, for the controller's current levels."""
     specs, numels = driver.sync.specs, dict.fromkeys(driver.labels, 0)
     for name, level in driver.levels.items():
         numels[driver.labels[level]] += specs[name].numel

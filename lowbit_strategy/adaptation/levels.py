@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be 
 
 
 class SingleRankBucket:
-    """Parameters as one bucket that this rank reduces alone, as one of `world_size` whose others send nothing."""
+    """Parameters as one bucket, reduced by this rank alone, as if the others of `world_size` ranks sent nothing."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class SingleRankBucket:
 
 
 def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:
-    """Reduce a small bucket as a rank of `world_size` would: both hops, every kind of parameter, every dtype.
+    """Reduce a small bucket as one of `world_size` ranks would: both hops, every kind of parameter, every dtype.
 
-    Triton compiles a kernel for a format, a dtype and what is left of the number of ranks, not for sizes. A `Reducer`
-    has no kernels to compile.
+    Triton compiles a kernel per format, dtype and remainder of the number of ranks, not per size. A `Reducer` has no
+    kernels to compile.
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():

@@ -1,4 +1,4 @@
-"""One model's controller, monitor, bounds and record on one rank. Knows no framework.
+"""One model's controller, monitor, bounds and record on one rank. It knows no framework.
 
 The session tells it when a backward pass begins and when a checkpoint has been loaded, the engine when a step begins
 and ends. An adapter makes one when the model is attached, before a checkpoint is loaded, and gives it a controller, a
@@ -37,17 +37,17 @@ from lowbit_strategy.telemetry.startup_report import render_reports
 
 @configuration
 class MonitorOptions:
-    """The options of every monitor, in every framework. A monitor takes one of these, or its arguments.
+    """The options of every monitor, in every framework. A monitor takes an instance, or its arguments.
 
     Args:
-        every_n_steps: Optimizer steps from one observation to the next; nothing is measured between. An observation
-            costs about as much as the compression of one step.
-        group_by: Figures for each ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
+        every_n_steps: Optimizer steps between observations; nothing is measured in between. An observation costs about
+            as much as the compression of one step.
+        group_by: Groups of parameters: by ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
             function of the name.
-        bounds: Warn when a group leaves them; None: no warnings.
+        bounds: Limits; a warning says when a group leaves them. None: no warnings.
 
     Raises:
-        ValueError: A field is of another type, `every_n_steps` is not positive, or `group_by` is unknown.
+        ValueError: A field has the wrong type, `every_n_steps` is not positive, or `group_by` is unknown.
     """
 
     every_n_steps: int = field(default=50, kw_only=False)
@@ -59,7 +59,7 @@ class MonitorOptions:
 
     @classmethod
     def of(cls, *options: Any, **more: Any) -> MonitorOptions:
-        """What a monitor was given: one of these, or its arguments."""
+        """Make options from what a monitor was given: an instance, or arguments."""
         if options and isinstance(options[0], cls) and not (options[1:] or more):
             return options[0]
         return cls(*options, **more)
@@ -85,24 +85,24 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class ModelControl(StepListener):
-    """The control of one engine.
+    """Controls one engine: its controller, monitor and record.
 
     Args:
         sync: The engine.
-        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. A learning rate
-            that it leaves out is the first one of an optimizer that the session was told of.
-        log: Takes metrics and the step that they are of, on every rank; None: metrics are not logged.
-        begins: Training begins with a backward pass; False: when the adapter calls `begin`.
+        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. If it leaves
+            out the learning rate, the first one of an optimizer known to the session is used.
+        log: Receives metrics and their step on every rank; None: metrics are not logged.
+        begins: Whether training begins with a backward pass; if not, it begins when the adapter calls `begin`.
 
     Attributes:
-        driver: The controller at work, if there is one.
-        observer: The monitor at work, if there is one.
-        loss: Loss of the last batch, where it is known: a number, or a tensor of one.
-        has_log: Gives whether anybody takes what `log` is given.
-        accumulation: Gives the batches in one optimizer step that are in force; set by the adapter.
-        factor: The controller's factor on learning rates, in force.
-        folder: Where `begin` opens the record; None: there is none.
-        begun: Training has begun, and no checkpoint has been loaded since.
+        driver: The running controller, if there is one.
+        observer: The running monitor, if there is one.
+        loss: Loss of the last batch, if known: a number, or a tensor with one element.
+        has_log: Returns whether anything receives what `log` gets.
+        accumulation: Returns the current batches per optimizer step; set by the adapter.
+        factor: The controller's current factor on learning rates.
+        folder: The folder in which `begin` opens the record; None: there is no record.
+        begun: Whether training has begun and no checkpoint has been loaded since.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ModelControl(StepListener):
 
     @staticmethod
     def of(sync: GradientSync) -> ModelControl | None:
-        """The control that `sync` has, if it has one."""
+        """The control of `sync`, if it has one."""
         control: ModelControl | None = sync.listeners.control
         return control
 
@@ -168,7 +168,7 @@ class ModelControl(StepListener):
         return driver
 
     def monitor(self, options: MonitorOptions) -> Observer:
-        """Observe steps as set in `options`.
+        """Observe steps as `options` say.
 
         Raises:
             ValueError: There is a monitor already.
@@ -190,24 +190,24 @@ class ModelControl(StepListener):
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def progress(self, step: int) -> Progress:
-        """Where training stands when this step begins."""
+        """The progress of training when this step begins."""
         progress = self.clock(step)
         if progress.learning_rate is not None:
             return progress
         return replace(progress, learning_rate=self.sync.listeners.learning_rate())
 
     def begin_pass(self, loss: torch.Tensor | None) -> None:
-        """A backward pass begins, maybe on this rank alone; called by the session."""
+        """A backward pass begins, perhaps on this rank alone. Called by the session."""
         if loss is not None:
             self.loss = loss
         if self._begins and not self.begun:
             self.begin()
 
     def begin(self, **fields: Any) -> None:
-        """Training begins, or goes on: open the record in `folder` and write its first line.
+        """Training begins or continues: open the record in `folder` and write its first line.
 
         Args:
-            fields: More for that line.
+            fields: Additional fields for that line.
         """
         self.begun = True
         self._reported, self._stepped, self._shown = False, False, self._observation
@@ -229,7 +229,7 @@ class ModelControl(StepListener):
         """Multiply learning rates by the factor that the controller has set.
 
         Returns:
-            The batches in one optimizer step that it wants with it; None: any number.
+            The batches per optimizer step that the controller wants; None: any number.
         """
         if self.driver is None:
             return None
@@ -238,17 +238,18 @@ class ModelControl(StepListener):
 
     @contextlib.contextmanager
     def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """The controller's factor on learning rates, while the optimizer steps. Optimizers that it steps get it once.
+        """A context in which learning rates have the controller's factor while the optimizer steps. An optimizer inside
+        another one gets the factor only once.
 
-        1. the factor is applied, once, when gradients are there: at once, or when the closure has computed them
-        2. rates are put back when the step has returned, a skipped one too
+        1. the factor is applied once gradients exist: immediately, or when the closure has computed them
+        2. learning rates are restored when the step returns, even if it was skipped
 
         Args:
-            optimizer: The one that is about to step.
-            closure: What it is to be called with, if it computes gradients.
+            optimizer: The optimizer that is about to step.
+            closure: Its closure, if that computes gradients.
 
         Returns:
-            The closure to call it with instead of `closure`.
+            The closure to pass instead of `closure`.
         """
         rates: list[float] = []
 
@@ -285,7 +286,7 @@ class ModelControl(StepListener):
             self.sync.listeners.together(self._report)
 
     def _report(self) -> None:
-        """Write the results of the last step to log and record: observation, decisions, changed members, warnings."""
+        """Write the last step's results to log and record: observation, decisions, changed members, warnings."""
         observation = self._observation
         if observation is not None and observation is not self._shown:
             self._shown = observation
@@ -294,7 +295,7 @@ class ModelControl(StepListener):
         self._write_notes()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """The model has been validated: metrics for the record."""
+        """The model has been validated: write metrics to the record."""
         if self._record is not None:
             self._record.write("validation", self.sync.step_index, metrics=dict(metrics))
 
@@ -312,7 +313,7 @@ class ModelControl(StepListener):
             self._record.observed(observation, self._progress or Progress(step=observation.step), self.loss, texts)
 
     def _out_of_bounds(self, observation: Observation) -> list[str]:
-        """A sentence for each group that leaves its bounds or is within them again; a warning on rank 0."""
+        """A sentence for each group that leaves its bounds or returns within them. Rank 0 warns."""
         if self.options is None or (bounds := self.options.bounds) is None:
             return []
         found = bounds.update({group: each.reading for group, each in observation.groups.items()}, self._bounds)
@@ -324,14 +325,14 @@ class ModelControl(StepListener):
         return texts
 
     def state_dict(self) -> State:
-        """State of the bounds, saved with the residuals."""
+        """The state of the bounds, saved with the residuals."""
         return self._bounds
 
     def load_state_dict(self, state: State) -> None:
         self._bounds = state
 
     def _not_finite(self, observation: Observation) -> list[str]:
-        """A sentence if gradients were infinite or not a number, for the record too; warned of on rank 0."""
+        """A sentence for the record if gradients were infinite or not a number. Rank 0 warns."""
         names = observation.nonfinite
         if not names:
             return []

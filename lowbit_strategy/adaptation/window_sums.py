@@ -1,4 +1,4 @@
-"""Gradients added up over a controller's window: saved in one layout, loaded into any other."""
+"""Sums of gradients over a controller's window, which can be saved in one layout and loaded into any other."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Runs = list[list[int]]
 
 @dataclass
 class _Sum:
-    """Gradients of one parameter, added up.
+    """The sum of one parameter's gradients.
 
     Args:
-        values: float32, as the gradient.
-        square: The squares of their norms, added up; None: not asked for.
+        values: float32, with the gradient's shape.
+        square: The sum of their squared norms; None: not requested.
     """
 
     values: Tensor
@@ -43,7 +43,7 @@ _Sums = dict[str, _Sum]
 
 
 def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
-    """What `source` has of these parameters is added to what `target` has."""
+    """Add the sums of these parameters in `source` to those in `target`."""
     for name in [name for name in names if name in source]:
         part = source.pop(name)
         if name in target:
@@ -53,8 +53,8 @@ def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
 
 
 class WindowSums(Tally):
-    """Sums of each rank's ``local`` gradients, or of the part of the ``mean`` gradient that a rank gets. Gradients that
-    are thrown away do not count.
+    """Sums of each rank's ``local`` gradients, or of this rank's part of the ``mean`` gradient. Gradients that are
+    thrown away do not count.
 
     Args:
         sync: The engine.
@@ -68,14 +68,14 @@ class WindowSums(Tally):
         sync.transactions.tallies.append(self)
 
     def forget(self) -> None:
-        """The window begins again, and nothing is open."""
+        """Begin the window again, with nothing open."""
         self._sums: _Sums = {}
         self._open: _Sums = {}  # of reductions that may still be thrown away
         self._aside: _Sums = {}  # of reductions that were set aside
         self.num_steps = 0
 
     def add(self, view: ParamView, gradient: Accumulate, *, square: bool) -> None:
-        """Add a reduction's gradient; a mean one once `view` has been reduced."""
+        """Add a reduction's gradient; for the mean, once `view` has been reduced."""
         peers, self._gradient = self._peers(view.name), gradient
         factor = 1.0 / (self._sync.loss_scale or 1.0)
         values = view.flat()
@@ -101,11 +101,11 @@ class WindowSums(Tally):
         _move(names, self._aside, self._sums if used else {})
 
     def _commit_late(self) -> None:
-        """What was under way when its reduction was committed counts as well."""
+        """Add what was under way when its reduction was committed."""
         self.commit(self._open.keys() - self._sync.transactions.prepared)
 
     def read(self) -> dict[str, Any]:
-        """Telemetry of the window, summed over ranks; the next one begins."""
+        """Return the window's telemetry, summed over ranks, and begin the next window."""
         self._commit_late()
         names, zero = list(self._sync.specs), torch.zeros((), device=self._sync.device)
         measure = StepMeasure(self._sync)
@@ -125,7 +125,7 @@ class WindowSums(Tally):
         return shown
 
     def _num_holders(self, name: str) -> int:
-        """Ranks that have the same values."""
+        """The number of ranks that have the same values."""
         shared = self._gradient == "mean" and not self._sync.specs[name].sharded
         return self._peers(name).world_size if shared else 1
 
@@ -133,7 +133,7 @@ class WindowSums(Tally):
         return self._sync.state.ranks_of(name).peers
 
     def _runs(self, name: str) -> Runs:
-        """Where this rank's values lie in the flat parameter: start and length of each run."""
+        """Where this rank's values lie in the flat parameter, as start and length of each run."""
         spec, peers = self._sync.specs[name], self._peers(name)
         if self._gradient == "local" or not spec.sharded:
             return spec.runs
@@ -176,7 +176,7 @@ class WindowSums(Tally):
     def _cut(
         self, names: Sequence[str], own: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
     ) -> dict[str, tuple[Tensor, float | None]]:
-        """This rank's part of each parameter, cut from what all ranks have saved."""
+        """Cut this rank's part of each parameter from what all ranks saved."""
         wholes = {name: _Whole(own["sums"][name]["shape"]) for name in names}
         for saved in itertools.chain([own], others):
             complete = [whole.add(saved, name) for name, whole in wholes.items()]
@@ -195,7 +195,7 @@ class WindowSums(Tally):
 
 
 class _Whole:
-    """One parameter's sum, put together from parts. What several ranks have is taken from the first."""
+    """One parameter's sum, assembled from parts. What several ranks have is taken from the first of them."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         numel = torch.Size(shape).numel()
@@ -203,7 +203,7 @@ class _Whole:
         self.square = 0.0
 
     def add(self, saved: Mapping[str, Any], name: str) -> bool:
-        """Add what a rank has saved. Returns whether the parameter is complete."""
+        """Add what a rank saved. Return whether the parameter is complete."""
         part = saved["sums"].get(name)
         if part is not None and not all(bool(self._known[at : at + length].all()) for at, length in part["runs"]):
             add_ranges_(self.values, part["runs"], part["values"])
@@ -214,7 +214,7 @@ class _Whole:
 
 
 def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """The runs of elements `start` to `stop` of what lies in `runs`, joined."""
+    """The runs that hold elements `start` to `stop` of the joined `runs`."""
     found, before = [], 0
     for at, length in runs:
         first, last = max(start - before, 0), min(stop - before, length)

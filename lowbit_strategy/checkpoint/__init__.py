@@ -1,1 +1,1 @@
-"""What survives a restart: capturing state, files next to a checkpoint, restoring on all ranks together."""
+"""Saves and restores state across restarts: capture, files next to a checkpoint, resuming on all ranks."""

@@ -1,10 +1,10 @@
-"""Residuals of all ranks: each saves for itself, and they are restored together, each its own, or all from zero.
+"""Residuals of all ranks. Each rank saves its own; all are restored together, either each rank's own or all from zero.
 
-Saving waits for nobody: a rank writes its file and never asks about the others'. All that ranks have to agree on is
-agreed on when a checkpoint is loaded. Then a rank without its file must not continue on its own: methods may rely on
-parts of their state being the same on all ranks, and an error on one rank alone would hang the others.
+A rank saves without waiting: it writes its file and never asks about other ranks' files. Ranks agree on everything when
+a checkpoint is loaded. Then a rank without its file must not continue alone, because methods may rely on state being
+the same on all ranks, and an error on a single rank would hang the others.
 
-A checkpoint has a stamp, plain data that fits into JSON and any framework's file. It is the same on all ranks:
+A checkpoint has a stamp: plain data that fits into JSON and into any framework's file, the same on all ranks:
 
 | key | what |
 |---|---|
@@ -48,8 +48,9 @@ class Problem(NamedTuple):
     """Why a rank cannot restore its residuals.
 
     Args:
-        text: What the user is told.
-        kind: ``missing``: there is no file; ``unusable``: it is damaged or another one; ``model``: of another model.
+        text: The message for the user.
+        kind: ``missing``: there is no file; ``unusable``: it is damaged or another file; ``model``: it belongs to
+            another model.
     """
 
     text: str
@@ -63,16 +64,16 @@ class Problem(NamedTuple):
 
 
 def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist.ProcessGroup | None) -> str | None:
-    """What has gone wrong on any rank, for a warning; None if nothing has. Call on all ranks.
+    """What has gone wrong on any rank, for a warning; None if nothing has. Call it on all ranks.
 
     Args:
-        problem: This rank's.
-        policy: ``error``: no problem is accepted; ``reset``: any is; None: that a file is missing is.
+        problem: This rank's problem.
+        policy: ``error``: accept no problem; ``reset``: accept any problem; None: accept missing files only.
         group: All ranks.
 
     Raises:
-        ResidualFileError: On every rank, if one of them has a problem that is not accepted.
-        ValueError: Likewise, if the residuals are of another model.
+        ResidualFileError: On every rank, if any rank has a problem that is not accepted.
+        ValueError: On every rank, if the residuals belong to another model.
     """
     problems = gathered(problem, group, "agreeing on a checkpoint's residual files")
     found = {rank: each for rank, each in enumerate(problems) if each is not None}
@@ -98,16 +99,16 @@ def agree_on_stamp(
     policy: OnMissingResidual | None,
     group: dist.ProcessGroup | None,
 ) -> Stamp | str | None:
-    """The stamp that all ranks have found, None if none has, or what has gone wrong, for a warning.
+    """The stamp that all ranks have found, None if none has found one, or what has gone wrong, for a warning.
 
     Args:
         path: The checkpoint.
-        stamp: This rank's, or why it cannot be read.
-        policy: The same as for `agree`.
+        stamp: This rank's stamp, or why it cannot be read.
+        policy: See `agree`.
         group: All ranks.
 
     Raises:
-        ResidualFileError: On every rank, if a rank has another stamp than rank 0, or one that cannot be used.
+        ResidualFileError: On every rank, if a rank's stamp differs from rank 0's or cannot be used.
     """
     problem = Problem.of(stamp) if isinstance(stamp, ResidualFileError) else _problem(path, stamp)
     if (text := agree(problem, policy, group)) is not None:
@@ -152,7 +153,8 @@ def file_of(stamp: Stamp, rank: int) -> ResidualFile:
 
 
 class ResidualSaver:
-    """Saves this rank's residuals around the writing of checkpoints. Made on all ranks together; saving is not.
+    """Saves this rank's residuals when a checkpoint is written. It is made on all ranks together, but ranks save
+    separately.
 
     Args:
         sync: The engine.
@@ -171,17 +173,17 @@ class ResidualSaver:
         return None if self._last is None else self._last[1].moment.step
 
     def begin_run(self) -> None:
-        """What is saved from now on belongs together, and not to what was saved before. On all ranks."""
+        """Begin a new run, on all ranks: what is saved from now on is separate from earlier saves."""
         self._run = gathered(uuid.uuid4().hex[:8], self._sync.ranks.group, "naming a run")[0]
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
-        """Around writing the checkpoint `path`, or if `asynchronous`, around the start of it.
+        """A context for writing the checkpoint `path` or, if `asynchronous`, for starting to write it.
 
         1. this rank writes its file next to it; if that fails, a warning says so
-        2. the caller writes the checkpoint, with the stamp that it gets
-        3. rank 0 deletes all files of a checkpoint that it replaces, of an asynchronous one when the next is saved; if
-           the checkpoint could not be written, those of this one
+        2. the caller writes the checkpoint, including the stamp that it gets
+        3. rank 0 deletes all files of the checkpoint that was replaced (for an asynchronous save, at the next save); if
+           the checkpoint could not be written, it deletes the new files
         """
         self._finish_last()
         saved: Saved = capture.capture(self._sync) | {"run": self._run}
@@ -214,7 +216,7 @@ class ResidualSaver:
             self._delete_own(path, file, [each for each in before if each.rank % file.world_size == file.rank])
 
     def _finish_last(self) -> None:
-        """The last checkpoint is complete: rank 0, which has written it, deletes what it replaces."""
+        """The last checkpoint is complete: rank 0, which wrote it, deletes what it replaces."""
         if self._last is None or self._is_written:
             return
         self._is_written = True
@@ -225,16 +227,16 @@ class ResidualSaver:
 
     @staticmethod
     def _delete_own(path: Any, file: ResidualFile, before: list[ResidualFile]) -> None:
-        """Rank 0 does not see the disk of this machine, nor does this rank know whether rank 0 has written the
-        checkpoint yet: keep the files of the last save before this one.
+        """Delete old files on this machine, whose disk rank 0 cannot see. Keep those of the previous save, since this
+        rank does not know whether rank 0 has written the checkpoint yet.
         """
         kept = max((each.moment for each in before if each.moment.run == file.moment.run), default=None)
         if kept is not None and kept != file.moment:
             residual_files.delete(path, (each for each in before if each.moment.is_before(kept)))
 
     def _notice_missing(self, now: Moment) -> None:
-        """Warn, once, if ranks of this machine did not save when this one did. It took an exchange with them to get
-        here since; between rounds there may have been none.
+        """Warn once if other ranks of this machine did not save when this one did. An exchange with them has happened
+        since, except between rounds.
         """
         if self._last is None or self._noticed or self._sync.rounds is not None:
             return
@@ -263,18 +265,18 @@ def resume(
     on_world_size_change: OnWorldSizeChange,
     on_missing_residual: OnMissingResidual | None,
 ) -> None:
-    """Restore what was saved next to the checkpoint `path`; call on all ranks, with the same stamp.
+    """Restore what was saved next to the checkpoint `path`. Call it on all ranks, with the same stamp.
 
     Args:
-        sync: The engine of the model that was saved.
+        sync: The engine of the saved model.
         path: The checkpoint.
-        stamp: The checkpoint's.
+        stamp: The checkpoint's stamp.
         on_world_size_change: See `capture.restore`.
-        on_missing_residual: Where files are missing or cannot be used; as for `agree`.
+        on_missing_residual: The policy for missing or unusable files; see `agree`.
 
     Raises:
-        ResidualFileError: On every rank, if files of any rank cannot be used and must not be done without.
-        ValueError: On every rank, if the residuals are of another model.
+        ResidualFileError: On every rank, if files of any rank are unusable and required.
+        ValueError: On every rank, if the residuals belong to another model.
     """
     before = copy.deepcopy(_shared(sync))
     problem = _restore(sync, path, stamp, on_world_size_change)
@@ -286,7 +288,7 @@ def resume(
 
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Problem | None:
-    """What has gone wrong, if anything."""
+    """Restore, and return what has gone wrong, if anything."""
     rank_then = sync.ranks.world.rank % stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
@@ -305,14 +307,14 @@ def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeCha
 
 
 def _shared(sync: GradientSync) -> dict[str, Any]:
-    """What is the same on all ranks."""
+    """The state that is the same on all ranks."""
     progress = {"num_skipped": sync.num_skipped, "loss_scale": sync.loss_scale}
     return {"progress": progress, "extra": {name: part.state_dict() for name, part in sync.extra_state.items()}}
 
 
 def _start_from_zero(sync: GradientSync, stamp: Stamp, before: dict[str, Any], *, can_read: bool) -> None:
-    """Counters and controllers continue, from the first of the ranks that could read them; residuals do not. Without
-    such a rank, controllers are as before.
+    """Start residuals from zero. Counters and controllers continue from the first rank that could read them; without
+    such a rank, controllers are unchanged.
     """
     group = sync.ranks.group
     readers = gathered(can_read, group, "agreeing on a checkpoint's residual files")

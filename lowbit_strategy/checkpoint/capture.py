@@ -1,8 +1,8 @@
-"""The state of one rank that survives a restart: residuals, thresholds, counters, by parameter name.
+"""Captures and restores the state of one rank: residuals, thresholds and counters, by parameter name.
 
-State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved
-as they are in memory (an exact copy if nothing changes), with the numbers needed to read what they have not sent yet in
-another layout, under another method or on another number of ranks.
+State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved as
+they are in memory, so that they are restored exactly if nothing changes. With them are the numbers needed to find what
+has not been sent yet, for another layout, method or number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def capture(sync: GradientSync) -> Saved:
-    """A copy of all state of this rank, on the CPU. Between steps only."""
+    """A copy of all state of this rank on the CPU. Call it between steps only."""
     sync.follow_phase()  # a restored engine starts with the phase of the next step
     with sync.taken_back():
         captured = _capture(sync)
@@ -61,10 +61,10 @@ def _capture(sync: GradientSync) -> Saved:
 
 
 def check_last_step(sync: GradientSync) -> None:
-    """Training ends, or is saved: check what the host has not waited for yet.
+    """Training ends or is saved: check what the host has not waited for yet.
 
     Raises:
-        RuntimeError: A rank has sent a message of another layout in one of the last steps.
+        RuntimeError: A rank sent a message of another layout in one of the last steps.
     """
     sync.transactions.flags.raise_if_broken(sync.ranks.rank, waits=True)
     for part in sync.outside_buckets:
@@ -72,8 +72,8 @@ def check_last_step(sync: GradientSync) -> None:
 
 
 def _topologies(sync: GradientSync) -> list[list[int]]:
-    """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]`` of each mesh that parameters
-    are on; replicas that come and go each have their own.
+    """``[world_size, num_peers, num_parts, whether parts are shards of several nodes]`` for each mesh that has
+    parameters; each replica that comes and goes has its own.
     """
     found = []
     for ranks in sync.all_ranks:
@@ -83,7 +83,7 @@ def _topologies(sync: GradientSync) -> list[list[int]]:
 
 
 def _columns(sync: GradientSync) -> list[int]:
-    """Which part of the model this rank has on each mesh."""
+    """The part of the model that this rank has on each mesh."""
     return [ranks.column for ranks in sync.all_ranks]
 
 
@@ -94,15 +94,15 @@ def _mesh_of(sync: GradientSync, name: str) -> int:
 
 
 def _reduced(sync: GradientSync) -> str:
-    """The unit of residuals."""
+    """What residuals belong to: gradients, or what rounds reduce."""
     return "gradients" if sync.rounds is None else "weights"
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of nested plain data on the CPU; of a sharded tensor, this rank's part.
+    """Copy nested plain data to the CPU; of a sharded tensor, this rank's part.
 
-    One copy, not two: memory must hold it together with the weights. Small ones arrive once the device has
-    finished.
+    It makes one copy, not two, because memory must hold it together with the weights. Small tensors arrive once the
+    device has finished.
     """
     if isinstance(value, Tensor):
         part = local_part(value.detach())
@@ -133,19 +133,19 @@ def restore(
     """Restore saved state.
 
     1. counters, controllers and other state
-    2. in the same topology: a parameter with the same method and layout gets its state back exactly, any other gets
-       what its old method had not sent yet
-    3. in another one: `on_world_size_change`
+    2. in the same topology, a parameter with the same method and layout gets its exact state, and any other gets what
+       its old method had not sent yet
+    3. in another topology, `on_world_size_change` decides
 
     Args:
-        sync: The engine of the model that was saved; its compressor may have changed.
+        sync: The engine of the saved model; its compressor may have changed.
         saved: This rank's state, or any rank's if the world size has changed.
-        load_rank: Gives the state of another rank of the run that saved.
+        load_rank: Loads the state of another rank of the run that saved.
         on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of what the saved
             ranks had not sent yet, so nothing is lost.
 
     Raises:
-        ValueError: The state is of another model.
+        ValueError: The state belongs to another model.
     """
     _check_model(sync, saved)
     sync.restore_progress(
@@ -181,11 +181,11 @@ def restore(
 
 
 def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], Saved]) -> Saved:
-    """The state saved by a rank that had the same parts of the model, by the other dims of its meshes, and the same
-    place among the ranks over which gradients are a mean. Usually it had this rank's number.
+    """The state of the saved rank that had the same part of the model along the other mesh dims, and the same place
+    among the ranks that average gradients. Usually this is the rank with the same number.
 
     Raises:
-        ValueError: None had this part.
+        ValueError: No rank had this part.
     """
     number, own = sync.ranks.world.rank % num_saved, sync.all_ranks
     for rank in (number, *range(num_saved)):
@@ -202,7 +202,7 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
 def _everyones(
     sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
 ) -> Iterator[Mapping[str, Any]]:
-    """What all ranks have of one parameter, for `PartState`."""
+    """What all ranks saved for one parameter, for `PartState`."""
     yield saved["parts"][name]
     for each in map(load_rank, range(saved["world_size"])):
         other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
@@ -210,20 +210,20 @@ def _everyones(
 
 
 def _has_own_part(sync: GradientSync, name: str, entry: Saved, saved: Saved) -> bool:
-    """Whether the rank that saved had the same part of a parameter as this one, by the other dims of its mesh."""
+    """Whether the saved rank had the same part of a parameter as this rank along the other dims of its mesh."""
     own: bool = saved["columns"][entry["mesh"]] == sync.state.ranks_of(name).column
     return own
 
 
 def _without(value: Any, names: Collection[str]) -> Any:
-    """Nested plain data without what is kept under these names."""
+    """Nested plain data without the entries of these names."""
     if not isinstance(value, Mapping):
         return value
     return {key: _without(each, names) for key, each in value.items() if key not in names}
 
 
 def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
-    """Remove from `saved` parameters that the model no longer has in the same shape, with a warning.
+    """Remove from `saved`, with a warning, parameters that the model no longer has in the same shape.
 
     Returns:
         Whether the model has the same parameters as before.
@@ -242,7 +242,7 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
 
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
-    """Parameters that were not trained when the state was saved start from zero; all others must fit."""
+    """Check that parameters fit. Those that were not trained when the state was saved start from zero."""
     own = {name: list(spec.shape) for name, spec in sync.state.full_specs.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
@@ -260,7 +260,7 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bool:
-    """Copy if every tensor has its counterpart, else nothing."""
+    """Copy if every tensor has a counterpart, otherwise copy nothing."""
     same = targets.keys() == saved.keys() and all(
         value.shape == saved[key].shape and value.dtype == saved[key].dtype for key, value in targets.items()
     )
@@ -322,16 +322,16 @@ def _change_world_size(
 def _shared_state(
     sync: GradientSync, state: str, *, num_shards: int, load_rank: Callable[[int], Saved]
 ) -> Mapping[str, Any]:
-    """What ranks share of a state in ``own``, cut again for another number of shards, as this rank would save it.
+    """The sharded state in ``own``, cut again for another number of shards, as this rank would save it.
 
-    It is saved as each rank's shards. They are the same on all replicas, so those of the first one are put together,
-    and each rank takes its part.
+    Each rank saved its shards, which are the same on all replicas. So those of the first replica are joined, and each
+    rank takes its part.
 
     Args:
         sync: This rank's engine.
         state: The name of the state.
-        num_shards: Ranks that sharded one model: the first ones.
-        load_rank: Gives the state of a rank of the run that saved.
+        num_shards: Number of ranks that sharded one model, the first ranks.
+        load_rank: Loads the state of a rank of the run that saved.
     """
     ranks = list(itertools.islice(_of_column(sync, itertools.count(), load_rank), num_shards))
     states = [rank["own"][state] for rank in ranks]
@@ -341,12 +341,12 @@ def _shared_state(
 
 
 def _of_column(sync: GradientSync, ranks: Iterable[int], load_rank: Callable[[int], Saved]) -> Iterator[Saved]:
-    """What those of `ranks` saved that had the same part of the model as this rank, by the other dims of its mesh."""
+    """The states of those `ranks` that had the same part of the model as this rank along the other mesh dims."""
     return (saved for rank in ranks if (saved := load_rank(rank))["columns"][0] == sync.ranks.column)
 
 
 def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str | None) -> Any:
-    """Nested plain data; tensors under a parameter's name that have its shards' shapes are cut again."""
+    """Copy nested plain data, and cut again the tensors under a parameter's name that have its shards' shapes."""
     first = values[0]
     if isinstance(first, Mapping):
         return {

@@ -1,6 +1,7 @@
-"""Loading a framework's checkpoint: what does not fit the model, by names and shapes, and optimizers without state.
+"""Helps to load a framework's checkpoint: names what does not fit the model, and handles optimizers without state.
 
-FSDP2's loaders fail on the first tensor, often with words about broadcasting. This looks only after they have failed.
+FSDP2's loaders fail on the first tensor, often with an error about broadcasting. This code looks only after they have
+failed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _REKEY = "_rekey_optimizer_state_if_needed"
 
 @contextlib.contextmanager
 def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """`path` is loaded inside; `modules` by the name under which the checkpoint has their state.
+    """A context in which `path` is loaded. `modules`: by the name under which the checkpoint has their state.
 
     Raises:
-        ValueError: Loading failed, and the checkpoint has other parameters than a module.
+        ValueError: Loading failed, and the checkpoint's parameters differ from a module's.
     """
     try:
         yield
@@ -41,10 +42,10 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
 
 
 def _shapes(path: Path, key: str) -> Shapes | None:
-    """Shapes in a full file or in a folder of shards, under `key`; None if there are none, or the checkpoint cannot
-    be read safely. Then the framework's own error must do.
+    """Shapes under `key` in a full file or a folder of shards. None if there are none or the checkpoint cannot be read
+    safely; then the framework's error is all there is.
 
-    A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
+    A checkpoint may come from anywhere, so nothing in it is ever executed to explain why it did not load.
     """
     with contextlib.suppress(Exception):  # damaged or hostile bytes fail in any of the ways of pickle
         if not path.is_dir():
@@ -75,7 +76,7 @@ def optimizers_without_state(strategy: object) -> Iterator[None]:
     """Let `strategy` load an optimizer that has no state, such as SGD without momentum.
 
     Lightning 2.6.6 looks at the first entry of the saved state to see whether its keys are numbers, and torch 2.13
-    takes its device from an entry: both fail if there is none. Such an optimizer only needs the options of its groups.
+    takes its device from an entry. Both fail if there is none. Such an optimizer needs only its groups' options.
     """
     methods = [cls.__dict__["load_checkpoint"] for cls in type(strategy).__mro__ if "load_checkpoint" in cls.__dict__]
     stock = next((m.__globals__[_LOAD] for m in methods if _LOAD in m.__globals__), None)

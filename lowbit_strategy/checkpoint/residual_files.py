@@ -1,9 +1,9 @@
 """Files next to a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<run>.<skipped>-<checksum>.pt``.
 
-Each rank that saves writes one. Its name says to which save it belongs, and has the checksum of its bytes; the
-checkpoint's stamp says the same without the checksum, so that no rank has to know of the others' files before it is
-loaded. Two different files never share a name: those of a new checkpoint are written before it, and those of the one
-that it replaces are removed after it. Damaged or swapped files are refused.
+Each rank that saves writes one file. Its name identifies the save and has the checksum of its bytes. The checkpoint's
+stamp identifies the save too, without the checksum, so that no rank needs to know the others' files before loading. Two
+different files never share a name: files of a new checkpoint are written before it, and those of a replaced checkpoint
+are removed after it. Damaged or swapped files are refused.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _READ_NBYTES = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
-    """A residual file cannot be written, or the one that a checkpoint needs is missing, damaged or of another save."""
+    """A residual file cannot be written, or the one that a checkpoint needs is missing, damaged or another."""
 
 
 class MissingResidualFile(ResidualFileError):
-    """A rank has no residual file next to a checkpoint: it has not saved, or its file was lost."""
+    """A rank has no residual file next to a checkpoint: it did not save, or its file was lost."""
 
 
 class Moment(NamedTuple):
-    """When residuals were saved; the same on all ranks, though none of them asks another.
+    """When residuals were saved; the same on all ranks, although they do not ask each other.
 
     Args:
-        run: Drawn by the ranks together when training begins or a checkpoint is loaded.
+        run: A random value that ranks share, drawn when training begins or a checkpoint is loaded.
         step: Optimizer steps completed.
-        skipped: Steps that overflowed until then.
+        skipped: Steps that overflowed so far.
     """
 
     run: str
@@ -58,12 +58,12 @@ class Moment(NamedTuple):
     skipped: int
 
     def is_before(self, other: Moment) -> bool:
-        """Whether training is known to have been here before `other`; moments of another run count as earlier."""
+        """Whether this moment is known to be before `other`; moments of another run count as earlier."""
         return self.run != other.run or self[1:] < other[1:]
 
 
 class ResidualFile(NamedTuple):
-    """The file of one rank of those that saved. `end` is not known before it is written: the checksum and ``.pt``."""
+    """The file of one rank that saved. `end`, the checksum and ``.pt``, is unknown until it is written."""
 
     moment: Moment
     rank: int
@@ -77,12 +77,12 @@ class ResidualFile(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has been written to its end."""
+        """Whether the file is complete."""
         return self.end.endswith(".pt")
 
     @classmethod
     def of(cls, saved: Saved) -> ResidualFile:
-        """The file in which `saved` belongs."""
+        """The file to which `saved` belongs."""
         moment = Moment(saved["run"], saved["step_index"], saved["num_skipped"])
         return cls(moment, saved["rank"], saved["world_size"])
 
@@ -96,7 +96,7 @@ def path_of(checkpoint_path: Any, file: ResidualFile) -> str:
 
 
 class _Hashing:
-    """A writable file that computes the checksum."""
+    """A writable file that computes a checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -130,7 +130,7 @@ def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
     """Write this rank's file, atomically.
 
     Raises:
-        ResidualFileError: It cannot be written (a full disk, for example). Nothing is left behind.
+        ResidualFileError: The file cannot be written, for example because the disk is full. Nothing is left behind.
     """
     folder = sidecar_folder(checkpoint_path)
     fs, local = fsspec.core.url_to_fs(folder)
@@ -157,7 +157,7 @@ def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first error: torch's writer fails again when it is closed."""
+    """The first error, since torch's writer fails again when it is closed."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
@@ -172,7 +172,7 @@ def _move(fs: Any, source: str, target: str) -> None:
 
 
 def files_of(checkpoint_path: Any) -> list[ResidualFile]:
-    """All files next to a checkpoint, of all ranks and runs, and those that were not written to their end."""
+    """All files next to a checkpoint, of all ranks and runs, including incomplete ones."""
     fs, local = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     fs.invalidate_cache()
     try:
@@ -188,7 +188,7 @@ def files_of(checkpoint_path: Any) -> list[ResidualFile]:
 
 
 def delete(checkpoint_path: Any, files: Iterable[ResidualFile]) -> None:
-    """Delete these files; other ranks may be deleting them, too."""
+    """Delete these files; other ranks may be deleting them too."""
     fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -196,8 +196,8 @@ def delete(checkpoint_path: Any, files: Iterable[ResidualFile]) -> None:
 
 
 def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
-    """The checkpoint was removed: this rank's files go, and those of ranks that are no more; rank 0 takes all. The last
-    one takes the folder.
+    """The checkpoint was removed: delete this rank's files and those of ranks that no longer exist; rank 0 deletes all
+    files. The last rank deletes the folder.
     """
     files = files_of(checkpoint_path)
     delete(checkpoint_path, (file for file in files if rank in (0, file.rank % world_size)))
@@ -208,11 +208,11 @@ def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
 
 
 def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
-    """Read one file of the run that saved; `file` without its end.
+    """Read one file of the run that saved; `file` lacks its end.
 
     Raises:
-        MissingResidualFile: There is none.
-        ResidualFileError: It is damaged, of another rank or run, or holds residuals that are not finite.
+        MissingResidualFile: There is no such file.
+        ResidualFileError: It is damaged, belongs to another rank or run, or holds residuals that are not finite.
     """
     path = _find(checkpoint_path, file)
     fs, local = fsspec.core.url_to_fs(path)
@@ -231,8 +231,8 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
 
 
 def _find(checkpoint_path: Any, file: ResidualFile) -> str:
-    """``last.ckpt`` may be a link: then the files are next to it or to its target. A rank that has saved twice at
-    one moment, and was stopped before the first file was removed, has two, and either will do.
+    """Find the file. ``last.ckpt`` may be a link; then the files are next to it or to its target. A rank that saved
+    twice at one moment and was stopped before the first file was removed has two files, and either will do.
     """
     places = [checkpoint_path]
     fs, local = fsspec.core.url_to_fs(str(checkpoint_path))

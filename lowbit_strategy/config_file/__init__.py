@@ -1,1 +1,1 @@
-"""The `lowbit_config` section of Accelerate's configuration files, and how it reaches the processes that train."""
+"""The `lowbit_config` section of Accelerate's configuration files, and its way to the training processes."""

@@ -1,10 +1,12 @@
-"""Stock Accelerate and a `lowbit_config` section: its commands keep and check it, its processes train with it.
+"""Hooks in stock Accelerate for a `lowbit_config` section: its commands keep and check the section, and its processes
+train with it.
 
-1. `ClusterConfig` gets one more field, so that every command reads a file with a section (``launch``, ``test``,
-   ``env``) and ``config update`` writes it again
-2. ``launch`` takes the fields of a file for flags that were not given
-3. before processes are started, section and kind of run are checked, and the section goes into their environment
-4. there it is attached to every `Accelerator` that is made
+1. `ClusterConfig` gets one more field, so that every command (``launch``, ``test``, ``env``) reads a file with a
+   section, and ``config update`` keeps it
+2. ``launch`` uses the fields of a file for flags that were not given
+3. before processes are started, the section and the kind of run are checked, and the section is put into their
+   environment
+4. there it is attached to every new `Accelerator`
 
 What is slow is imported when there is a section and something is made: Accelerate's own imports wait for this module.
 """
@@ -94,7 +96,7 @@ def _check_and_prepare(prepare: Callable[..., Any], _: Any, args: tuple[Any, ...
 
 
 def hand_on(args: argparse.Namespace) -> None:
-    """Check the run that `args` describe, if there is a section, and put the section into the environment.
+    """If there is a section, check the run that `args` describe, and put the section into the environment.
 
     Args:
         args: Arguments of ``accelerate launch``, completed from the configuration file.
@@ -115,7 +117,7 @@ def hand_on(args: argparse.Namespace) -> None:
 
 
 def kind_of(args: argparse.Namespace) -> str:
-    """The distributed type, as Accelerate chooses the launcher."""
+    """The distributed type, found as Accelerate finds it when it chooses the launcher."""
     flags = {
         "use_deepspeed": "DEEPSPEED",
         "use_fsdp": "FSDP",
@@ -132,13 +134,13 @@ def serve_accelerators(module: Any) -> None:
 
 
 def serve_trainers(module: Any) -> None:
-    """`module` is ``transformers.trainer``. The Trainer has its own checkpoints: residuals must go along."""
+    """`module` is ``transformers.trainer``. The Trainer has its own checkpoints, which must include residuals."""
     wrapt.wrap_function_wrapper(module, "Trainer.__init__", _trainer_made)
 
 
 @functools.cache  # once
 def watch_optimizers(module: Any) -> None:
-    """`module` is ``torch.optim.optimizer``, in a process that has a section: training must not go past it."""
+    """`module` is ``torch.optim.optimizer``, in a process that has a section: training must not ignore the section."""
     check_once = functools.cache(_check_training)
     module.register_optimizer_step_pre_hook(lambda *_: check_once())
 
@@ -173,7 +175,7 @@ def _trainer_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs
 
 def _check_training() -> None:
     """Raises:
-    RuntimeError: Training starts, and nothing of it would be compressed.
+    RuntimeError: Training starts, and nothing would be compressed.
     """
     if not os.environ.get(VARIABLE):
         return  # a dry run
@@ -196,7 +198,7 @@ def _check_training() -> None:
 
 
 def _leave() -> None:
-    """End groups for scripts that do not: gloo sometimes aborts in a process that ends with groups open."""
+    """Destroy process groups for scripts that do not: gloo sometimes aborts if a process ends with open groups."""
     import torch.distributed as dist
 
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an exception others may still be waiting

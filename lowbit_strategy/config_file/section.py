@@ -1,4 +1,4 @@
-"""The ``lowbit_config`` section of a configuration file, and how it reaches the training processes.
+"""Reads, checks and writes the ``lowbit_config`` section, and passes it to the training processes.
 
     lowbit_config:
       compressor: loco            # any name that `<name>_ddp` is registered for
@@ -9,7 +9,7 @@
       monitor: {every_n_steps: 50}
       outer: {name: diloco, every: 30}     # local steps
 
-Options may also stand under ``options``, which wrappers need: theirs are compressors themselves.
+Options may also be given under ``options``. Wrappers need this, because their options are compressors.
 
     lowbit_config:
       compressor: warmup
@@ -43,11 +43,11 @@ Section = dict[str, Any]
 
 
 def plugin_from_section(section: object) -> LowBitPlugin:
-    """The plugin that a section describes.
+    """Make the plugin that a section describes.
 
     Raises:
-        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value is of another type or
-            out of range.
+        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value has the wrong type or
+            is out of range.
     """
     section = section_of({SECTION: section}, SECTION)
     ours: Section = {key: section.pop(key) for key in OTHER_KEYS if key in section}
@@ -65,7 +65,7 @@ def plugin_from_section(section: object) -> LowBitPlugin:
 
 
 def _compressor(entries: Section) -> Compressor:
-    """What is left of the section without the plugin's own keys."""
+    """Make the compressor from the section's other keys."""
     name = entries.get("compressor")
     if isinstance(name, Compressor):
         return name
@@ -90,10 +90,10 @@ def _compressor(entries: Section) -> Compressor:
 
 
 def read_section(source: str | os.PathLike[str]) -> Section:
-    """The section in a file (a whole configuration, or the section alone), or in a text that starts with ``{``.
+    """Read a section from a file (a whole configuration or the section alone), or from a text that starts with ``{``.
 
     Raises:
-        ValueError: There is no such file, or no section in it.
+        ValueError: The file does not exist or has no section.
     """
     text = os.fspath(source)
     if not text.lstrip().startswith("{"):
@@ -116,7 +116,7 @@ def add_section(path: Path, section: Section) -> None:
     """Write `section` at the end of the configuration file at `path`.
 
     Raises:
-        ValueError: The section is wrong, there is no such file, or it has a section; nothing is written then.
+        ValueError: The section is wrong, the file does not exist, or it already has a section. Nothing is written then.
     """
     plugin_from_section(section)
     if not path.is_file():
@@ -137,7 +137,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Accelerate's configuration file.
 
     Raises:
-        ValueError: It cannot be read, or is no mapping.
+        ValueError: The file cannot be read, or is not a mapping.
     """
     content = _parsed(Path(path))
     if not isinstance(content, dict):
@@ -146,7 +146,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> object:
-    """Errors in its YAML name the file."""
+    """Parse the YAML; errors name the file."""
     try:
         with path.open(encoding="utf-8") as file:
             return yaml.safe_load(file)
@@ -155,7 +155,7 @@ def _parsed(path: Path) -> object:
 
 
 def section_of(config: object, where: str) -> Section:
-    """The section of a configuration, which is called `where` in errors.
+    """The section of a configuration; errors call the configuration `where`.
 
     Raises:
         ValueError: There is none.
@@ -172,7 +172,7 @@ def section_of(config: object, where: str) -> Section:
 
 
 def export(section: Section) -> None:
-    """Put `section` into the environment, where this process and those that it starts find it.
+    """Put `section` into the environment of this process and of those that it starts.
 
     Raises:
         ValueError: It is wrong.

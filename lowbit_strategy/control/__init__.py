@@ -1,4 +1,4 @@
-"""Controllers: which compressor each parameter gets, and when. Pure functions of telemetry; they know no ranks."""
+"""Controllers decide which compressor each parameter gets. They are pure functions of telemetry."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the zoo."""
+    """Load a controller of the zoo by name."""
     if name not in _TARGETS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return leaves.load(_TARGETS[name], name)
@@ -85,7 +85,7 @@ def register_controller(name: str, controller: Callable[..., Controller]) -> Non
 
 
 def _make(value: Any, source: Source) -> Controller:
-    """Make one from ``{name: accordion, option: value, ...}``, as configuration files write it."""
+    """Make a controller from ``{name: accordion, option: value, ...}``, as written in configuration files."""
     if not isinstance(value, Mapping):
         raise Mismatch
     known: dict[str, str | Callable[..., Controller]] = {**_ZOO, **CONTROLLERS}

@@ -1,4 +1,4 @@
-"""Accordion: light compression in critical regimes, where gradient norms change fast, heavy compression elsewhere."""
+"""Accordion: light compression in critical regimes, where gradient norms change fast; otherwise heavy."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ WindowUnit = Literal["epochs", "steps"]
 
 @configuration
 class CriticalRegimes:
-    """Detects critical regimes: the norm of the accumulated gradient against that of one interval ago.
+    """Detects critical regimes by comparing the norm of the accumulated gradient with that of one interval ago.
 
-    `Accordion` lists the steps. A window is the last `interval` steps, or one whole epoch in `interval`.
+    See the steps of `Accordion`. A window is the last `interval` steps, or one whole epoch of every `interval` epochs.
 
     Args:
-        eta: Relative change of the norm that counts as critical. Smaller: light more often.
+        eta: Relative change of the norm that counts as critical. Smaller: light compression more often.
         interval: Epochs (steps) between two detections. With ``unit="epochs"`` the window is the first epoch of each
-            interval, as published; with ``"steps"`` it is the whole interval.
+            interval, as published. With ``"steps"`` it is the whole interval.
         unit: What `interval` counts.
         gradient: ``local``: each rank's own, as published; needs a float32 copy of the model on every rank. ``mean``:
             the mean over ranks; under FSDP2 only a shard is kept.
-        learning_rate_drop: A relative fall of more than this in one step counts as a decay. Smooth schedules stay
-            below it.
+        learning_rate_drop: A relative drop of more than this in one step counts as a decay. Smooth schedules stay below
+            it.
     """
 
     eta: float = 0.5
@@ -57,7 +57,7 @@ class CriticalRegimes:
 
     @staticmethod
     def first_state(specs: Sequence[TensorSpec]) -> State:
-        """``regimes`` is the state of `update`; ``judged`` are the names of matrices."""
+        """The first state: ``regimes`` is the state of `update`, ``judged`` has the names of matrices."""
         return {
             "regimes": {"window": None, "norms": {}, "learning_rate": None},
             "judged": [spec.name for spec in specs if spec.ndim > 1],
@@ -67,7 +67,7 @@ class CriticalRegimes:
         return self.closes(progress, state["regimes"])
 
     def window(self, progress: Progress) -> int | None:
-        """Number of the window that a step is in; None between windows."""
+        """The number of a step's window; None between windows."""
         if self.unit == "steps":
             return progress.step // self.interval
         return progress.epoch if progress.epoch % self.interval == 0 else None
@@ -85,11 +85,11 @@ class CriticalRegimes:
 
         Args:
             telemetry: Telemetry of the step.
-            norms: Gradient norms by name; read only when a window closes.
-            state: What the step before returned.
+            norms: Gradient norms by name, used only when a window closes.
+            state: The state that the previous step returned.
 
         Returns:
-            For each of `norms` whether it is critical, and why, or None if nothing was judged; and the next state.
+            For each of `norms` whether it is critical and why, or None if nothing was judged; and the next state.
         """
         progress = telemetry.progress
         found: dict[str, tuple[bool, str]] | None = None
@@ -114,7 +114,7 @@ class CriticalRegimes:
 
 @configuration
 class Accordion(CriticalRegimes, Controller):
-    """Two levels of compression, chosen by how fast the gradient changes.
+    """Chooses between two levels of compression by how fast the gradient changes.
 
     1. Every rank adds up its own gradients over a window, before error feedback.
     2. When the window closes, for every matrix: ``ratio = |norm_before - norm_now| / norm_before``
@@ -125,8 +125,8 @@ class Accordion(CriticalRegimes, Controller):
 
     Args:
         light: Compressor in critical regimes.
-        heavy: Otherwise; must send fewer bytes.
-        per: Judge each ``parameter``, or the whole ``model``.
+        heavy: Compressor elsewhere; must send fewer bytes.
+        per: Whether to judge each ``parameter`` or the whole ``model``.
         eta, interval, unit, gradient, learning_rate_drop: See `CriticalRegimes`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The contract of controllers: telemetry and state in, a decision and the next state out.
+"""The interface of controllers: telemetry and state in, a decision and the next state out.
 
-Every rank runs the same controller on the same telemetry, so all ranks decide the same. Telemetry has been summed over
-ranks before a controller sees it. State is plain numbers, strings, lists and dicts, and is saved in checkpoints.
+Every rank runs the same controller on the same telemetry, so all ranks decide the same. Telemetry is summed over ranks
+before a controller sees it. State is plain numbers, strings, lists and dicts, and is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Accumulate = Literal["local", "mean"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where training stands when a step begins; the same on all ranks.
+    """The progress of training when a step begins; the same on all ranks.
 
     Args:
         step: Optimizer steps completed.
         epoch: Epochs completed.
-        num_steps: Optimizer steps planned; None: unknown.
+        num_steps: Planned optimizer steps; None: unknown.
         steps_per_epoch: Optimizer steps per epoch; None: unknown.
-        learning_rate: Learning rate of the first parameter group, in the step that begins; None: unknown.
+        learning_rate: Learning rate of the first parameter group in the step that begins; None: unknown.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Progress:
 
 
 class Energy(NamedTuple):
-    """Squared norms of one parameter, summed over ranks: the compensated gradient, what was sent, the difference."""
+    """One parameter's squared norms, summed over ranks: compensated gradient, what was sent, the difference."""
 
     compensated: float
     sent: float
@@ -50,7 +50,7 @@ class Energy(NamedTuple):
 
 
 class EndToEnd(NamedTuple):
-    """Squared norms of one parameter, estimated from a sample: result minus true mean over ranks, and that mean."""
+    """One parameter's squared norms, estimated from a sample: result minus true mean over ranks, that mean."""
 
     error: float
     mean: float
@@ -58,17 +58,17 @@ class EndToEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:
-    """What a controller is given. Mappings are by parameter name, and empty unless a probe asked for them.
+    """The input of a controller. Mappings are by parameter name, and empty unless a probe asked for them.
 
     Args:
-        progress: Where training stands.
-        accumulated_norm: Norm, over ranks, of the gradient summed over the steps since it was last read.
-        accumulated_square: Sum of the squared norms of the same gradients; only if the probes had `square`.
+        progress: The progress of training.
+        accumulated_norm: Norm over ranks of the gradient summed over the steps since it was last read.
+        accumulated_square: Sum of the squared norms of the same gradients, if the probes had `square`.
         accumulated_steps: Number of these steps.
-        energy: Energies of each level that was tried in the last step.
-        residual_norm: Norm over ranks, before the last step, of the parameters in `energy`.
-        end_to_end: Error of the whole last reduction, both hops, with the levels in force.
-        step_seconds: Wall time of the last step, mean over ranks; None: not requested, or not yet known.
+        energy: Energies for each level that was tried in the last step.
+        residual_norm: Norm over ranks of the residuals, before the last step, of the parameters in `energy`.
+        end_to_end: Error of the whole last reduction over both hops, with the current levels.
+        step_seconds: Wall time of the last step, averaged over ranks; None: not requested, or not yet known.
     """
 
     progress: Progress
@@ -83,15 +83,15 @@ class Telemetry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What to measure in the step that begins. Everything is off by default, and then costs nothing.
+    """What to measure in the step that begins. Everything is off by default and then costs nothing.
 
     Args:
-        accumulate: Add this step's gradients to the sum whose norm is read later: each rank's own (``local``; a float32
-            copy of the model) or the mean over ranks (``mean``; under FSDP2 the own shard).
-        square: Add their squared norms too; requires `accumulate`.
+        accumulate: Add this step's gradients to a sum whose norm is read later: each rank's own gradients (``local``;
+            needs a float32 copy of the model) or the mean over ranks (``mean``; under FSDP2 this rank's shard).
+        square: Also add their squared norms; requires `accumulate`.
         levels: Levels to try on this step's gradients. Each costs an encode and a decode.
         end_to_end: Error of the whole reduction, from a sample of a few kilobytes per parameter.
-        seconds: Wall time.
+        seconds: Wall time of the step.
     """
 
     accumulate: Accumulate | None = None
@@ -102,7 +102,7 @@ class Probe:
 
 
 class Switch(NamedTuple):
-    """One change, for logs: of what, from, to, and why."""
+    """One change, for logs: what changed, from which level to which, and why."""
 
     what: str
     before: str
@@ -112,17 +112,17 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What a controller decides for the step that begins.
+    """A controller's decision for the step that begins.
 
     Args:
         state: The controller's next state.
-        levels: Index into the controller's levels for every parameter. Empty: unchanged.
+        levels: For every parameter, an index into the controller's levels. Empty: unchanged.
         probe: What to measure.
         switches: What changed and why.
-        warnings: Logged each time they are given.
-        accumulation: Batches accumulated into one optimizer step; None: unchanged.
-        learning_rate_factor: Multiplies the scheduler's learning rate.
-        every: Optimizer steps of a round from now on, where ranks meet in rounds; None: as planned.
+        warnings: Warnings to log.
+        accumulation: Batches accumulated per optimizer step; None: unchanged.
+        learning_rate_factor: Factor that multiplies the scheduler's learning rate.
+        every: Optimizer steps per round from now on, if ranks meet in rounds; None: as planned.
     """
 
     state: State
@@ -138,9 +138,9 @@ class Decision:
 def group_of(name: str, by: GroupBy = "kind") -> str:
     """The group of a parameter.
 
-    ``kind``: numbers in the name do not count, so the same layer of all blocks is one group
-    (``blocks.3.mlp.weight`` -> ``blocks.*.mlp.weight``); ``module``: without the parameter's own name;
-    ``parameter``: each its own; or a function of the name.
+    ``kind``: numbers in the name are ignored, so that the same layer of all blocks is one group
+    (``blocks.3.mlp.weight`` -> ``blocks.*.mlp.weight``); ``module``: without the parameter's own name; ``parameter``:
+    each parameter alone; or a function of the name.
     """
     if callable(by):
         return by(name)
@@ -150,7 +150,7 @@ def group_of(name: str, by: GroupBy = "kind") -> str:
 
 
 def grouped(names: Iterable[str], by: GroupBy) -> dict[str, list[str]]:
-    """Names by group, in the order in which groups first occur."""
+    """Names by group, in the order in which the groups first occur."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(group_of(name, by), []).append(name)
@@ -158,10 +158,11 @@ def grouped(names: Iterable[str], by: GroupBy) -> dict[str, list[str]]:
 
 
 class Controller(ABC):
-    """A frozen dataclass; everything that changes is in the state that is passed in and returned.
+    """Base class of controllers, which are frozen dataclasses. Everything that changes is in the state that is passed
+    in and returned.
 
-    `levels` go from the lightest compression to the heaviest. Each level decides itself which parameters are exempt: a
-    level chosen for those has no effect.
+    `levels` go from the lightest compression to the heaviest. Each level has its own exempt parameters, for which
+    choosing the level has no effect.
     """
 
     @property
@@ -170,7 +171,7 @@ class Controller(ABC):
 
     @property
     def initial_accumulation(self) -> int | None:
-        """Batches accumulated in the first step; None: the controller does not set this."""
+        """Batches accumulated in the first step; None: the controller does not set it."""
         return None
 
     @abstractmethod
@@ -179,7 +180,7 @@ class Controller(ABC):
 
         Args:
             specs: The model's parameters.
-            world_size: Ranks.
+            world_size: Number of ranks.
 
         Raises:
             ValueError: The configuration cannot serve this model.
@@ -191,12 +192,12 @@ class Controller(ABC):
 
     @abstractmethod
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        """Called at the start of every step; must not modify `state`."""
+        """Decide for the step that begins. Called at the start of every step; must not modify `state`."""
 
     def switches(
         self, before: Mapping[str, int], after: Mapping[str, int], reasons: Mapping[str, str]
     ) -> tuple[Switch, ...]:
-        """Parameters that changed in the same way for the same reason, as one `Switch` each."""
+        """One `Switch` for each group of parameters that changed in the same way for the same reason."""
         texts = labels(self.levels)
         changes: dict[tuple[str, str, str], list[str]] = {}
         for name, level in after.items():
@@ -218,15 +219,15 @@ _STRENGTHS = ("bits", "density", "rank")
 
 
 def reference_nbytes(level: Compressor) -> int:
-    """Bytes for a matrix of 1024 x 1024 that is neither exempt nor of high precision, over four ranks."""
+    """Bytes that four ranks send for a matrix of 1024 x 1024 that is neither exempt nor high-precision."""
     return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE)
 
 
 def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:
-    """Each level must send fewer bytes than the one before it.
+    """Check that each level sends fewer bytes than the one before it.
 
     Raises:
-        ValueError: One does not.
+        ValueError: A level does not.
     """
     sized = [(level, name, reference_nbytes(level)) for level, name in zip(levels, names, strict=True)]
     for (lighter, lighter_name, more), (heavier, heavier_name, fewer) in pairwise(sized):
@@ -238,7 +239,7 @@ def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:
 
 
 def describe(level: Compressor) -> str:
-    """Name, strength, and what differs from the defaults."""
+    """Describe a level: name, strength, and options that differ from the defaults."""
     options = []
     for entry in dataclasses.fields(level):
         value = getattr(level, entry.name)
@@ -248,6 +249,6 @@ def describe(level: Compressor) -> str:
 
 
 def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
-    """A description of each level, numbered where two would read the same."""
+    """A description of each level, numbered if two would be the same."""
     texts = [describe(level) for level in levels]
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))

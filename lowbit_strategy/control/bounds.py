@@ -1,4 +1,4 @@
-"""Bounds on compression errors, which a monitor or a controller observes."""
+"""Bounds on compression errors, for monitors and controllers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowbit_strategy.options.configuration import configuration
 
 
 class Reading(NamedTuple):
-    """One group: ||h - sent|| / ||h|| and ||residual|| / ||h||, with h the gradient plus the residual."""
+    """One group's ||h - sent|| / ||h|| and ||residual|| / ||h||, where h is the gradient plus the residual."""
 
     relative_error: float
     residual_ratio: float
@@ -22,7 +22,7 @@ END_TO_END = "end-to-end error"
 
 
 class Alarms(NamedTuple):
-    """Groups that were out of bounds `patience` times (and why), groups that are back within, and the next state."""
+    """Groups out of bounds `patience` times, with reasons; groups within bounds again; and the next state."""
 
     raised: Mapping[str, str]
     cleared: tuple[str, ...]
@@ -36,9 +36,10 @@ class Bounds:
     Args:
         max_error: Bound on the relative error; None: not checked. Two bits have about 0.5, four bits 0.1.
         max_residual: Bound on the residual's norm relative to gradient plus residual; None: not checked.
-        max_end_to_end: Limit of the whole reduction's error, result against true mean over ranks; None: not checked. It
-            is measured for the level in force, so a group that falls back for it does not return.
-        patience: Observations in a row that raise or clear the alarm.
+        max_end_to_end: Bound on the whole reduction's error, the result against the true mean over ranks; None: not
+            checked. It is measured for the current level only, so a group that falls back because of it does not
+            return.
+        patience: Consecutive observations that raise or clear the alarm.
 
     Raises:
         ValueError: A field is out of range, or nothing is bounded.
@@ -62,7 +63,7 @@ class Bounds:
         return {"counts": {}, "alarmed": {}}
 
     def update(self, readings: Mapping[str, Reading], state: State) -> Alarms:
-        """One observation. ``counts``: observations in a row that contradict the group's present state."""
+        """Take one observation. ``counts`` has the consecutive observations that contradict a group's current state."""
         counts, alarmed = dict(state["counts"]), dict(state["alarmed"])
         raised, cleared = {}, []
         for group, reading in readings.items():

@@ -1,4 +1,4 @@
-"""A controller and a monitor in a loop with Fabric."""
+"""Adds a controller or a monitor to a loop with Fabric."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lowbit_strategy.telemetry.observe import Observer
 
 
 def engine_of(fabric: Any, model: nn.Module | None = None) -> GradientSync:
-    """The engine of a model that has been set up; of the only one if none is given.
+    """The engine of a model that was set up, or of the only one if none is given.
 
     Raises:
-        ValueError: The strategy is none of ours, or which model is meant is not clear.
+        ValueError: The strategy does not belong to this package, or it is not clear which model is meant.
     """
     sessions = getattr(fabric.strategy, "sessions", None)
     if sessions is None:
@@ -45,19 +45,20 @@ def adapt(
     num_steps: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> AdaptiveDriver:
-    """Let a controller choose compressors; after ``fabric.setup`` and before ``fabric.load``.
+    """Let a controller choose compressors. Call it after ``fabric.setup`` and before ``fabric.load``.
 
     Args:
         fabric: A Fabric with one of our strategies.
         controller: One of `lowbit_strategy.control`.
         model: Which, if several are set up.
-        optimizer: Gives the learning rate; None: the first that was set up and steps the model.
-        num_steps: Optimizer steps planned; for phases in fractions.
-        steps_per_epoch: Optimizer steps per epoch; for phases in epochs.
+        optimizer: The optimizer whose learning rate controllers see. None: the first one that was set up and steps the
+            model.
+        num_steps: Number of planned optimizer steps, needed for phases given as fractions.
+        steps_per_epoch: Optimizer steps per epoch, needed for phases given in epochs.
 
     Returns:
-        The driver. Its ``accumulation`` and ``learning_rate_factor`` are for the loop to apply, if the controller
-        decides on them.
+        The driver. The loop must apply its ``accumulation`` and ``learning_rate_factor``, if the controller decides on
+        them.
 
     Raises:
         ValueError: The controller cannot serve this model, or there is one already.
@@ -75,14 +76,14 @@ def monitor(
     record: str | Path | None = None,
     **kwargs: Any,
 ) -> Observer:
-    """Log what compression does, every n steps, through ``fabric.log_dict``; after ``fabric.setup``.
+    """Log what compression does, every n steps, through ``fabric.log_dict``. Call it after ``fabric.setup``.
 
-    A controller's decisions (`adapt`) go the same way.
+    A controller's decisions (`adapt`) are logged in the same way.
 
     Args:
         fabric: A Fabric with one of our strategies.
         args: A `MonitorOptions`, or its arguments.
-        kwargs: Its arguments by name.
+        kwargs: Keyword arguments of `MonitorOptions`.
         model: Which, if several are set up.
         optimizer: See `adapt`.
         record: A folder for the record that `lowbit report` draws.

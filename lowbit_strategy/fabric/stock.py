@@ -1,7 +1,7 @@
-"""The framework's classes that the strategies here derive from.
+"""The framework's base classes of the strategies here.
 
-Modules of this folder import it, and each other, relatively: `lowbit_strategy.lightning_fabric` consists of the same
-modules, over a `stock` of its own.
+Modules in this folder import it, and each other, relatively, because `lowbit_strategy.lightning_fabric` consists of the
+same modules over another `stock`.
 """
 
 from lightning.fabric.strategies import DDPStrategy as DDPStrategy

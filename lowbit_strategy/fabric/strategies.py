@@ -28,7 +28,7 @@ from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 
 
 class SessionsStrategy(LowBitStrategy, ParallelStrategy):
-    """A strategy with one `Session` per model that is set up."""
+    """A strategy with one `Session` for each model that is set up."""
 
     sessions: list[Session]
 
@@ -38,7 +38,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         self._optimizers: list[weakref.ref[Any]] = []
 
     def attach(self, session: Session) -> None:
-        """Take over a new attachment; it replaces an earlier one of the same module."""
+        """Take over a new session, which replaces an earlier one of the same module."""
         session.bind(
             lambda: [optimizer for each in self._optimizers if (optimizer := each()) is not None],
             lambda: self.loss_scaler,
@@ -108,15 +108,15 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         return remainder
 
     def _sessions_of(self, state: dict[str, Any]) -> list[Session]:
-        """Sessions of the models in `state`; all sessions if it has no models (state dicts instead of modules)."""
+        """The sessions of the models in `state`; all sessions if it has state dicts instead of modules."""
         if not (modules := [value for value in state.values() if isinstance(value, nn.Module)]):
             return self.sessions
         return [each for each in self.sessions if any(each.serves(module) for module in modules)]
 
     @staticmethod
     def _sidecar_path(path: Any, index: int) -> str:
-        """Where a model's residual files lie: next to the checkpoint for the first model, and for a second one (a
-        GAN's critic) inside the first one's folder, where no other checkpoint's files can lie.
+        """The path of a model's residual files: next to the checkpoint for the first model, and for a second one (a
+        GAN's critic) inside the first one's folder, which no other checkpoint uses.
         """
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 
@@ -126,7 +126,7 @@ class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        kwargs: Options of `SyncOptions`, and arguments of ``DDPStrategy`` other than its hooks.
+        kwargs: Fields of `SyncOptions`, and arguments of ``DDPStrategy`` except its hooks.
 
     Raises:
         TypeError: An option is unknown.
@@ -134,7 +134,7 @@ class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Fabric's DDP has no option for hooks: wrap, then attach."""
+        """Wrap the module, then attach, because Fabric's DDP has no option for hooks."""
         if not any(param.requires_grad for param in module.parameters()):
             return super().setup_module(module)  # inference only: DDP's own error says that it is not needed
         prepared = prepare(module, self.compressor, self.options, scatter=False)
@@ -145,7 +145,7 @@ class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
 
 
 class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrategy):
-    """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
+    """FSDP2 with a compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
@@ -188,10 +188,10 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
         return wrapped
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Sharding replaces parameters: point the optimizers, made before it, at the new ones, by name.
+        """Shard the module, which replaces parameters, and point the existing optimizers to the new parameters by name.
 
         Raises:
-            ValueError: An optimizer has state already, which belongs to the unsharded parameters.
+            ValueError: An optimizer already has state, which belongs to the unsharded parameters.
         """
         names = {id(param): name for name, param in module.named_parameters()}
         wrapped = self.setup_module(module)

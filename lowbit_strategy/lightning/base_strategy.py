@@ -1,4 +1,4 @@
-"""What both strategies share: steps, loss scale, checkpoints."""
+"""The base class of both strategies: steps, loss scale, checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SAME_ON_ALL_RANKS = (
 
 
 class SessionStrategy(LowBitStrategy, ParallelStrategy):
-    """A strategy with a `Session`: each attaches compression in its own set-up and calls `on_attached`."""
+    """A strategy with a `Session`. Subclasses attach compression in their set-up and call `on_attached`."""
 
     session: Session | None = None
     on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine
@@ -53,16 +53,16 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     @property
     def sync(self) -> GradientSync | None:
-        """The engine, from set-up of a fit on: methods, state, accounting."""
+        """The engine, available once a fit is set up: methods, state, accounting."""
         return self.session.sync if self.session is not None else None
 
     @property
     def fitted_trainer(self) -> Any:
-        """The Trainer that this strategy belongs to; None before it has a module."""
+        """The Trainer of this strategy; None before it has a module."""
         return self.lightning_module.trainer if self.lightning_module is not None else None
 
     def on_attached(self, session: Session) -> None:
-        """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
+        """Take over a new session: give it the state of an earlier fit or of a waiting checkpoint."""
         module, trainer = self.lightning_module, self.fitted_trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         waiting, self.on_sync = self.on_sync, ()
@@ -78,7 +78,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         self._load_waiting()
 
     def _load_waiting(self) -> None:
-        """Load the residuals of a checkpoint as soon as the engine that they belong to exists."""
+        """Load a checkpoint's residuals as soon as their engine exists."""
         if self._resume is not None and self.session is not None and self._in_fit:
             resume, self._resume = self._resume, None
             self.session.load(*resume)
@@ -126,7 +126,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     def serve_unfrozen(self, session: Session) -> None:
-        """If parameters have been unfrozen since set-up, on all ranks: synchronize them from now on."""
+        """Synchronize parameters that have been unfrozen since set-up. Called on all ranks."""
         if session.frozen.newly_trainable():
             session.extend()
 
@@ -149,14 +149,14 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     # -- weights that ranks share -------------------------------------------------------------------------------------
 
     def _begin(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
-        """All that a checkpoint holds has been loaded, and callbacks are complete."""
+        """Begin a fit: the checkpoint has been loaded, and callbacks are complete."""
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if self._rounds is not None:
             self._rounds.begin(trainer, session, signals)
         self._resume_session(session)
 
     def _resume_session(self, session: Session) -> None:
-        """Training begins, or continues after a finder has tried something and restored the state before."""
+        """Training begins, or continues after a finder has tried something and restored the earlier state."""
         if not self._has_resumed:
             self._has_resumed = True
             session.resume()
@@ -181,7 +181,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give each rank its samples where ranks come and go: the framework does not know them all."""
+        """Give each rank its samples if ranks come and go, since the framework does not know all ranks."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
         if self._rounds is None or trainer is None or trainer.state.stage != "train":
             return dataloader
@@ -203,7 +203,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _warn_of_lost_residuals(self) -> None:
-        """Processes that were spawned or forked for a fit have ended with it, and their residuals with them."""
+        """Warn that spawned or forked processes have ended with the fit, and their residuals are lost."""
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen" and getattr(self.launcher, "_already_fit", False):
             _log.warning(
@@ -237,10 +237,10 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
 
 def _finish_writing(checkpoint_io: Any) -> bool:
-    """Whether checkpoints are written while training goes on; those that were begun are complete when this returns.
+    """Wait until checkpoints that were begun are complete. Return whether they are written while training continues.
 
     Raises:
-        BaseException: What has kept the last one from being written.
+        BaseException: The error that kept the last one from being written.
     """
     if not any(base.__name__ == "AsyncCheckpointIO" for base in type(checkpoint_io).__mro__):
         return False
@@ -252,11 +252,11 @@ def _finish_writing(checkpoint_io: Any) -> bool:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors stay as they are when training continues."""
+    """A state dict whose tensors do not change when training continues."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _batch_size(batch: Any) -> int:
-    """Batch size by the first tensor that has dims; 1 if there is none."""
+    """The batch size, from the first tensor that has dims; 1 if there is none."""
     sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, 1)

@@ -1,4 +1,4 @@
-"""Both callbacks: a Trainer's moments for one `ModelControl`."""
+"""Both callbacks. They pass a Trainer's events to one `ModelControl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Where = bool | str | Path
 
 
 class TrainerClock:
-    """The progress of a Trainer's run; called with the number of completed optimizer steps."""
+    """The progress of a Trainer's run, given the number of completed optimizer steps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -31,7 +31,7 @@ class TrainerClock:
         self._steps_per_epoch: int | None = None
 
     def measure_run(self) -> None:
-        """Training begins: by now the Trainer knows its length."""
+        """Training begins, so the Trainer now knows its length."""
         self._measured = True
         trainer = self._trainer
         total, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
@@ -40,7 +40,7 @@ class TrainerClock:
         self._steps_per_epoch = math.ceil(batches / per_step) if 0 < batches < math.inf else None
 
     def _measure_early(self) -> None:
-        """A finder trains before training begins, and without callbacks: the length is that of the run to come."""
+        """A finder trains before training begins, without callbacks: use the length of the coming run."""
         loop = self._trainer.fit_loop.epoch_loop
         present, loop.max_steps = loop.max_steps, self._max_steps
         try:
@@ -56,10 +56,10 @@ class TrainerClock:
 
 
 class ControlCallback(Callback, ABC):
-    """A callback that adds its part, a controller or a monitor, to the control of the Trainer's model.
+    """A callback that adds its controller or monitor to the control of the Trainer's model.
 
     Args:
-        record: Where the run's record goes: True: the logger's folder, if there is a logger; False: nowhere.
+        record: Where to write the run's record. True: the logger's folder, if there is a logger; False: nowhere.
     """
 
     def __init__(self, record: Where) -> None:
@@ -71,7 +71,7 @@ class ControlCallback(Callback, ABC):
 
     @abstractmethod
     def add_part(self, control: ModelControl) -> None:
-        """Give `control` the controller or the monitor; before a checkpoint is loaded."""
+        """Give `control` the controller or the monitor. Called before a checkpoint is loaded."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -87,7 +87,7 @@ class ControlCallback(Callback, ABC):
         trainer.strategy.on_sync = (*listeners, self._attach)
 
     def _attach(self, sync: GradientSync) -> None:
-        """The engine of the coming fit exists; no checkpoint has been loaded into it."""
+        """The engine of the coming fit exists; no checkpoint has been loaded yet."""
         self.control = ModelControl.of(sync) or _control_of(sync, self._trainer)
         self.add_part(self.control)
 
@@ -113,10 +113,11 @@ def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
 
 
 def _folder(trainer: Any, control: ModelControl) -> Path | None:
-    """Where the callbacks of this control want its record. On all ranks: finding the logger's folder is collective.
+    """The folder in which this control's callbacks want its record. Called on all ranks, since finding the logger's
+    folder is collective.
 
     Raises:
-        ValueError: They name different folders.
+        ValueError: The callbacks name different folders.
     """
     parts = [each for each in trainer.callbacks if isinstance(each, ControlCallback) and each.control is control]
     asked = [part.record for part in parts if part.record is not False]
@@ -132,17 +133,17 @@ def _folder(trainer: Any, control: ModelControl) -> Path | None:
 
 
 class CompressionMonitor(ControlCallback):
-    """What compression does to the gradients, in the trainer's loggers and progress bar.
+    """Shows what compression does to the gradients, in the trainer's loggers and progress bar.
 
-    On every n-th step, over all ranks: relative error and cosine similarity of what was sent against gradient plus
-    residual, residual norm, bits per element, bytes on the wire, milliseconds in codecs and in waiting for bytes; in
-    total and by group. Between those steps it does nothing. `lowbit report` draws what it records.
+    Every n-th step it measures, over all ranks, in total and by group: relative error and cosine similarity of what was
+    sent against gradient plus residual, residual norm, bits per element, bytes on the wire, and milliseconds in codecs
+    and in waiting for bytes. Between those steps it does nothing. `lowbit report` draws what it records.
 
     Args:
         args, kwargs: A `MonitorOptions`, or its arguments.
         progress_bar: Show error and bits in the progress bar.
-        record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given. One run has one record: both
-            callbacks write into the same.
+        record: Write ``lowbit.jsonl`` into the logger's folder, or into the given folder. A run has one record, into
+            which both callbacks write.
 
     Raises:
         TypeError: `bounds` is not a `Bounds`.
@@ -187,15 +188,16 @@ class CompressionMonitor(ControlCallback):
 
 
 class AdaptiveCompression(ControlCallback):
-    """Lets a controller choose compressors while the model trains; its choice replaces the strategy's compressor.
+    """Lets a controller choose compressors during training, in place of the strategy's compressor.
 
     Args:
         controller: One of `lowbit_strategy.control`, such as ``Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2))``.
-        record: Write decisions to ``lowbit.jsonl`` in the logger's folder, or in the folder given.
+        record: Write decisions to ``lowbit.jsonl`` in the logger's folder, or in the given folder.
 
     Raises:
         TypeError: `controller` is not one of `lowbit_strategy.control`.
-        ValueError: The controller cannot serve the model, there is another one, or the strategy does not compress.
+        ValueError: The controller cannot serve the model, there is already another one, or the strategy does not
+            compress.
     """
 
     @refusing_unknown_options
@@ -207,7 +209,7 @@ class AdaptiveCompression(ControlCallback):
 
     @property
     def driver(self) -> AdaptiveDriver | None:
-        """The controller at work, from set-up of a fit on: levels in force, state."""
+        """The running controller, available once a fit is set up: current levels, state."""
         return self.control.driver if self.control is not None else None
 
     def add_part(self, control: ModelControl) -> None:
@@ -230,7 +232,7 @@ class AdaptiveCompression(ControlCallback):
                 self._take_effect(trainer)
 
     def _take_effect(self, trainer: Any) -> None:
-        """Bring accumulation and learning rate to what the controller has set; at the boundary of a window."""
+        """At the boundary of an accumulation window, set accumulation and learning rate as the controller decided."""
         wanted = self.control.take_effect() if self.control is not None else None
         if wanted is not None:
             trainer.accumulate_grad_batches = wanted
@@ -238,7 +240,8 @@ class AdaptiveCompression(ControlCallback):
 
 def _check_accumulation(controller: Controller, trainer: Any, pl_module: Any) -> None:
     """Raises:
-    ValueError: The controller changes gradient accumulation, which the Trainer does not do, or somebody else does.
+    ValueError: The controller changes gradient accumulation, but the Trainer does not accumulate, or something else
+        changes it.
     """
     name = type(controller).__name__
     if not pl_module.automatic_optimization:

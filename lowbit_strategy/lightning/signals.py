@@ -1,13 +1,14 @@
-"""Signals that end or requeue a run, at a moment at which all ranks can answer.
+"""Defers signals that end or requeue a run to a moment at which all ranks can answer.
 
-Lightning's handlers call collectives: SIGTERM's a broadcast, the one of SLURM's requeueing saves a checkpoint. A signal
-comes between any two instructions of Python, on one rank during backward, on another in its forward pass, on some ranks
-only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes; at
-the start of the next batch the ranks tell each other what has come, and then all of them run the handlers together.
+Lightning's handlers call collectives: the one for SIGTERM broadcasts, the one for SLURM's requeueing saves a
+checkpoint. A signal may arrive between any two Python instructions, on one rank during backward, on another in its
+forward pass, or on some ranks only. Then a rank would wait in its handler for another that waits for its gradients. So
+a signal is only noted when it arrives. At the start of the next batch the ranks tell each other what has arrived, and
+then all of them run the handlers together.
 
-Where ranks are far apart they begin to tell each other before a backward pass, so that the answers travel with the
-gradients and nobody waits for them. Where they are near that would save nothing, and a rank that is lost between two
-steps is named by this exchange, not by DDP's own in the forward pass, which knows no names.
+Far ranks begin this exchange before a backward pass, so that the answers travel with the gradients and nobody waits for
+them. For near ranks that would save nothing, and this exchange can name a rank that was lost between two steps, which
+DDP's exchange in the forward pass cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _naming_lost_ranks = functools.partial(naming_lost_ranks, None, "asking all rank
 
 class DeferredSignals:
     """Args:
-    trainer: Whose handlers are called later. They must have been registered, which is after set-up.
+    trainer: The Trainer whose handlers are called later. They must have been registered, which happens after set-up.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -44,7 +45,7 @@ class DeferredSignals:
         self._answers: tuple[Tensor, Any] | None = None  # of all ranks, on their way
 
     def install(self) -> None:
-        """Replace the Trainer's handlers; further calls do nothing. The Trainer removes ours with its own."""
+        """Replace the Trainer's handlers; further calls do nothing. The Trainer removes ours together with its own."""
         if threading.current_thread() is not threading.main_thread() or self.trainer.world_size == 1:
             return
         for bit, signum in self._signals.items():
@@ -65,11 +66,11 @@ class DeferredSignals:
         return bool(self._received & bit)
 
     def begin(self) -> None:
-        """Training begins. Answers to a question of an earlier fit, which an error ended, are not waited for."""
+        """Training begins. Do not wait for answers to a question from an earlier fit that ended with an error."""
         self._answers = None
 
     def ask(self) -> None:
-        """Begins to ask what any rank has received, unless that is under way; before a backward pass, on all ranks."""
+        """Begin to ask what any rank has received, if that is not under way; before a backward pass, on all ranks."""
         if self._answers is not None or self.trainer.world_size == 1:
             return
         device = self.trainer.strategy.root_device
@@ -79,7 +80,7 @@ class DeferredSignals:
             self._answers = all_W, dist.all_to_all_single(all_W, mine_W, async_op=True)
 
     def finish(self) -> list[int]:
-        """Wait for the answers, if any are on their way: what each rank had received when it was asked last."""
+        """Wait for the answers under way, if any: what each rank had received when it was last asked."""
         if self._answers is None:
             return []
         (all_W, work), self._answers = self._answers, None
@@ -88,7 +89,7 @@ class DeferredSignals:
         return list(all_W.tolist())
 
     def agree(self, stop: Callable[[], None]) -> None:
-        """Start of a batch, on all ranks: run the handlers of what any rank had received when it was asked.
+        """At the start of a batch, on all ranks: run the handlers of the signals that any rank had received when asked.
 
         Args:
             stop: Ends training on all ranks if the Trainer has been terminated.
@@ -102,7 +103,7 @@ class DeferredSignals:
             stop()
 
     def run(self, bit: int, *, own_only: bool = False) -> None:
-        """All ranks know of the signal: run the Trainer's handlers on every rank, others where it has come."""
+        """All ranks know of the signal: run the Trainer's handlers on every rank, and others only where it arrived."""
         received = self.has_received(bit)
         self._received &= ~bit
         if not received:

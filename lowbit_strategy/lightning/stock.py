@@ -1,7 +1,7 @@
-"""The framework's classes that the strategies and callbacks here derive from.
+"""The framework's base classes of the strategies and callbacks here.
 
-Modules of this folder import it, and each other, relatively: `lowbit_strategy.pytorch_lightning` consists of the same
-modules, over a `stock` of its own.
+Modules in this folder import it, and each other, relatively, because `lowbit_strategy.pytorch_lightning` consists of
+the same modules over another `stock`.
 """
 
 from lightning.pytorch.callbacks import Callback as Callback

@@ -29,9 +29,9 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        kwargs: Options of `SyncOptions`, and arguments of ``DDPStrategy`` other than its hooks. In a notebook
-            ``start_method="fork"`` (the name ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and
-            ``"spawn"`` save with ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their
+        kwargs: Fields of `SyncOptions`, and arguments of ``DDPStrategy`` except its hooks. In a notebook,
+            ``start_method="fork"`` (the name ``loco_ddp_notebook``) trains with several processes. With ``"fork"`` and
+            ``"spawn"``, save with ``ModelCheckpoint``: when ``fit`` returns, the processes have ended and their
             residuals are gone.
 
     With one rank nothing is compressed.
@@ -50,13 +50,13 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
-        """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
+        """Do nothing: stock Lightning would register hooks here, but only on CUDA, and ours work on CPU too."""
         assert isinstance(self.model, DistributedDataParallel)
         self.on_attached(self._attached(attach_ddp, self.model, self._prepared))
 
     def serve_unfrozen(self, session: Session) -> None:
-        """DDP synchronizes what was trainable when it wrapped, so the module is wrapped again; stock DDP would let the
-        ranks drift apart silently. It waits for what has been frozen since, and would stop.
+        """Wrap the module again, because DDP synchronizes only what was trainable when it wrapped the module; stock DDP
+        would let the ranks drift apart silently. DDP would also wait for what has been frozen since, and stop.
         """
         if session.is_in_rounds:  # DDP synchronizes nothing
             super().serve_unfrozen(session)
@@ -72,7 +72,7 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
         self.model = wrapped
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's own advice for unused parameters is a strategy without compression."""
+        """Replace Lightning's advice for unused parameters, which names a strategy without compression."""
         if not any(_UNUSED in str(argument) for argument in exception.args):
             super().on_exception(exception)
             return
@@ -85,16 +85,16 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
 
 
 class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy):
-    """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
+    """FSDP2 with a compressed gradient reduce-scatter, for any LightningModule, without ``configure_model``.
 
     Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest
-    as one module. A module that shards itself in ``configure_model`` is taken as it is. With one rank nothing is
+    as one module. A module that shards itself in ``configure_model`` is used as it is. With one rank nothing is
     compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         min_shard_numel, mp_policy, accumulate, process_group_backend, timeout: See `FSDPConstructor`.
-        options: Those of `SyncOptions`.
+        options: The fields of `SyncOptions`.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
 
@@ -142,10 +142,11 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradient accumulation. Stock Lightning knows DDP only, and lets FSDP2 reduce every micro-batch.
+        """A context for gradient accumulation. Stock Lightning handles only DDP, and lets FSDP2 reduce every
+        micro-batch.
 
-        ``local``: FSDP2 keeps unsharded gradients, nothing is sent before the last micro-batch. ``reduce``: gradients
-        are reduced each time, weights still travel once per step.
+        ``local``: FSDP2 keeps unsharded gradients and sends nothing before the last micro-batch. ``reduce``: gradients
+            are reduced each time; weights still travel once per step.
         """
         assert self.model is not None
         modules = self.model.modules() if self.accumulate == "local" else ()
@@ -161,7 +162,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
             self.session.weights_unchanged()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Stock takes the path of rank 0, since all ranks write; so do the residuals."""
+        """Save to rank 0's path, as the stock strategy does because all ranks write. Residuals use the same path."""
         super().save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -188,6 +189,6 @@ def _refuse_averaging(callbacks: list[Any]) -> None:
 
 
 def averages_weights(callback: Any) -> bool:
-    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
+    """Whether it is, or derives from, one of Lightning's callbacks that copy the module, in either namespace."""
     names = {base.__name__ for base in type(callback).__mro__}
     return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))

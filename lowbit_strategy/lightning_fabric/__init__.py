@@ -1,6 +1,6 @@
-"""The same as `lowbit_strategy.fabric` for the ``lightning_fabric`` package, whose base classes are its own.
+"""The same as `lowbit_strategy.fabric` for the ``lightning_fabric`` package, which has other base classes.
 
-Its modules are the files of that folder, imported once more: they find this folder's `stock` and not their own.
+Its modules are the files of that folder, imported again, but with this folder's `stock`.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The framework's classes that strategies derive from; see `lowbit_strategy.fabric.stock`."""
+"""The framework's base classes of strategies; see `lowbit_strategy.fabric.stock`."""
 
 from lightning_fabric.strategies import DDPStrategy as DDPStrategy
 from lightning_fabric.strategies import ModelParallelStrategy as ModelParallelStrategy

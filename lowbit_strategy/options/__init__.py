@@ -1,1 +1,1 @@
-"""How options are written: which names and types a configuration takes, and what its errors suggest."""
+"""Options: the names and types that a configuration accepts, conversion, and hints in errors."""

@@ -1,11 +1,11 @@
-"""Checks of options that are not their type's."""
+"""Checks of options beyond their types."""
 
 from __future__ import annotations
 
 
 def check_positive(field: str, value: int) -> None:
     """Raises:
-    ValueError: Less than 1.
+    ValueError: The value is less than 1.
     """
     if value < 1:
         raise ValueError(f"{field} must be a positive integer, got {value!r}")

@@ -18,19 +18,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def configuration(cls: type[T]) -> type[T]:
-    """``@dataclass(frozen=True, kw_only=True)`` whose constructor checks what it is given.
+    """``@dataclass(frozen=True, kw_only=True)`` whose constructor checks its arguments.
 
-    Without slots: a dataclass with slots is made again, and the first one stays among its base's subclasses. Command
-    lines that find a class by its name (jsonargparse, LightningCLI) would find two.
+    It has no slots, because a dataclass with slots is created twice, and the first class stays among its base's
+    subclasses. Command lines that find a class by name (jsonargparse, LightningCLI) would find two.
 
-    Every value must be of its field's type: `bool` is no integer, 4.0 neither; integers are accepted for floats, lists
-    for tuples, mappings for dataclasses, and what `register_conversion` allows. Options are given by name, those with
-    ``field(kw_only=False)`` by place too.
+    Every value must have its field's type: neither `bool` nor 4.0 is an integer. Integers are accepted for floats,
+    lists for tuples, mappings for dataclasses, and whatever `register_conversion` allows. Options are given by name,
+    and those with ``field(kw_only=False)`` also by position.
 
     Raises:
-        TypeError: By the constructor, if there is no such option. The message has the nearest one.
-        ValueError: By the constructor, if values are of another type. The message has field, value and what is allowed,
-            for all of them.
+        TypeError: Raised by the constructor if there is no such option. The message has the nearest one.
+        ValueError: Raised by the constructor if values have wrong types. The message has field, value and what is
+            allowed, for all of them.
     """
     initialize = dataclasses.dataclass(frozen=True, kw_only=True)(cls).__init__
     defaults: dict[str, Any] = {}
@@ -60,10 +60,10 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 def takes_options_of(source: type) -> Callable[[F], F]:
-    """Show the fields of a configuration as arguments of a function that takes them in its ``**kwargs``.
+    """Show the fields of a configuration as arguments of a function that takes them in ``**kwargs``.
 
-    They stand in one place, the configuration, and editors, LightningCLI and ``inspect.signature`` see them here too.
-    The function makes the configuration.
+    The fields are defined only in the configuration, but editors, LightningCLI and ``inspect.signature`` see them here
+    too. The function makes the configuration.
     """
 
     def show(function: F) -> F:
@@ -81,6 +81,6 @@ def takes_options_of(source: type) -> Callable[[F], F]:
 
 
 def take_options(source: type[T], kwargs: dict[str, Any]) -> T:
-    """Make a configuration of those arguments that it has, and remove them from `kwargs`."""
+    """Make a configuration from its arguments in `kwargs`, and remove them from `kwargs`."""
     names = [field.name for field in dataclasses.fields(source)]  # type: ignore[arg-type]
     return source(**{name: kwargs.pop(name) for name in names if name in kwargs})

@@ -1,4 +1,4 @@
-"""Converts what code or a file gives for an option to the type of its field or argument."""
+"""Converts the value of an option, from code or a file, to the type of its field or argument."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name that `name` resembles most, or that other libraries call `name`; None if it resembles none.
+    """The known name that is most similar to `name`, or that other libraries call `name`; None if none is similar.
 
     Args:
         name: Any text.
         known: Valid names.
-        likeness: The least likeness, 1 for the name itself.
+        likeness: The least similarity; 1 for the name itself.
     """
     choices = list(known)
     last_word = name.lower().rpartition("_")[2]
@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: ``"; did you mean 'loco'?"``, or a full stop."""
+    """The end of a sentence about an unknown name: ``"; did you mean 'loco'?"``, or a period."""
     near = nearest(name, known)
     return "." if near is None else f"; did you mean {near!r}?"
 
@@ -59,10 +59,10 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
     """The error for a name that a constructor does not know.
 
     Args:
-        of: What is constructed.
+        of: The class that is constructed.
         name: The unknown option.
         known: All options.
-        advice: What to do instead, where that is known; else the nearest name, or all names, is given.
+        advice: What to do instead, if known. Otherwise the message has the nearest name, or all names.
     """
     names = [each for each in known if each not in ("self", "args", "kwargs", "unknown")]
     hint = did_you_mean(name, names)
@@ -72,7 +72,7 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
 
 
 def refusing_unknown_options(initialize: F) -> F:
-    """Make a hand-written constructor raise the same error for options that it does not have."""
+    """Make a hand-written constructor raise the same error for unknown options."""
     known = [name for name in inspect.signature(initialize).parameters if name != "self"]
 
     @functools.wraps(initialize)
@@ -85,9 +85,9 @@ def refusing_unknown_options(initialize: F) -> F:
 
 
 class Source(enum.Enum):
-    """Where values come from.
+    """The origin of values: code or a file.
 
-    A file has neither tuples, functions nor objects, and its numbers may be text: YAML 1.1 reads ``1e-3`` as text.
+    A file has no tuples, functions or objects, and its numbers may be text, since YAML 1.1 reads ``1e-3`` as text.
     """
 
     CODE = enum.auto()
@@ -102,15 +102,15 @@ _NUMBERS = {int: "an integer", float: "a number"}
 
 
 class Conversion(NamedTuple):
-    """What a class accepts in addition to its instances: `make` turns it into one.
+    """What a class accepts in addition to its instances. `make` turns it into an instance.
 
     Args:
-        make: Called with a value and where it comes from; raises `Mismatch` for a value that it does not take, and
-            ValueError for one that is wrong: the name of an unknown preset.
-        description: What is accepted, for errors.
-        in_files: The same for those who write files.
-        forms: The types of what code may give, for constructors that show them.
-        known: Gives instances, for hints about whose an option is.
+        make: Called with a value and its origin. It raises `Mismatch` for a value that it does not accept, and
+            ValueError for a wrong one, such as the name of an unknown preset.
+        description: What is accepted, for error messages.
+        in_files: The same for values in files.
+        forms: The types that code may pass, for constructors that show them.
+        known: Returns instances, for hints about where an option belongs.
     """
 
     make: Callable[[Any, Source], Any]
@@ -124,16 +124,16 @@ _conversions: dict[type, Conversion] = {}
 
 
 def register_conversion(kind: type, conversion: Conversion) -> None:
-    """Fields of type `kind` accept more than its instances from now on."""
+    """From now on, let fields of type `kind` accept more than its instances."""
     _conversions[kind] = conversion
 
 
 class Mismatch(ValueError):
-    """A value is not of the wanted type."""
+    """A value does not have the expected type."""
 
 
 class Faults(ValueError):
-    """What is wrong with parts of a value: the place of each part, and the rest of a sentence that begins with it."""
+    """The faults in parts of a value: each part's place, and the rest of a sentence that begins with the place."""
 
     def __init__(self, *faults: tuple[str, str]) -> None:
         super().__init__(*faults)
@@ -144,27 +144,27 @@ class Faults(ValueError):
 
 
 def convert(value: object, kind: type[T], where: str, source: Source = Source.FILE) -> T:
-    """An object of type `kind` from `value`: mappings become dataclasses, names presets.
+    """Make an object of type `kind` from `value`: mappings become dataclasses, and names become presets.
 
     Args:
-        value: Mappings, lists, texts and numbers; objects of the wanted type are taken as they are.
-        kind: A type with a `Conversion`, a dataclass, or what their fields may be.
-        where: What the value is called in errors.
-        source: Where it comes from.
+        value: Mappings, lists, texts and numbers. Objects of the expected type are returned unchanged.
+        kind: A type with a `Conversion`, a dataclass, or any type that their fields may have.
+        where: The value's name in errors.
+        source: The origin of the value.
 
     Raises:
-        ValueError: A name or a key is unknown (the message has the nearest valid one), a key is missing, or a value is
-            of another type or out of range. All faults are named, each with its place.
+        ValueError: A name or a key is unknown (the message has the nearest valid one), a key is missing, or a value has
+            the wrong type or is out of range. The message names all faults with their places.
     """
     made: T = convert_all([(where, value, kind)], source)[0]
     return made
 
 
 def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
-    """Convert several values, given name, value and type of each; see `convert`.
+    """Convert several values, each given by name, value and type; see `convert`.
 
     Raises:
-        ValueError: The same as of `convert`; faults of all values are named.
+        ValueError: See `convert`; the message names the faults of all values.
     """
     try:
         return _parts(parts, source)
@@ -173,10 +173,10 @@ def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[A
 
 
 def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
-    """Parts of one value: place, value and type of each.
+    """Convert the parts of one value, each given by place, value and type.
 
     Raises:
-        Faults: Parts are wrong; all of them are named.
+        Faults: Some parts are wrong; all of them are named.
     """
     made: list[Any] = []
     faults: list[tuple[str, str]] = []
@@ -195,7 +195,7 @@ def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
 
 
 def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Source) -> T:
-    """Call a function, or make an object of a dataclass, with arguments from a mapping.
+    """Call a function, or construct a dataclass, with arguments from a mapping.
 
     Raises:
         ValueError: An argument is unknown, missing or wrong.
@@ -218,16 +218,16 @@ def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Sourc
 
 
 def named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
-    """What a name or ``{name: ..., option: value, ...}`` stands for, and the options.
+    """Look up a name or ``{name: ..., option: value, ...}``. Return what it stands for, and the options.
 
     Args:
-        value: The one or the other; case, hyphens and underscores do not matter.
-        known: What there is, by name.
-        what: What they are, for errors.
+        value: Either form; case, hyphens and underscores do not matter.
+        known: The valid values by name.
+        what: What the values are, for errors.
 
     Raises:
-        Mismatch: `value` is neither.
-        ValueError: There is no name, or none of that name; the message has the nearest one.
+        Mismatch: `value` has neither form.
+        ValueError: The name is missing or unknown; the message has the nearest one.
     """
     options = {"name": value} if isinstance(value, str) else dict(_checked(value, isinstance(value, Mapping)))
     name = options.pop("name", None)
@@ -253,20 +253,20 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def or_name(kind: Any) -> Any:
-    """The type of what code may give for `kind`: also what a registered conversion accepts, such as a name."""
+    """The type of what code may pass for `kind`, including what a registered conversion accepts, such as a name."""
     kinds = typing.get_args(kind) or (kind,)
     forms = [form for each in kinds if each in _conversions for form in _conversions[each].forms]
     return typing.Union[(*kinds, *forms)] if forms else kind
 
 
 def known_of(kind: Any) -> list[Any]:
-    """Instances that are known for `kind`, or for a part of a union."""
+    """The known instances of `kind`, or of the members of a union."""
     kinds = typing.get_args(kind) or (kind,)
     return [value for each in kinds if each in _conversions for value in _conversions[each].known()]
 
 
 def _converted(value: Any, kind: Any, source: Source) -> Any:
-    """`value` as a field of type `kind` holds it: lists become tuples, integers floats where floats are wanted."""
+    """`value` as a field of type `kind` holds it: lists become tuples, and integers floats where needed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _first(value, arguments, source)
@@ -290,7 +290,7 @@ def _checked(value: Any, fits: bool) -> Any:
 
 
 def _first(value: Any, kinds: Sequence[Any], source: Source) -> Any:
-    """A value of the first type of a union that takes it."""
+    """Convert to the first type of a union that accepts the value."""
     for kind in kinds:
         try:
             return _converted(value, kind, source)
@@ -300,7 +300,7 @@ def _first(value: Any, kinds: Sequence[Any], source: Source) -> Any:
 
 
 def _elements(value: Any, kinds: Sequence[Any], source: Source) -> tuple[Any, ...]:
-    """A tuple of any length, or as long as its type says."""
+    """A tuple of any length, or of the length that its type requires."""
     _checked(value, isinstance(value, Sequence) and not isinstance(value, str))
     if len(kinds) == 1 or kinds[1] is Ellipsis:
         kinds = [kinds[0]] * len(value)
@@ -341,7 +341,7 @@ def _instance(value: Any, kind: Any, source: Source) -> Any:
 
 
 def describe_type(kind: Any, source: Source) -> str:
-    """What a field of type `kind` accepts, in a few words; empty for what has no form in files."""
+    """What a field of type `kind` accepts, in a few words; empty if it cannot be written in files."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(filter(None, (describe_type(each, source) for each in arguments)))

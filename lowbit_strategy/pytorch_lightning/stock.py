@@ -1,4 +1,4 @@
-"""The framework's classes that strategies and callbacks derive from; see `lowbit_strategy.lightning.stock`."""
+"""The framework's base classes of strategies and callbacks; see `lowbit_strategy.lightning.stock`."""
 
 from pytorch_lightning.callbacks import Callback as Callback
 from pytorch_lightning.strategies import DDPStrategy as DDPStrategy

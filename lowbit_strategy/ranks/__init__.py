@@ -1,1 +1,1 @@
-"""Who trains together: nodes, process groups, levels, and this rank's place among them."""
+"""Which ranks train together: nodes, levels, process groups, and this rank's place among them."""

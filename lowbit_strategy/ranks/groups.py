@@ -1,4 +1,4 @@
-"""Process groups of some ranks, and whether they are connected."""
+"""Makes process groups of some ranks, and connects them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def new_group(
     timeout: timedelta | None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A group of `members`; call on these ranks only.
+    """Make a group of `members`. Call it on these ranks only.
 
-    ``torch.distributed.new_group`` names groups by how many a rank has made. If some ranks do not call it, the next
-    group of all ranks has two names, and hangs. With ``use_local_synchronization`` it counts a rank's groups, which
-    differ as well. So here:
+    ``torch.distributed.new_group`` names a group by the number of groups that a rank has made. If some ranks do not
+    call it, the next group of all ranks has two names and hangs. With ``use_local_synchronization`` it counts a rank's
+    groups, which also differ. So here:
 
-    1. the name says which of the groups this is that `parent`'s ranks have made for `purpose`
-    2. torch makes the group under this name, and its counts are put back
-    3. NCCL does not split the world's communicator, for which all ranks would have to call
+    1. the name counts the groups that `parent`'s ranks have made for `purpose`
+    2. torch makes the group under this name, and its counters are restored
+    3. NCCL does not split the world's communicator, which would need a call on all ranks
 
     Args:
         members: Global ranks in `parent`, including this one.
-        parent: All its ranks make groups now, which are disjoint; None: the default group.
-        purpose: The same on all ranks of `parent`.
+        parent: All its ranks make disjoint groups now; None: the default group.
+        purpose: A word that is the same on all ranks of `parent`.
         timeout: None: torch's default.
-        backend: None: that of the default group.
+        backend: None: the default group's backend.
     """
     parent = c10d._get_default_group() if parent is None else parent
     counts = _num_made.setdefault(parent, Counter())
@@ -55,9 +55,9 @@ def new_group(
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """A context in which torch gives groups this name; afterwards they do not count in the names of others' groups.
+    """A context in which torch gives groups this name. They do not count in the names of later groups.
 
-    torch names groups by a counter, by how many groups a rank has (before 2.14), or by both.
+    torch names groups by a counter, by a rank's number of groups (before 2.14), or by both.
     """
     stock: Any = c10d._hash_ranks_to_str
     world: Any = c10d._world
@@ -75,7 +75,7 @@ def _is_ours(name_of: Callable[..., str]) -> bool:
 
 
 def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
-    """The name that torch gives, which counts groups, without those of this package."""
+    """The name that torch would give if this package had made no groups."""
     names: Any = c10d._world.pg_names
     own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
     try:
@@ -86,7 +86,7 @@ def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _without_splitting() -> Iterator[None]:
-    """A context in which the default group is bound to no device, so its communicator is not split."""
+    """A context in which the default group is not bound to a device, so that its communicator is not split."""
     default: Any = c10d._get_default_group()
     device: torch.device | None = default.bound_device_id
     default.bound_device_id = None
@@ -104,11 +104,11 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """`group`, once all its ranks are connected.
+    """Return `group` once all its ranks are connected.
 
-    On CPU a rank that fails right afterwards would break the others' connecting, and their error would hide its own.
-    NCCL connects at a group's first collective, and separately for all-to-all: inside a step several groups would do so
-    at the same time, in an order that differs between ranks.
+    On CPU, a rank that fails right afterwards would break the others' connections, and their errors would hide its
+    error. NCCL connects at a group's first collective, and separately for all-to-all; inside a step, several groups
+    would do so at the same time, in an order that differs between ranks.
     """
     if device.type == "cpu":
         dist.barrier(group)

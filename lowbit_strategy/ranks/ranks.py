@@ -1,5 +1,5 @@
-"""The ranks that train a model: their nodes as numbers, found once before training by all of them together, and their
-communicators, as one of them sees them.
+"""The ranks that train a model, as one of them sees them: their nodes as numbers, found by all ranks together before
+training, and their communicators.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ FAR_LINKS = "lowbit_strategy.far_links"  # ranks that are far apart have its tra
 
 
 class NodeCoding(Protocol):
-    """How the ranks of a node code the gradients that they send each other, in the place of exact ones."""
+    """How a node's ranks code the gradients that they send each other, instead of sending exact ones."""
 
     @property
     def label(self) -> str:
         """A few words for reports."""
 
     def codec(self, *, exact: bool) -> Codec:
-        """The codec of a parameter, `exact` where gradients travel between nodes as they are."""
+        """The codec of a parameter. `exact`: its gradients travel between nodes uncompressed."""
 
     def means(self, state: Any, comm: Comm, device: torch.device) -> Any:
-        """Who forms the means of the ranks of `comm` (`engine.node_means.NodeMeans`).
+        """Make the object that computes means over the ranks of `comm` (`engine.node_means.NodeMeans`).
 
         Args:
-            state: The methods of parameters (`MethodState`).
+            state: The parameters' methods (`MethodState`).
             comm: The ranks of the node.
             device: Device of gradients.
         """
@@ -53,15 +53,15 @@ class Topology:
     """The ranks that train a model, as numbers.
 
     Args:
-        world_size: All of them.
-        node_sizes: Ranks on each node, in rank order. Empty: the ranks of a node do not follow each other. None: not
-            known, which counts as one node.
-        rank: The one that sees them.
-        node_size: Consecutive ranks, of a node, that together reduce whole parameters, each a part. None: each reduces
-            them with all others.
-        far: Whether latency between peers is so high that all messages travel at once, with receives posted ahead.
-            None: that is measured when groups are made.
-        coding: How these ranks of a node code what they send each other. None: their sums are exact.
+        world_size: Number of ranks.
+        node_sizes: Ranks on each node, in rank order. Empty: a node's ranks are not consecutive. None: unknown, which
+            counts as one node.
+        rank: This rank.
+        node_size: Number of consecutive ranks of a node that each reduce a part of every parameter. None: every rank
+            reduces whole parameters with all others.
+        far: Whether latency between peers is so high that all messages are sent at once, with receives posted ahead.
+            None: it is measured when groups are made.
+        coding: How a node's ranks code what they send each other. None: their sums are exact.
     """
 
     world_size: int
@@ -73,18 +73,18 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """0 if the ranks of a node do not follow each other."""
+        """The number of nodes; 0 if a node's ranks are not consecutive."""
         return 1 if self.node_sizes is None else len(self.node_sizes)
 
     @property
     def ranks_per_node(self) -> int | None:
-        """The same on all nodes; None if it is not."""
+        """The number of ranks per node; None if nodes differ."""
         sizes = self.node_sizes
         return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
 
     @property
     def obstacle(self) -> str | None:
-        """Why the ranks cannot have two levels; None if they can, or nodes are not known."""
+        """Why the ranks cannot have two levels; None if they can, or if nodes are unknown."""
         if self.node_sizes is None:
             return None
         if not self.node_sizes:
@@ -104,17 +104,17 @@ class Topology:
 
     @property
     def num_peers(self) -> int:
-        """Ranks that reduce the same part, including this one."""
+        """The number of ranks that reduce the same part, including this one."""
         return self.world_size // (self.node_size or 1)
 
     def own_parts(self, specs: Iterable[TensorSpec], *, sharded: bool) -> list[TensorSpec]:
-        """What this rank reduces of parameters; `sharded`: FSDP2 shards them over all ranks."""
+        """The parts of parameters that this rank reduces. `sharded`: FSDP2 shards them over all ranks."""
         size = self.node_size
         specs = [replace(spec, sharded=sharded) for spec in specs]
         return specs if size is None else [spec.part_for(self.rank % size, size, self.num_peers) for spec in specs]
 
     def num_near(self, members: Collection[int], rank: int) -> int:
-        """How many other `members` are on the node of `rank`."""
+        """The number of other `members` on the node of `rank`."""
         start = 0
         for size in self.node_sizes or ():
             if rank < start + size:
@@ -124,20 +124,20 @@ class Topology:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether there are several nodes, or the ranks of a node do not follow each other."""
+        """Whether there are several nodes, or a node's ranks are not consecutive."""
         return self.num_nodes != 1
 
     def peers_internode_fraction(self) -> float:
-        """Fraction of what this rank sends to all of its peers equally that leaves the node."""
+        """The fraction that leaves the node of what this rank sends equally to all its peers."""
         return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
 
     def world_internode_fraction(self) -> float:
-        """The same for all ranks."""
+        """The fraction that leaves the node of what this rank sends equally to all ranks."""
         return self._leaving(range(self.world_size))
 
     @property
     def ring_internode_fraction(self) -> float:
-        """The same in a ring, as in the framework's collectives: one of a node's ranks sends to the next node."""
+        """The same fraction in a ring, as in the framework's collectives: one rank of a node sends to the next."""
         return 1.0 / (self.ranks_per_node or 1) if self.has_nodes else 0.0
 
     def _leaving(self, members: range) -> float:
@@ -150,14 +150,14 @@ def _runs(sizes: Sequence[int]) -> str:
 
 
 def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
-    """The topology of a process group, the same on all its ranks; call on all of them.
+    """Find the topology of a process group, the same on all its ranks. Call it on all of them.
 
-    1. a launcher has set LOCAL_WORLD_SIZE on every rank (torchrun, Accelerate): ranks 0 to LOCAL_WORLD_SIZE - 1 of the
-       world are the first node, and so on
+    1. if a launcher (torchrun, Accelerate) has set LOCAL_WORLD_SIZE on every rank, ranks 0 to LOCAL_WORLD_SIZE - 1 of
+       the world are the first node, and so on
     2. otherwise ranks with one host name share a node
 
     Raises:
-        RuntimeError: On every rank, if LOCAL_WORLD_SIZE is set on some ranks only, or not the same on all of a node.
+        RuntimeError: On every rank, if LOCAL_WORLD_SIZE is set on some ranks only, or differs within a node.
     """
     world_size = dist.get_world_size(group)
     everyone = gathered((os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group)
@@ -195,10 +195,10 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int = 1) -> int:
-    """How many ranks shard one model, or each of the parts that tensor parallelism cuts it into.
+    """The number of ranks that shard one model, or each part into which tensor parallelism cuts it.
 
     Raises:
-        ValueError: On every rank, if those of all parts do not divide the ranks of every node, or it is "node" and
+        ValueError: On every rank, if the ranks of all parts do not divide those of every node, or it is "node" and
             nodes differ.
     """
     parts = "" if num_parts == 1 else f" for each of {num_parts} tensor-parallel ranks"
@@ -224,32 +224,32 @@ def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int
 class Ranks:
     """The ranks that train a model, as one of them sees it.
 
-    Made once, before training. When members change, another one goes to `GradientSync.renew` between two steps, so
-    others read ``sync.ranks`` whenever they need a group. Two have a communicator of their own, which is then made
-    again: `ParameterDigest` and the `Gathering` of weights.
+    It is made once, before training. When members change, another one is passed to `GradientSync.renew` between two
+    steps, so other code reads ``sync.ranks`` whenever it needs a group. Two objects have their own communicator, which
+    is then made again: `ParameterDigest` and the `Gathering` of weights.
 
     Args:
-        world: All ranks that hold a part of the model, by any dim of its mesh, for agreements between steps; nothing
-            else may use its group while buckets are in flight on CPU. With replicas that come and go: the ranks of
-            this one's replica.
-        peers: The ranks that reduce the same part of every parameter as this one, with compressed messages. With one
-            level these are all ranks; with two they are on different nodes; under HSDP they have the same shard.
-        intra_node: The ranks of one node that together reduce whole parameters, each a part. None: there is one level.
-        coding: How they code what they send each other. None: their sums are exact.
+        world: All ranks that hold a part of the model along any mesh dim, for agreements between steps. Nothing else
+            may use its group while buckets are in flight on CPU. With replicas that come and go: the ranks of this
+            replica.
+        peers: The ranks that reduce the same part of every parameter as this one, with compressed messages: with one
+            level all ranks; with two levels ranks on different nodes; under HSDP those with the same shard.
+        intra_node: The ranks of one node that each reduce a part of every parameter. None: there is one level.
+        coding: How a node's ranks code what they send each other. None: their sums are exact.
         node_sizes: See `Topology`.
-        group: A group of the ranks of `world` that `destroy` leaves: a closed session still loads checkpoints.
-        own: Groups that were made for this value, which `destroy` ends.
-        column: Which part of the model this rank and those have over which its gradients are a mean, by the other dims
-            of a mesh, such as tensor parallelism.
-        dims: Those of the mesh, in words; empty if there is one.
-        comes_and_goes: `world` is one of the replicas that come and go, and `peers` has one rank of each.
+        group: A group of the ranks of `world` that `destroy` keeps, because a closed session still loads checkpoints.
+        own: Groups that were made for this object, which `destroy` ends.
+        column: The part of the model that this rank, and those with which it averages gradients, have along other mesh
+            dims, such as tensor parallelism.
+        dims: The dims of the mesh, in words; empty if there is one.
+        comes_and_goes: Whether `world` is one of several replicas that come and go, of which `peers` has one rank each.
 
     Attributes:
-        rank: Place of this rank among those over which gradients are a mean, replica by replica.
-        world_size: Number of these.
-        topology: They as numbers.
-        logs: Whether this rank logs what is true of all.
-        alone: Nothing is compressed, because no other rank reduces the same parts or ever will.
+        rank: Place of this rank among those that average gradients, replica by replica.
+        world_size: Number of these ranks.
+        topology: These ranks as numbers.
+        logs: Whether this rank logs messages that apply to all ranks.
+        alone: Whether nothing is compressed, because no other rank reduces the same parts or ever will.
     """
 
     world: Comm
@@ -283,7 +283,7 @@ class Ranks:
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
-        """One level: all ranks of `comm` reduce whole parameters with each other."""
+        """Ranks with one level: all ranks of `comm` reduce whole parameters with each other."""
         return cls(comm, comm, group=comm.group)
 
     def coming_and_going(self) -> Ranks:
@@ -291,10 +291,10 @@ class Ranks:
         return replace(self, peers=LocalComm(), node_sizes=None, comes_and_goes=True)
 
     def gathering(self, *, sharded_inside: bool) -> Gathering:
-        """The gathering of weights, with its own byte counter: to each other node once.
+        """The gathering of weights, with its own byte counter. It sends to each other node only once.
 
         Args:
-            sharded_inside: The ranks of a node shard one model (HSDP); otherwise all ranks do.
+            sharded_inside: Whether the ranks of a node shard one model (HSDP); if not, all ranks do.
         """
         if self.intra_node is None:
             return Gathering(self.peers.with_own_counter())
@@ -302,7 +302,7 @@ class Ranks:
         return Gathering(inside) if sharded_inside else Gathering(self.peers.with_own_counter(), inside)
 
     def destroy(self) -> None:
-        """End the groups that were made for this value."""
+        """End the groups that were made for this object."""
         for group in self.own:
             with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
                 dist.destroy_process_group(group)
@@ -320,15 +320,15 @@ def make_ranks(
     own_world: bool = False,
     dims: str = "",
 ) -> Ranks:
-    """Groups of ranks that together reduce whole parameters, and groups of those that reduce the same part; call on all
-    ranks of `group`.
+    """Make groups of ranks that together reduce whole parameters, and groups of ranks that reduce the same part. Call
+    it on all ranks of `group`.
 
     Args:
-        group: The ranks over which gradients are a mean.
-        topology: The same as numbers.
-        device: Device of gradients.
-        everyone: All ranks that hold a part of the model, where they are more.
-        own_world: Make a group of the ranks of `group`, too, because another thread uses it.
+        group: The ranks that average gradients.
+        topology: The same ranks as numbers.
+        device: Device of the gradients.
+        everyone: All ranks that hold a part of the model, if there are more.
+        own_world: Whether to make a new group of the ranks of `group` too, because another thread uses `group`.
         dims: See `Ranks`.
     """
     size = topology.node_size

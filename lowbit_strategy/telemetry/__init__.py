@@ -1,1 +1,1 @@
-"""What observes: figures of a step, records, the start-up report."""
+"""Observes training: a step's measurements, step times, the start-up report. It changes nothing."""

@@ -1,4 +1,4 @@
-"""What monitors and controllers measure of a bucket, and how it is summed over ranks."""
+"""Measures buckets for monitors and controllers, and sums the measurements over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLE = 2048  # elements per parameter, at most
 
 
 def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
-    """Every rank's `values` added in rank order, float64 on the CPU: bit-identical everywhere."""
+    """Add every rank's `values` in rank order, in float64 on the CPU, bit-identical everywhere."""
     own = values.detach().to(torch.float64).reshape(-1)
     if comm.world_size == 1:
         return own.cpu().view(values.shape)
@@ -35,7 +35,7 @@ def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
 
 
 def energies(compensated: Tensor, sent: Tensor) -> Tensor:
-    """float64 [3]: squares of the compensated gradient, of what was sent, and of the difference."""
+    """Squared norms of the compensated gradient, of what was sent, and of the difference: float64 [3]."""
     part_numel = PART_NUMEL[compensated.is_cuda]
     parts = zip(compensated.split(part_numel), sent.split(part_numel), strict=True)
     errors = [squared_norm(h - q) for h, q in parts]  # of parts that stay in a cache
@@ -43,14 +43,14 @@ def energies(compensated: Tensor, sent: Tensor) -> Tensor:
 
 
 class StepMeasure:
-    """What monitors and controllers measure of one step: figures by parameter, squares that ranks add up.
+    """Measurements of one step for monitors and controllers: per parameter, as sums of squares that ranks add up.
 
     Args:
         sync: The engine.
 
     Attributes:
-        rows: A float64 row of each parameter that has one, by figure.
-        sampling_nbytes: Bytes that this rank has sent for `compare`, by the ranks they went to.
+        rows: For each figure, a float64 row for every measured parameter.
+        sampling_nbytes: Bytes that this rank has sent for `compare`, by receiving ranks.
     """
 
     def __init__(self, sync: GradientSync) -> None:
@@ -59,21 +59,22 @@ class StepMeasure:
         self.sampling_nbytes: Counter[Comm] = Counter()
 
     def add_residual(self, name: str, residual: Tensor | None) -> None:
-        """Figure ``residual``, one number."""
+        """Add figure ``residual``, one number."""
         if residual is not None:
             self.rows["residual"][name] = squared_norm(residual).view(1)
 
     def compare(self, views: Sequence[ParamView], comm: Comm, stages: Stages) -> Stages:
-        """Figure ``end_to_end``, two numbers: the squared norms of the error of both hops, and of the true mean.
+        """Add figure ``end_to_end``, two numbers: the squared norms of both hops' error and of the true mean.
 
-        The mean of all elements would take an uncompressed all-reduce. A sample of every parameter is enough, and costs
-        a few kilobytes: the same elements on all ranks, evenly spread, others in every step. Sums over ranks estimate
-        the norms: under DDP every rank has the whole result and gives a W-th, under FSDP2 what its own row shows.
+        The mean of all elements would need an uncompressed all-reduce. A sample of every parameter is enough and costs
+        a few kilobytes: the same evenly spread elements on all ranks, different in every step. Sums over ranks estimate
+        the norms: under DDP every rank has the whole result and contributes 1/W, under FSDP2 it contributes what its
+        row shows.
 
         Args:
             views: Views of the bucket's parameters.
-            comm: The ranks that reduce it.
-            stages: Reduce it.
+            comm: The ranks that reduce the bucket.
+            stages: The stages that reduce the bucket.
         """
         device, seed = self._sync.device, self._sync.step_context().shared_seed
         samples = [sampled(view.spec.numel, hash32(seed + at), device) for at, view in enumerate(views)]
@@ -91,12 +92,12 @@ class StepMeasure:
     def summed(
         self, widths: Mapping[Any, int], facts: Sequence[float] = (), names: Sequence[str] | None = None
     ) -> tuple[dict[Any, Tensor], list[float]]:
-        """The rows of each figure, ``[names, width]``, and the mean of each fact: one exchange of all ranks.
+        """The rows of each figure, ``[names, width]``, and the mean of each fact, by one exchange of all ranks.
 
         Args:
-            widths: Numbers in a row, by figure. A parameter without one has zeros.
-            facts: This rank's, in addition.
-            names: The parameters; None: all.
+            widths: Length of a row, by figure. A parameter without a row has zeros.
+            facts: This rank's other numbers.
+            names: The parameters; None: all of them.
         """
         names, device = list(self._sync.specs) if names is None else names, self._sync.device
         parts = []
@@ -111,8 +112,8 @@ class StepMeasure:
 
 
 def sampled(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of at most `_SAMPLE` elements, and how many elements each stands for: each has the reciprocal of that
-    as its probability, regardless of the tensor's shape.
+    """Positions of at most `_SAMPLE` elements, and the number of elements that each stands for, the reciprocal of its
+    probability, regardless of the tensor's shape.
     """
     starts, lengths = _strata(numel, device)
     return positions_in(starts, lengths, seed), lengths.double()
@@ -124,7 +125,7 @@ def _strata(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _compared(view: ParamView, mean_N: Tensor, positions_N: Tensor, weights_N: Tensor, comm: Comm) -> Tensor:
-    """float64 [2]: in float32 the squares of elements below 1e-19 would vanish."""
+    """The two squared norms in float64 [2], since in float32 squares of elements below 1e-19 would vanish."""
     if view.spec.sharded:
         first, length = comm.rank * view.row_numel, view.row_length(comm.rank)
         places = torch.tensor([first, first + length], device=positions_N.device)

@@ -1,4 +1,4 @@
-"""What loggers call what is observed."""
+"""The names of observed values in loggers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PER_GROUP = ("relative_error", "cosine", "residual_norm", "bits_per_element", "
 
 
 def metric_name(what: str, group: str = "") -> str:
-    """``lowbit/relative_error/blocks.N.weight``: loggers accept no asterisks."""
+    """A metric's name, such as ``lowbit/relative_error/blocks.N.weight``; loggers do not accept asterisks."""
     return "/".join(filter(None, (_PREFIX, what, group.replace("*", "N"))))
 
 
 def for_model(metrics: Mapping[str, float], number: int) -> dict[str, float]:
-    """The metrics of the model with this number: ``lowbit_1/...`` for the second one."""
+    """The metrics of the model with this number; the second model's begin with ``lowbit_1/``."""
     if number == 0:
         return dict(metrics)
     return {f"{_PREFIX}_{number}{name.removeprefix(_PREFIX)}": value for name, value in metrics.items()}
@@ -29,7 +29,7 @@ def is_of_group(name: str) -> bool:
 
 
 def observation_metrics(observation: Observation) -> dict[str, float]:
-    """An observation: totals first, then each group that is compressed."""
+    """An observation's metrics: totals first, then each compressed group."""
     values: dict[str, float] = {what: getattr(observation.total, what) for what in _PER_GROUP}
     values |= {"wire_nbytes": observation.sent_nbytes, "codec_ms": observation.codec_ms, "comm_ms": observation.comm_ms}
     if observation.inside_nbytes:

@@ -1,4 +1,4 @@
-"""The start-up report: what is compressed, what is not and why, bytes, memory, kernels."""
+"""The start-up report: what is compressed, what is not and why, bytes, memory and kernels."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank sends in each step, in words.
+    """Describes in words what one rank sends in each step.
 
     Args:
         plan: Plan of the run.
-        compressor: The one that the plan is for.
-        device: Where kernels run.
+        compressor: The plan's compressor.
+        device: Device of the kernels.
         step_index: Optimizer steps completed.
-        dims: Those of the mesh, where it has several.
+        dims: The dims of the mesh, if it has several.
     """
 
     plan: StepPlan
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def groups(self) -> list[Group]:
-        """Compressed, high precision and exempt, largest first."""
+        """Groups of compressed, high-precision and exempt parameters, the largest first."""
         groups: dict[tuple[str, str, str], Group] = {}
         for name, assignment in self.plan.assignments.items():
             spec = self.plan.specs[name]
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def kernels(self) -> str:
-        """Which implementation serves; on a GPU also which methods no kernel was written for."""
+        """The backend of the kernels and, on a GPU, the methods without a kernel."""
         compressed = [each.method for each in self.plan.assignments.values() if each.kind == "compressed"]
         plain = sorted({method.label for method in compressed if not _has_kernels(method)})
         names = backends.describe(self.device)
@@ -77,8 +77,8 @@ class Report:
 
     @property
     def next_phase(self) -> int | None:
-        """Step in which the compressor changes its configuration, as at the end of a warm-up; None: never, or not in
-        the next million.
+        """The step in which the compressor changes its configuration, as at the end of a warm-up; None: never, or not
+        within a million steps.
         """
         now = self.compressor.phase(self.step_index)
         steps = range(self.step_index + 1, self.step_index + _LONGEST_PHASE)
@@ -121,7 +121,7 @@ class Report:
         return "\n".join(lines)
 
     def _levels(self) -> list[str]:
-        """What travels inside a node and what between nodes; nothing where there is one node."""
+        """What is sent inside a node and between nodes; empty if there is one node."""
         plan, topology = self.plan, self.plan.topology
         if not topology.has_nodes:
             return []
@@ -133,7 +133,7 @@ class Report:
         return [f"  between nodes {between}/step, inside a node {size(near)}/step{inside}{why}"]
 
     def _weights(self, used: WeightCoding) -> list[str]:
-        """How weights travel, which modules cannot be coded and so travel exact, and the alternatives."""
+        """How weights are sent, which modules are sent exactly because they cannot be coded, and the alternatives."""
         plan = self.plan
         sent = size(plan.sent_nbytes + step_nbytes(plan.weights))
         lines = [f"  weights: {_describe_weights(plan, used)}; {sent}/step in all"]
@@ -147,7 +147,7 @@ class Report:
 
 
 def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
-    """One way of sending FSDP2's weights, and what it costs a rank in a step of one forward and one backward pass."""
+    """One way to send FSDP2's weights, and its cost to a rank in a step of one forward and one backward pass."""
     again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
     keeps = {
         "nothing": "gathered again in backward" if again else "sent once, as FSDP2 keeps them until backward",
@@ -163,7 +163,7 @@ def _describe_weights(plan: StepPlan, coding: WeightCoding) -> str:
 
 
 def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:
-    """The report on the parameters that `ranks` reduce; None: the ranks that reduce most of them."""
+    """The report on the parameters that `ranks` reduce; None: the ranks that reduce most parameters."""
     dims = (ranks or sync.ranks).dims
     return Report(sync.plan(ranks=ranks), sync.compressor, sync.device, sync.step_index, dims)
 
@@ -174,12 +174,12 @@ def render_reports(sync: GradientSync) -> str:
 
 
 def _has_kernels(method: Method) -> bool:
-    """Whether a GPU codes with kernels, and not with operations of PyTorch."""
+    """Whether a GPU codes with kernels instead of PyTorch operations."""
     return isinstance(method, CodecPair) and method.uplink.in_one_pass and method.downlink.in_one_pass
 
 
 def describe_ranks(topology: Topology) -> str:
-    """Which ranks reduce what together."""
+    """Describe which ranks reduce what together."""
     if topology.node_size is None:
         return f"{topology.num_peers} ranks"
     inside = "exact" if topology.coding is None else topology.coding.label

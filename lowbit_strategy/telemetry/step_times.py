@@ -1,4 +1,4 @@
-"""How long steps take, and how long training waits in them; the line after 50 steps."""
+"""Measures how long steps take and how long training waits in them, and reports it after 50 steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """Return this thread's time on CPU; on CUDA the current stream's, without waiting for it."""
+    """This thread's time on CPU; on CUDA the current stream's, without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -37,7 +37,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(began: Moment, ended: Moment) -> float:
-    """Seconds from one moment to another. On CUDA it waits until the device has come to `ended`."""
+    """Seconds between two moments. On CUDA it waits until the device has reached `ended`."""
     if isinstance(began, float):
         assert isinstance(ended, float)
         return ended - began
@@ -47,20 +47,20 @@ def seconds_between(began: Moment, ended: Moment) -> float:
 
 
 class StepTime(NamedTuple):
-    """One step. `waited_s`: of `seconds`, what was spent waiting; None: nothing has timed it."""
+    """The times of one step. `waited_s`: the part of `seconds` spent waiting; None: not measured."""
 
     seconds: float
     waited_s: float | None
 
 
 class StepClock:
-    """Times the steps between `start` and `take`, on CUDA by the device's own clock, which is read in `take`.
+    """Times the steps between `start` and `take`; on CUDA by the device's clock, which is read in `take`.
 
     Args:
         device: Device of the gradients.
 
     Attributes:
-        is_timing: `start` has been called, and `take` not yet.
+        is_timing: Whether `start` has been called, and `take` not yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,9 +79,7 @@ class StepClock:
             self._ends.append(now(self._device))
 
     def wait(self) -> Callable[[], None] | None:
-        """Training waits from now on, until the returned function is called, from any thread. None: no step is being
-        timed.
-        """
+        """Training waits from now until the returned function is called, from any thread. None: no step is timed."""
         if not self._ends:
             return None
         waits, step, began = self._waits, len(self._ends), now(self._device)
@@ -89,14 +87,14 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Training waits inside. On CUDA that is not known: what the host asks for runs during computation."""
+        """A context in which training waits. On CUDA that is not known, since work runs during computation."""
         done = self.wait() if self._device.type == "cpu" else None
         yield
         if done is not None:
             done()
 
     def take(self) -> list[StepTime]:
-        """The steps since `start`. Nothing is timed after that until the next one."""
+        """Return the steps since `start`. Nothing more is timed until the next `start`."""
         ends, waits, self._ends, self._waits = self._ends, self._waits, [], []
         self.is_timing = False
         waited = [0.0] * (len(ends) + 1)
@@ -109,7 +107,7 @@ class StepClock:
 
 
 def median_step(times: list[StepTime]) -> StepTime:
-    """The median of each figure."""
+    """The median of each time."""
     waited = [each.waited_s for each in times if each.waited_s is not None]
     return StepTime(statistics.median(each.seconds for each in times), statistics.median(waited) if waited else None)
 
@@ -118,14 +116,14 @@ _clocks: WeakKeyDictionary[GradientSync, StepClock] = WeakKeyDictionary()
 
 
 def clock_of(sync: GradientSync) -> StepClock:
-    """The clock of an engine's steps: hooks tell it when training waits."""
+    """The clock of an engine's steps, which hooks tell when training waits."""
     if sync not in _clocks:
         _clocks[sync] = StepClock(sync.device)
     return _clocks[sync]
 
 
 class StepTimes(StepListener):
-    """Times some steps on this rank and reports them once. Nothing is sent or allocated for that.
+    """Times some steps on this rank and reports them once, without sending or allocating anything.
 
     1. `WARM_STEPS` steps pass
     2. the next `TIMED_STEPS` are timed, and their bytes are counted
@@ -156,12 +154,12 @@ class StepTimes(StepListener):
 
 
 def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> str:
-    """The line that is reported.
+    """The line to report.
 
     Args:
-        step: The median of those that were timed.
-        sent_nbytes: What this rank sent in one of them, gradients and weights.
-        plans: The plans of the run, by who reduces.
+        step: The median of the timed steps.
+        sent_nbytes: Bytes that this rank sent in one of them for gradients and weights.
+        plans: The plans of the run, by reducing ranks.
     """
     fp32, bf16 = (sum(uncompressed_nbytes(plan, dtype) for plan in plans) for dtype in (torch.float32, torch.bfloat16))
     what = "gradients" if plans[0].coding in (None, Exact()) else "gradients and weights"
@@ -174,7 +172,7 @@ def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> st
 
 
 def uncompressed_nbytes(plan: StepPlan, dtype: torch.dtype) -> int:
-    """Bytes that a rank would send to the same peers in a step, gradients and FSDP2's weights, all of `dtype`."""
+    """Bytes that a rank would send to the same peers in a step for gradients and FSDP2's weights, all of `dtype`."""
     modules = {name: replace(module, dtype=dtype) for name, module in plan.modules.items()}
     weights = weight_transfers(Exact(), modules, plan.topology, plan.layout)
     return plan.uncompressed_nbytes(dtype.itemsize) + step_nbytes(weights)

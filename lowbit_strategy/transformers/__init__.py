@@ -36,16 +36,15 @@ _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not compl
 
 
 def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = None) -> Binding:
-    """Train with compressed gradient synchronization; residuals go into ``checkpoint-*`` and come back on resume.
+    """Train with compressed gradient synchronization. Residuals are saved in ``checkpoint-*`` and restored on resume.
 
     Args:
         trainer: A Trainer that has not trained yet.
-        plugin: A compressor's configuration such as ``LoCo(bits=4)``, the default, the name of a preset, or a
-            `LowBitPlugin`.
+        plugin: A compressor such as ``LoCo(bits=4)``, the default; the name of a preset; or a `LowBitPlugin`.
 
     Raises:
-        TypeError: `trainer` is no Trainer, or `plugin` is neither.
-        ValueError: The trainer has trained, is compressed already, or runs in a way that cannot be served.
+        TypeError: `trainer` is not a Trainer, or `plugin` is none of these.
+        ValueError: The trainer has trained, is already compressed, or runs in an unsupported way.
     """
     if plugin is not None and not isinstance(plugin, (Compressor, LowBitPlugin, str)):
         raise TypeError(
@@ -80,10 +79,10 @@ def _attach_accelerator(trainer: Trainer, plugin: LowBitPlugin) -> Binding:
 
 
 def bind_checkpoints(trainer: Trainer) -> None:
-    """Save residuals with every checkpoint, load them with the one that is resumed from; figures into its log.
+    """Save residuals with every checkpoint, load them on resume, and write metrics to the Trainer's log.
 
     Raises:
-        ValueError: The controller would set what the Trainer decides.
+        ValueError: The controller would set something that the Trainer decides.
     """
     binding = binding_of(trainer.accelerator)
     controller = binding.plugin.controller if binding is not None else None
@@ -118,8 +117,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
 def _with_shared_weights(
     trainer: Trainer, original: Callable[..., Any], *args: Any, validates: bool, **kwargs: Any
 ) -> Any:
-    """What is evaluated and saved is what all ranks share. FSDP2 leaves the outermost module gathered when
-    it has evaluated, and callbacks would read those weights and not the shards.
+    """Evaluate or save with the weights that all ranks share. After evaluation FSDP2 leaves the outermost module
+    gathered, and callbacks would read those weights instead of the shards.
     """
     if (binding := binding_of(trainer.accelerator)) is None:
         return original(*args, **kwargs)
@@ -137,7 +136,7 @@ def _finish_before(trainer: Trainer, load_best: Callable[[], None]) -> None:
 
 
 class ResidualCallback(TrainerCallback):
-    """Internal to `attach`. A hyperparameter search replaces the trainer's accelerator, and the binding with it."""
+    """Used by `attach`. A hyperparameter search replaces the trainer's accelerator, and the binding with it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -170,7 +169,7 @@ class ResidualCallback(TrainerCallback):
             loop.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
     def _log(self, metrics: dict[str, float]) -> None:
-        """Log metrics the way the Trainer does, but not to the console: a large model has dozens of groups."""
+        """Log metrics as the Trainer does, but not to the console, because a large model has dozens of groups."""
         trainer = self._trainer
         trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
         groups = {name: value for name, value in metrics.items() if is_of_group(name)}
@@ -190,12 +189,12 @@ class ResidualCallback(TrainerCallback):
 
     @staticmethod
     def _saves(args: TrainingArguments, state: TrainerState) -> bool:
-        """Checkpoints that training cannot go on from need no residuals."""
+        """Whether checkpoints need residuals; those from which training cannot continue do not."""
         return not args.save_only_model and not state.is_hyper_param_search
 
 
 def _marks(state: TrainerState) -> dict[str, Any]:
-    """The one free-form part of ``trainer_state.json``; a dict once the state exists, in spite of its annotation."""
+    """The one free-form part of ``trainer_state.json``; a dict once the state exists, despite its annotation."""
     marks: Any = state.stateful_callbacks
     assert isinstance(marks, dict)
     return marks

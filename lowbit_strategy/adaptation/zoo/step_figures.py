@@ -24,7 +24,7 @@ _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has 
 
 
 class StepFigures(BucketObserver, StepListener):
-    """This rank's figures of the last step that counted. Ranks add them up when the next one begins, also after a
+    """This rank's measurements of the last step that counted. Ranks add them up when the next one begins, also after a
     resume.
 
     Args:
@@ -118,7 +118,7 @@ class StepFigures(BucketObserver, StepListener):
         return {"names": self._names, "seconds": self._seconds, "rows": rows, "place": [world.rank, world.world_size]}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """If the layout has changed, the first rank takes what all have measured."""
+        """Load the states. If the layout has changed, the first rank takes what all ranks measured."""
         self.forget()
         rest = iter(states)
         own = next(rest)
@@ -143,7 +143,7 @@ class StepFigures(BucketObserver, StepListener):
 def try_level(
     level: Compressor, values: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], seed: int
 ) -> dict[str, Tensor]:
-    """`energies` of each tensor if `level` had to send it: the method runs in a world of one rank, its state is new."""
+    """The `energies` of each tensor if `level` had to send it, with new state, in a world of one rank."""
     chosen = [specs[name] for name in values if specs[name].numel]
     if not chosen:
         return {}
@@ -158,7 +158,7 @@ def try_level(
 
 
 def _starts_warm(sync: GradientSync) -> bool:
-    """Whether a `Reducer` keeps more than residuals."""
+    """Whether a `Reducer` keeps more state than residuals."""
     keys = [key for name in sync.specs for key in sync.state.tensors(name)]
     return any("residual" not in key and "." not in key for key in keys)
 

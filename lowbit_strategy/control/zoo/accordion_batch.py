@@ -15,16 +15,16 @@ from lowbit_strategy.options.configuration import configuration
 class AccordionBatch(CriticalRegimes, Controller):
     """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
 
-    The batch grows by gradient accumulation, and the learning rate grows linearly with it. As published the batch never
-    shrinks, so that a learning-rate decay does not make it small again.
+    The batch grows by gradient accumulation, and the learning rate grows linearly with it. As published, the batch
+    never shrinks, so a learning-rate decay does not make it small again.
 
-    With a large batch an epoch has fewer optimizer steps: schedules of the learning rate (or a `Schedule` of
-    compressors) should count epochs, as in the publication.
+    With a large batch an epoch has fewer optimizer steps, so learning-rate schedules (or a `Schedule` of compressors)
+    should count epochs, as in the paper.
 
     Args:
         small: Batches accumulated per step in critical regimes.
         large: Batches accumulated per step otherwise.
-        eta, interval, unit, gradient, learning_rate_drop: See `Accordion`; judged on the whole model.
+        eta, interval, unit, gradient, learning_rate_drop: See `Accordion`, here for the whole model.
     """
 
     small: int = 1

@@ -1,4 +1,4 @@
-"""AdaQS: lighter levels as the mean of gradients sinks into their noise."""
+"""AdaQS: lighter levels as the mean of gradients becomes small compared with their noise."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class AdaQS(Controller):
-    """Start with the heaviest level; one level lighter whenever the mean-to-deviation ratio has fallen enough.
+    """Starts with the heaviest level, and goes one level lighter whenever the mean-to-deviation ratio has fallen
+    enough.
 
-    Early in training the gradients of different batches agree: their mean is large compared with their deviation, and
-    coarse codes suffice. Later they are mostly noise around a small mean, and quantization error hurts.
+    Early in training, gradients of different batches agree: their mean is large compared with their deviation, and
+    coarse codes suffice. Later they are mostly noise around a small mean, and quantization errors hurt.
 
     1. Over `interval` steps, with g the gradient of one step, for every matrix: ``r = |E g| / sqrt(E |g - E g|^2)``,
        with Euclidean norms of whole parameters. Both squares are estimated without bias; otherwise the noise left in a
@@ -37,19 +38,19 @@ class AdaQS(Controller):
     2. ``r`` is a moving average. ``r < factor * r_ref``: one level lighter, and ``r_ref = r``. The first ``r_ref`` is
        the first average.
 
-    An average of 0 (no mean above the noise) goes to the lightest level, one level at a time.
+    With an average of 0 (no mean above the noise) it goes to the lightest level, one level at a time.
 
-    Derived from the publication; the authors' code is not public. The ratio is taken over steps, because the mean of
-    the elements of a single gradient is always close to 0.
+    This is derived from the paper, since the authors' code is not public. The ratio is taken over steps, because the
+    mean of a single gradient's elements is always close to 0.
 
     Args:
         ladder: At least two configurations, from light (many bits) to heavy (few).
-        factor: Relative fall of the ratio per level, in (0, 1).
+        factor: Relative drop of the ratio per level, in (0, 1).
         interval: Steps per ratio, at least 2. Longer: smaller ratios can be resolved.
         ewma: Weight of a new ratio in the average.
-        per: Judge each ``parameter``, or the ``model`` by the norms of all its matrices together.
-        gradient: ``local``: each rank's own; needs a float32 copy of the model on every rank. ``mean``: the mean over
-            ranks, under FSDP2 a shard; less noise, but including that of the codes in force.
+        per: Whether to judge each ``parameter``, or the ``model`` by the norms of all its matrices together.
+        gradient: ``local``: each rank's own gradients; needs a float32 copy of the model on every rank. ``mean``: the
+            mean over ranks, under FSDP2 a shard; less noise, but it includes the noise of the current codes.
 
     Raises:
         ValueError: A field is out of range or the ladder is not in order.
@@ -115,10 +116,10 @@ class AdaQS(Controller):
 
 
 def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:
-    """The quotient over the accumulated steps, all parameters together; None if gradients are equal or not finite.
+    """The ratio over the accumulated steps for all parameters together; None if gradients are equal or not finite.
 
-    With n steps, S the squared norm of the sum and Q the sum of squared norms, the variance is
-    ``(Q - S / n) / (n - 1)``, and the squared mean is ``S / n^2`` minus an n-th of it, or 0 if that is negative.
+    With n steps, the squared norm S of the sum, and the sum Q of squared norms, the variance is ``(Q - S / n) / (n -
+    1)``, and the squared mean is ``S / n^2`` minus an n-th of it, or 0 if that is negative.
     """
     names, n = list(names), telemetry.accumulated_steps
     total = sum(telemetry.accumulated_norm.get(name, 0.0) ** 2 for name in names)

@@ -1,4 +1,4 @@
-"""GraVAC: search for the best throughput times compression gain, with a lower bound on the gain."""
+"""GraVAC: searches for the best product of throughput and compression gain, with a lower bound on the gain."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight
 
 @configuration
 class GraVAC(Controller):
-    """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
+    """Searches the candidates from light to heavy for the best throughput that keeps the gradient's information.
 
-    compression gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For
-    sparsifiers that is the published ||C(h)||^2 / ||h||^2. It is the uplink's: the downlink's error (DDP) can only be
-    measured for the level in force. `Guard` with ``max_end_to_end`` around this controller watches it.
+    The compression gain is a moving average of 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and
+    ranks. For sparsifiers that is the published ||C(h)||^2 / ||h||^2. It covers only the uplink, because the downlink's
+    error (DDP) can only be measured for the current level. To watch the downlink, put a `Guard` with ``max_end_to_end``
+    around this controller.
 
-    Every step, from the measurement of the last step:
+    In every step, using the measurement of the last step:
 
     1. ``compression_gain(candidate) >= epsilon``: send the candidate;
     2. else ``compression_gain(lightest) >= epsilon``: send the lightest candidate;
@@ -36,30 +37,30 @@ class GraVAC(Controller):
 
     During a search each candidate is tried for `settle` and then `window` steps:
 
-    4. its score is compression gain x steps per second over the `window`. A candidate that falls below `epsilon` has no
-       score, and is not sent again in this trial;
+    4. its score is compression gain x steps per second over the `window`. A candidate that falls below `epsilon` gets
+       no score, and is not sent again in this trial;
     5. if the two best scores differ by less than `omega`, settle on the one that sends less;
     6. else try the next heavier candidate; after the last, or one below `epsilon`, settle on the best score.
 
     Rules 1 to 3 continue after the search. Gradients change during training, so the search is repeated `search_every`
     steps after it ended.
 
-    Why `settle`: right after a switch the residual is still that of the lighter candidate, and the compression gain
-    looks too good. With a gain c, ``|e|^2 <- (1 - c) |g + e|^2`` per step: the old residual decays with a time constant
-    of at most ``1 / c <= 1 / epsilon`` steps.
+    `settle` is needed because right after a switch the residual is still the lighter candidate's, and the compression
+    gain looks too good. With a gain c, ``|e|^2 <- (1 - c) |g + e|^2`` per step, so the old residual decays with a time
+    constant of at most ``1 / c <= 1 / epsilon`` steps.
 
     Args:
         candidates: At least two, from light to heavy, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
         dense: Sent when no candidate is good enough.
         epsilon: Smallest compression gain, in (0, 1]. Larger: more information, less compression.
         omega: Scores with a smaller relative difference count as equal. Larger: the search ends earlier.
-        window: Steps that a candidate is judged by. Longer: less noise, a longer search.
-        settle: Steps before the window, until the residual is the candidate's own. None: three time constants,
-            ``3 / epsilon`` steps, at least 15 for moving averages like LoCo's. 0: none.
+        window: Steps over which a candidate is judged. Longer: less noise, a longer search.
+        settle: Steps before the window, in which the residual becomes the candidate's. None: three time constants, ``3
+            / epsilon`` steps, and at least 15 for moving averages like LoCo's.
         ewma: Weight of a new compression gain in the average.
-        measure_every: Steps between two measurements; each costs an encode and a decode of what is tried.
-        search_every: Steps from the end of a search to the next one; None: search once. A search takes
-            ``settle + window`` steps per candidate, most of them with more bytes than the best candidate sends.
+        measure_every: Steps between two measurements. Each costs an encode and a decode of what is tried.
+        search_every: Steps from the end of a search to the next search; None: search once. A search takes ``settle +
+            window`` steps per candidate, most of them with more bytes than the best candidate sends.
 
     Raises:
         ValueError: A field is out of range or the candidates are not in order.
@@ -99,7 +100,7 @@ class GraVAC(Controller):
 
     @staticmethod
     def geometric(base: Compressor, option: str, first: float, last: float, num: int = 4) -> tuple[Compressor, ...]:
-        """`num` configurations whose `option` goes from `first` to `last` in equal ratios.
+        """`num` configurations in which `option` goes from `first` to `last` in equal ratios.
 
         Raises:
             ValueError: `base` has no such option, or the range is empty.
@@ -184,7 +185,7 @@ class GraVAC(Controller):
             new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
     def _search_again(self, new: State, step: int) -> str:
-        """Restart the search in `new` if it is due. Returns the reason, for the log."""
+        """Restart the search in `new` if it is due. Return the reason, for the log."""
         if self.search_every is None or not new["settled"] or step - new.get("settled_step", 0) < self.search_every:
             return ""
         new.update(candidate=1, settled=False, turn_start=step, refused=False)
@@ -192,7 +193,7 @@ class GraVAC(Controller):
         return f"searches again after {self.search_every} steps"
 
     def _end_turn(self, new: State, step: int) -> str:
-        """Score the candidate, then try the next one or settle, in `new`. Returns the reason, for the log."""
+        """Score the candidate, then try the next one or settle, in `new`. Return the reason, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
         compression_gains, seconds = new["own_compression_gains"], new["seconds"]
         mean = sum(compression_gains) / len(compression_gains) if compression_gains else 0.0
@@ -230,7 +231,7 @@ class GraVAC(Controller):
         return _DENSE, f"compression gain of the lightest candidate below {self.epsilon:g}"
 
     def _probed(self, state: State, step: int) -> tuple[int, ...]:
-        """The candidate, and the lightest one while the candidate is below epsilon."""
+        """The levels to measure: the candidate, and the lightest one while the candidate is below epsilon."""
         candidate = state["candidate"]
         levels = (candidate,) if state["in_force"] == candidate else tuple(sorted({1, candidate}))
         due = step % self.measure_every == 0 or any(str(level) not in state["compression_gains"] for level in levels)

@@ -1,4 +1,4 @@
-"""Guard: warn when compression errors exceed bounds, and fall back to a lighter level until they no longer do."""
+"""Guard: warns when compression errors exceed bounds, and uses a lighter level until they no longer do."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Guard(Controller):
-    """Watches the levels that another controller chooses, and overrides them where errors are too large.
+    """Watches the levels that another controller chooses, and overrides them if errors are too large.
 
     Every `observe_every` steps the inner controller's levels are measured on gradients plus residuals. A group that is
     out of bounds `patience` times in a row gets `fallback`, and returns to the inner controller's level after
-    `patience` good measurements of it.
+    `patience` good measurements.
 
     Args:
         inner: The controller to watch; ``Static(LoCo(bits=2))`` for a fixed compressor.
         bounds: Bounds on the errors.
         fallback: A lighter configuration; None: only warn.
         observe_every: Steps between two observations.
-        group_by: Which parameters are judged and fall back together.
+        group_by: How parameters are grouped; a group is judged and falls back together.
 
     Raises:
-        ValueError: `fallback` is no lighter than the heaviest inner level, or a field is out of range.
+        ValueError: `fallback` is not lighter than the heaviest inner level, or a field is out of range.
     """
 
     inner: Controller
@@ -108,7 +108,7 @@ class Guard(Controller):
     def _readings(
         self, telemetry: Telemetry, wanted: Mapping[str, int], alarmed: Mapping[str, str]
     ) -> dict[str, Reading]:
-        """Reading of each group that was measured in the last step."""
+        """The reading of each group that was measured in the last step."""
         readings = {}
         names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
         for group, members in grouped(names, self.group_by).items():

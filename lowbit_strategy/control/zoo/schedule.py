@@ -1,4 +1,4 @@
-"""One compressor throughout, and phases: which compressor from when to when."""
+"""Schedule: a compressor for each phase of training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PhaseUnit = Literal["step", "epoch", "fraction"]
 
 @configuration
 class Phase:
-    """One compressor for a while.
+    """One phase of training with its compressor.
 
     Args:
         compressor: The compressor of this phase.
-        start: First optimizer step or epoch of the phase, or share of the run.
+        start: First optimizer step or epoch of the phase, or the fraction of the run at which it starts.
         unit: What `start` counts.
 
     Raises:
@@ -66,7 +66,7 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
 
 @configuration
 class Schedule(Controller):
-    """Phases in order. "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
+    """Changes compressors in phases. "8 bits for 500 steps, then 4, and 8 again for the last 5 %" is::
 
         Schedule([
             Phase(compressor=LoCo(bits=8)),
@@ -75,10 +75,10 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: All phases in the order of their starts, the first from 0.
+        phases: All phases in the order of their starts. The first starts at 0.
 
     Raises:
-        ValueError: Phases are out of order; where units differ, when training starts.
+        ValueError: Phases are out of order. If units differ, this is raised when training starts.
     """
 
     phases: Sequence[Phase] = field(kw_only=False)
@@ -114,7 +114,7 @@ class Schedule(Controller):
         )
 
     def _check_phases(self, progress: Progress) -> None:
-        """Checks phases in different units, now that the number of steps is known."""
+        """Check the order of phases in different units, now that the number of steps is known."""
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
                 _check_order(at, phase.first_step(progress), following.first_step(progress))

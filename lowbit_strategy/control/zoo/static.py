@@ -1,4 +1,4 @@
-"""Static: one level for all, all the time."""
+"""Static: the same level for all parameters at all times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Static(Controller):
-    """One compressor for all parameters, at every step: the smallest controller, and what a `Guard` may wrap.
+    """Uses one compressor for all parameters at every step. It is the smallest controller, and a `Guard` may wrap it.
 
     Args:
         level: The compressor.
