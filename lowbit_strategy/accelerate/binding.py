@@ -1,4 +1,4 @@
-"""A plugin at work on one `Accelerator`: wraps the methods at whose moments compression has something to do.
+"""Binds a plugin to one `Accelerator` by wrapping those of its methods at which compression must act.
 
 | of the accelerator | becomes |
 |---|---|
@@ -53,13 +53,13 @@ _SLOT = "_lowbit_attached"
 
 
 class Binding:
-    """What `LowBitPlugin.attach` returns, and ``accelerator.lowbit`` from then on.
+    """Returned by `LowBitPlugin.attach`, and ``accelerator.lowbit`` from then on.
 
     Args:
         plugin: The `LowBitPlugin`.
-        accelerator: Has prepared nothing yet.
+        accelerator: An accelerator that has prepared nothing yet.
         fsdp_plugin: See `LowBitPlugin.attach`.
-        of_section: The plugin is a `lowbit_config` section's: one of the script's own may take its place.
+        of_section: Whether the plugin comes from a `lowbit_config` section; the script's plugin may then replace it.
 
     Raises:
         ValueError: See `LowBitPlugin.attach`.
@@ -121,7 +121,7 @@ class Binding:
         self._added = [name for name in vars(accelerator) if name not in before]
 
     def _make_room(self) -> None:
-        """Nothing has been prepared, and the script attaches its own plugin: leave no trace."""
+        """Undo the binding: nothing has been prepared, and the script attaches its own plugin."""
         if self.accelerator.is_main_process:
             inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
         for name in self._added:
@@ -137,13 +137,13 @@ class Binding:
 
     @property
     def driver(self) -> AdaptiveDriver | None:
-        """The first prepared model's controller at work: levels in force, state."""
+        """The running controller of the first prepared model: current levels, state."""
         control = PreparedControl.of(self.sync) if self.sync is not None else None
         return None if control is None else control.driver
 
     @property
     def epoch(self) -> int | None:
-        """Set it in the loop where nothing else counts epochs; for controllers that go by them."""
+        """The epoch, for controllers that need it. Set it in the loop if nothing else counts epochs."""
         return self.loop.clock.epoch
 
     @epoch.setter
@@ -152,7 +152,7 @@ class Binding:
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Whether this process writes checkpoints: of replicas that come and go, the lowest one does."""
+        """Whether this process writes checkpoints. If replicas come and go, the lowest one does."""
         return all(session.pace.writes_checkpoints for session in self.sessions)
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -163,19 +163,19 @@ class Binding:
                 self._take_effect(session)
 
     def finish(self) -> None:
-        """Training ends on this rank; all have the same weights then. On all ranks.
+        """End training. Call it on all ranks, which then have the same weights.
 
-        ``accelerator.end_training`` does it, and so does the HF Trainer.
+        ``accelerator.end_training`` calls it, and so does the HF Trainer.
         """
         for session in self.sessions:
             session.finish()
 
     @contextlib.contextmanager
     def shared_weights(self, *, validates: bool = True) -> Iterator[None]:
-        """A context in which models have the weights that all ranks share: to evaluate.
+        """A context in which models have the weights that all ranks share, for evaluation.
 
         Args:
-            validates: Warn, once, if these are the weights that the last validation has seen. False: to save.
+            validates: Warn once if the last validation saw the same weights. False: for saving.
         """
         with contextlib.ExitStack() as models:
             for session in self.sessions:
@@ -183,24 +183,24 @@ class Binding:
             yield
 
     def reshard(self, *, begins: bool = False) -> None:
-        """FSDP2: free what a forward pass has left gathered, whose parameters would show instead of the shards.
+        """FSDP2: free what a forward pass has left gathered, since parameters would show that instead of the shards.
 
-        `begins`: training is to begin, and an exception may have ended it before in the middle of a pass.
+        `begins`: training begins, and an exception may have ended an earlier one in the middle of a pass.
         """
         for module in self._modules:
             (end_iteration if begins else reshard)(module)
 
     def resume(self) -> None:
-        """All of a checkpoint is loaded; on all ranks."""
+        """A whole checkpoint has been loaded. Call it on all ranks."""
         for session in self.sessions:
             session.resume()
 
     def save(self, folder: str) -> contextlib.AbstractContextManager[None]:
-        """Around writing a checkpoint: put this rank's residuals into its folder."""
+        """A context for writing a checkpoint, which puts this rank's residuals into its folder."""
         return checkpoint_folder.save(folder, self.sessions, writes_stamp=self.accelerator.is_local_main_process)
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
-        """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
+        """Restore what `save` wrote. Call it on all ranks. `compressed`: it is an error if nothing was saved."""
         self.accelerator.wait_for_everyone()  # ranks that wrote it wait for nobody: it may not be complete yet
         checkpoint_folder.load(folder, self.sessions, compressed=compressed)
         for session in self.sessions:
@@ -273,7 +273,7 @@ class Binding:
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:
-        """`session` is in use (again): the HF Trainer frees the accelerator's memory, then continues with the model."""
+        """Note that `session` is in use again: the HF Trainer frees the accelerator's memory, then uses the model."""
         if session is not None and session not in self.sessions:
             watch_optimizers(session)
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
@@ -291,7 +291,7 @@ class Binding:
         return prepared
 
     def _check_ddp_options(self) -> None:
-        """DDP's buckets get the size that suits compression, unless the user has given DDP's options."""
+        """Give DDP's buckets a size that suits compression, unless the user has set DDP's options."""
         handler = self.accelerator.ddp_handler
         if handler is None and not isinstance(self.plugin.compressor, Chooser):
             cap = default_bucket_cap_mb(self.accelerator.device)
@@ -392,7 +392,7 @@ def _session_of(model: nn.Module) -> Session | None:
 
 
 class SteppingOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, which reports to the binding when a step is over; also one that a loss scaler skips."""
+    """Accelerate's optimizer, which tells the binding when a step is over, even one that a loss scaler skips."""
 
     lowbit: Binding | None = None
 
@@ -410,6 +410,6 @@ class SteppingOptimizer(AcceleratedOptimizer):
 
 
 def binding_of(accelerator: Accelerator) -> Binding | None:
-    """The binding that a plugin has made for `accelerator`, if one is attached."""
+    """The binding of `accelerator`, if a plugin is attached."""
     binding = getattr(accelerator, _ATTRIBUTE, None)
     return binding if isinstance(binding, Binding) else None

@@ -12,18 +12,18 @@ from lowbit_strategy.control.base import Controller, Progress
 
 
 class TrainingClock:
-    """Progress for controllers; the same on all ranks, saved with the residuals.
+    """Progress for controllers: the same on all ranks, and saved with the residuals.
 
-    Steps are counted. The epoch is, in this order: what the user has set (`epoch`), steps divided by `steps_per_epoch`,
-    or how often the prepared data loader has been gone through to its end.
+    It counts steps. The epoch is the first of these that is known: what the user has set (`epoch`), steps divided by
+    `steps_per_epoch`, or the number of complete passes over the prepared data loader.
 
     Args:
-        accelerator: Knows the data loader that is being gone through.
-        num_steps: Optimizer steps planned, if the user gives them.
-        steps_per_epoch: Optimizer steps per epoch, likewise.
+        accelerator: Knows the data loader in use.
+        num_steps: Number of planned optimizer steps, if the user gives it.
+        steps_per_epoch: Optimizer steps per epoch, if the user gives it.
 
     Attributes:
-        epoch: Set by the user, who counts epochs; None: count them here.
+        epoch: The epoch, set by the user; None: epochs are counted here.
     """
 
     def __init__(self, accelerator: Accelerator, num_steps: int | None, steps_per_epoch: int | None) -> None:
@@ -37,7 +37,7 @@ class TrainingClock:
         self._was_inside = False  # a prepared loader, in this process
 
     def batch(self) -> None:
-        """Note the position in the data loader; call before each backward pass."""
+        """Note the position in the data loader. Called before each backward pass."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
             self._has_ended = self._has_ended or self._was_inside  # it has been read to its end ahead of time
@@ -55,7 +55,7 @@ class TrainingClock:
 
     def check(self, controller: Controller) -> None:
         """Raises:
-        ValueError: `controller` needs an epoch or a length of the run that is unknown.
+        ValueError: `controller` needs the epoch or the length of the run, which is unknown.
         """
         units, accelerator = set(_units(controller)), self._accelerator
         counts_epochs = not units.isdisjoint(("epoch", "epochs"))
@@ -83,7 +83,7 @@ class TrainingClock:
 
 
 def _units(value: object) -> Iterator[str]:
-    """Every `unit` in a controller, those of its phases and inner controllers included."""
+    """Every `unit` in a controller, including those of its phases and inner controllers."""
     if isinstance(value, (tuple, list)):
         for entry in value:
             yield from _units(entry)

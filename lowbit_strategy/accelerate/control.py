@@ -22,11 +22,11 @@ class AcceleratorLoop:
         accelerator: Whose models are trained.
 
     Attributes:
-        clock: Steps and epochs.
-        log: Takes metrics and the step that they are of, on every rank.
+        clock: Counts steps and epochs.
+        log: Receives metrics and their step, on every rank.
         has_log: Returns whether there is anybody who takes them.
-        folder: Folder of the record, None: nowhere.
-        accumulates: The loop uses ``accelerator.accumulate``.
+        folder: Folder of the record; None: there is none.
+        accumulates: Whether the loop uses ``accelerator.accumulate``.
     """
 
     def __init__(self, plugin: Any, accelerator: Accelerator) -> None:
@@ -44,7 +44,7 @@ class AcceleratorLoop:
         use. None: the plugin has neither controller nor monitor.
 
         Raises:
-            ValueError: The controller cannot serve it.
+            ValueError: The controller cannot serve the model.
         """
         controller = self.plugin.controller
         if controller is None and self.plugin.monitor is None:

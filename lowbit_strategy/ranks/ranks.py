@@ -44,7 +44,7 @@ class NodeCoding(Protocol):
         Args:
             state: The parameters' methods (`MethodState`).
             comm: The ranks of the node.
-            device: Device of gradients.
+            device: Device of the gradients.
         """
 
 

@@ -1,4 +1,4 @@
-"""Observation: what compression does to the gradients, measured on chosen steps and not at all on the others."""
+"""Observation: what compression does to gradients, measured in chosen steps and not at all in others."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # of figures
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Some parameters in one step, over all ranks. With h = gradient + residual:
+    """Figures of some parameters in one step, over all ranks, with h = gradient + residual:
 
     Args:
         numel: Elements.
-        relative_error: ``||h - sent|| / ||h||``: the uplink.
-        end_to_end_error: ``||result - mean|| / ||mean||`` with mean the true mean of the ranks' gradients: both hops,
-            all ranks. Estimated from a sample. Feedback makes up for it in later steps. None among replicas that come
-            and go, which would all have to look at the same steps.
+        relative_error: ``||h - sent|| / ||h||`` of the uplink.
+        end_to_end_error: ``||result - mean|| / ||mean||`` over both hops and all ranks, where mean is the true mean of
+            the ranks' gradients; estimated from a sample. Feedback makes up for it in later steps. None if replicas
+            come and go, since all of them would have to measure the same steps.
         cosine: Cosine of the angle between h and what was sent.
-        residual_norm: ``||residual||`` in h.
+        residual_norm: ``||residual||``.
         compensated_norm: ``||h||``.
-        bits_per_element: Bits on the wire for one element and hop; an uncompressed float32 has 32.
-        wire_nbytes: Bytes a rank sends for them, by the methods' own account, mean over ranks.
-        method: What compresses them.
-        compressed: Whether any of them is compressed. If so the figures above are of those that are; elements and
-            bytes are of all.
+        bits_per_element: Bits on the wire per element and hop; 32 for uncompressed float32.
+        wire_nbytes: Bytes that a rank sends for them according to the methods, averaged over ranks.
+        method: The method that compresses them.
+        compressed: Whether any of them is compressed. If so, the figures above cover only those; elements and bytes
+            cover all.
     """
 
     numel: int
@@ -70,23 +70,23 @@ class Observation:
 
     Args:
         step: Optimizer steps completed before it.
-        total: All parameters.
+        total: Figures of all parameters.
         groups: Figures by group name.
-        sent_nbytes: Bytes of gradients that a rank put on the wire in the whole step, counted, mean over ranks.
-        between_nbytes: What of those left the node; all of them where it is not known which ranks share one.
-        inside_nbytes: Bytes of gradients that stayed inside the node: the others, and where ranks have two levels what
-            is added up exactly. Counted, mean over ranks.
-        weights_nbytes: Bytes that this rank sent for weights in the last step before, counted; 0 under DDP.
-        dense_nbytes: What an uncompressed float32 ring would have sent.
-        codec_ms: Time in methods (encode, decode, select), mean over ranks.
-        comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
-        step_ms: Time from the end of the step before to the end of this one; None for a first step. In rounds: of the
-            turn before and of this one.
+        sent_nbytes: Gradient bytes that a rank sent in the whole step, counted, averaged over ranks.
+        between_nbytes: The part of them that left the node; all of them if it is unknown which ranks share a node.
+        inside_nbytes: Gradient bytes that stayed inside the node: the rest of them and, with two levels, what is added
+            up exactly. Counted, averaged over ranks.
+        weights_nbytes: Bytes that this rank sent for weights in the previous step, counted; 0 under DDP.
+        dense_nbytes: Bytes that an uncompressed float32 ring would have sent.
+        codec_ms: Time in methods (encode, decode, select), averaged over ranks.
+        comm_ms: Time spent waiting for other ranks' bytes, including what overlaps with backward.
+        step_ms: Time from the end of the previous step to the end of this one; None for a first step. In rounds, from
+            turn to turn.
         nonfinite: Parameters whose gradient was not finite.
-        drift: In rounds: how far ranks had drifted apart, the root mean square of their distances from the mean, in
-            units of the mean movement; None where every step is synchronized.
-        stride: Optimizer steps since the reduction before; 1 where every step is synchronized. `sent_nbytes` and the
-            rest are of all of them together.
+        drift: Rounds: how far ranks had drifted apart, as the root mean square of their distances from the mean, in
+            units of the mean movement; None if every step is synchronized.
+        stride: Optimizer steps since the previous reduction; 1 if every step is synchronized. `sent_nbytes` and the
+            others cover all of them together.
     """
 
     step: int
@@ -106,7 +106,7 @@ class Observation:
 
 
 class _Timed(NamedTuple):
-    """Wraps something to wait for, and notes when waiting began and ended."""
+    """Wraps a handle, and notes when waiting for it began and ended."""
 
     pending: Pending
     device: torch.device
@@ -127,13 +127,13 @@ class Observer(BucketObserver, StepListener):
     """Observes the steps that `wants` names and keeps the last `Observation`.
 
     Args:
-        sync: Engine to watch.
-        wants: Whether to observe the step with this number; the same on all ranks.
+        sync: The engine to watch.
+        wants: Tells whether to observe the step with this number, the same on all ranks.
         group_by: How parameters are grouped, see `group_of`.
 
     Attributes:
-        last: The last observation; on every rank after each observed step.
-        own_sent_nbytes: Bytes that this rank alone sent in the last observed step, those of observing left out.
+        last: The last observation, available on every rank after each observed step.
+        own_sent_nbytes: Bytes that this rank sent in the last observed step, without those for observing.
     """
 
     traces = True
@@ -173,7 +173,7 @@ class Observer(BucketObserver, StepListener):
 
     @property
     def sampling_nbytes(self) -> int:
-        """Bytes that observing itself sent in the last observed step."""
+        """Bytes sent for observing in the last observed step."""
         return self._measure.sampling_nbytes.total()
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
@@ -242,7 +242,7 @@ class Observer(BucketObserver, StepListener):
         )
 
     def _traffic(self, names: Sequence[str]) -> float:
-        """Elements of these parameters that leave a rank in an uncompressed ring, on average."""
+        """Elements of these parameters that a rank sends in an uncompressed ring, on average."""
         sync, numels = self.sync, Counter[Comm]()
         for name in names:
             numels[sync.state.ranks_of(name).peers] += sync.specs[name].whole.numel
@@ -250,7 +250,7 @@ class Observer(BucketObserver, StepListener):
         return sum(hops[peers] * numel for peers, numel in numels.items())
 
     def _hops(self, ranks: Topology) -> float:
-        """How often an element leaves a rank in such a ring."""
+        """How often a rank sends an element in such a ring."""
         return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: Mapping[str, Sequence[float]]) -> Figures:
@@ -278,5 +278,5 @@ class Observer(BucketObserver, StepListener):
 
 
 def _ratio(square: float, of: float) -> float:
-    """The ratio of two norms, given their squares; 0 of nothing, and NaN stays NaN."""
+    """The ratio of two norms, given their squares: 0 if both are 0, and NaN stays NaN."""
     return math.sqrt(square / of) if of > 0 else 0.0 * of
