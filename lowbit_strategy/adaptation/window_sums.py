@@ -64,7 +64,7 @@ class WindowSums(Tally):
         self._sync = sync
         self._gradient: Accumulate = "local"
         self.forget()
-        sync.save_parts(STATE_KEY, self)
+        sync.save_per_rank(STATE_KEY, self)
         sync.transactions.tallies.append(self)
 
     def forget(self) -> None:
@@ -156,15 +156,15 @@ class WindowSums(Tally):
         squares = {name: float(each.square) for name, each in self._sums.items() if each.square is not None}
         return {"gradient": self._gradient, "num_steps": self.num_steps, "sums": sums, "squares": squares}
 
-    def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         self.forget()
         rest = iter(states)
-        own = next(rest)
-        self._gradient, self.num_steps = own["gradient"], own["num_steps"]
-        names = [name for name in own["sums"] if name in self._sync.specs]
-        parts = {name: (own["sums"][name]["values"], own["squares"].get(name)) for name in names}
-        if any(not self._fits(name, own["sums"][name]) for name in names):
-            parts = self._cut(names, own, rest)
+        mine = next(rest)
+        self._gradient, self.num_steps = mine["gradient"], mine["num_steps"]
+        names = [name for name in mine["sums"] if name in self._sync.specs]
+        parts = {name: (mine["sums"][name]["values"], mine["squares"].get(name)) for name in names}
+        if any(not self._fits(name, mine["sums"][name]) for name in names):  # also where `own`, under FSDP2 or DDP
+            parts = self._cut(names, mine, rest)
         device = self._sync.device
         for name, (values, square) in parts.items():
             known = None if square is None else torch.tensor(square, dtype=torch.float32, device=device)

@@ -284,7 +284,7 @@ class Session:
         if (control := self.sync.listeners.control) is not None:
             control.begun = False
         if self.sync.weights is not None:
-            self.sync.weights.restart()
+            self.sync.weights.forget()
         stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)
         if isinstance(stamp_or_warning, str):
             self._warn(f"{stamp_or_warning}; continuing with residuals of zero on all ranks")
@@ -340,7 +340,9 @@ class Session:
     def adopt(self, earlier: Session) -> None:
         """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
-        saved = capture.capture(earlier.sync) | {"own": {}}
+        saved, kept = capture.capture(earlier.sync), earlier.sync.rank_state
+        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.follower)  # others step now
+        saved["own"] = {name: each for name, each in saved["own"].items() if kept[name] not in of_optimizers}
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")

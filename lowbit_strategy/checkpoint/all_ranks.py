@@ -328,6 +328,4 @@ def _start_from_zero(sync: GradientSync, stamp: Stamp, before: dict[str, Any], *
             part.load_state_dict(shared[0]["extra"][name])
     for rank_part in sync.rank_state.values():
         rank_part.forget()
-    for parts in sync.part_state.values():
-        parts.forget()
     sync.forget()

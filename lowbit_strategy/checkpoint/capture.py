@@ -7,10 +7,9 @@ has not been sent yet, for another layout, method or number of ranks.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -55,7 +54,6 @@ def _capture(sync: GradientSync) -> Saved:
         "parameters": {name: _capture_parameter(sync, name) for name in sync.specs},
         "extra": {name: part.state_dict() for name, part in sync.extra_state.items()},
         "own": {name: _on_cpu(part.state_dict()) for name, part in sync.rank_state.items()},
-        "parts": {name: _on_cpu(part.state_dict()) for name, part in sync.part_state.items()},
         "reduces": _reduced(sync),
     }
 
@@ -151,19 +149,13 @@ def restore(
     sync.restore_progress(
         step_index=saved["step_index"], num_skipped=saved["num_skipped"], loss_scale=saved["loss_scale"]
     )
-    for name, parts in sync.part_state.items():
-        if name in saved["parts"]:
-            parts.load_state_dict(_everyones(sync, name, saved, load_rank))
+    own = (saved["topologies"], saved["columns"]) == (_topologies(sync), _columns(sync))
+    for name, rank_part in sync.rank_state.items():
+        if name in _own_states(saved):
+            rank_part.load_state_dict(_everyones(sync, name, saved, load_rank), own=own)
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
-    own = (saved["topologies"], saved["columns"]) == (_topologies(sync), _columns(sync))
-    _, _, count, interleaved = saved["topologies"][0]
-    num_shards = 1 if interleaved else count
-    for name, rank_part in sync.rank_state.items():
-        if name in saved["own"]:
-            mine = saved["own"][name] if own else _shared_state(sync, name, num_shards=num_shards, load_rank=load_rank)
-            rank_part.load_state_dict(mine, own=own)
     sync.forget()
     if saved["reduces"] != _reduced(sync):
         if sync.ranks.logs:
@@ -202,11 +194,16 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
 def _everyones(
     sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
 ) -> Iterator[Mapping[str, Any]]:
-    """What all ranks saved for one parameter, for `PartState`."""
-    yield saved["parts"][name]
+    """What all ranks saved of one state, for `RankState`."""
+    yield _own_states(saved)[name]
     for each in map(load_rank, range(saved["world_size"])):
         other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
-        yield _without(each["parts"][name], other)
+        yield _without(_own_states(each)[name], other)
+
+
+def _own_states(saved: Saved) -> Saved:
+    """What a rank has for itself. Earlier checkpoints have some of it elsewhere."""
+    return {**saved["extra"], **saved.get("parts", {}), **saved["own"]}
 
 
 def _has_own_part(sync: GradientSync, name: str, entry: Saved, saved: Saved) -> bool:
@@ -317,50 +314,3 @@ def _change_world_size(
     for name, total in totals.items():
         _, num_together, *_ = saved["topologies"][saved["parameters"][name]["mesh"]]
         _carry_over_(sync, name, total / num_together)
-
-
-def _shared_state(
-    sync: GradientSync, state: str, *, num_shards: int, load_rank: Callable[[int], Saved]
-) -> Mapping[str, Any]:
-    """The sharded state in ``own``, cut again for another number of shards, as this rank would save it.
-
-    Each rank saved its shards, which are the same on all replicas. So those of the first replica are joined, and each
-    rank takes its part.
-
-    Args:
-        sync: This rank's engine.
-        state: The name of the state.
-        num_shards: Number of ranks that sharded one model, the first ranks.
-        load_rank: Loads the state of a rank of the run that saved.
-    """
-    ranks = list(itertools.islice(_of_column(sync, itertools.count(), load_rank), num_shards))
-    states = [rank["own"][state] for rank in ranks]
-    if all(entry["runs"] == sync.specs[name].runs for name, entry in ranks[0]["parameters"].items()):
-        return states[0]
-    return _cut(sync, [rank["parameters"] for rank in ranks], states, None)
-
-
-def _of_column(sync: GradientSync, ranks: Iterable[int], load_rank: Callable[[int], Saved]) -> Iterator[Saved]:
-    """The states of those `ranks` that had the same part of the model as this rank along the other mesh dims."""
-    return (saved for rank in ranks if (saved := load_rank(rank))["columns"][0] == sync.ranks.column)
-
-
-def _cut(sync: GradientSync, entries: list[Saved], values: list[Any], name: str | None) -> Any:
-    """Copy nested plain data, and cut again the tensors under a parameter's name that have its shards' shapes."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {
-            key: _cut(sync, entries, [value[key] for value in values], key if key in sync.specs else name)
-            for key in first
-            if all(key in value for value in values)
-        }
-    if name is None or name not in entries[0] or not isinstance(first, Tensor):
-        return first
-    parts = [(entry[name], value) for entry, value in zip(entries, values, strict=True)]
-    if any(value.numel() != sum(length for _, length in entry["runs"]) or not value.dim() for entry, value in parts):
-        return first  # a counter
-    spec = sync.specs[name]
-    whole = torch.zeros(spec.whole_numel, dtype=first.dtype)
-    for entry, value in parts:
-        add_ranges_(whole, entry["runs"], value.reshape(-1))
-    return spec.take(whole).view(spec.shape)

@@ -16,7 +16,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
-from lowbit_strategy.engine.interfaces import PartState, RankState, Rounds, Stateful
+from lowbit_strategy.engine.interfaces import RankState, Rounds, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import NodeMeans
@@ -68,8 +68,7 @@ class GradientSync:
         num_skipped: Steps that overflowed.
         weights: Gathers FSDP2's weights; None under DDP.
         node_means: Computes the means inside a node, by the node's ranks.
-        extra_state, rank_state, part_state: Other state that is saved, by name: the same on all ranks, different on
-            each rank, and of values of which ranks have parts.
+        extra_state, rank_state: Other state that is saved, by name: the same on all ranks, and different on each.
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are rounds, now or later.
@@ -97,7 +96,6 @@ class GradientSync:
         self.loss_scale: float | None = None
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
-        self.part_state: dict[str, PartState] = {}
         self.rounds: Rounds | None = None
         self.has_rounds = False
         self.begin_late: Callable[[], None] = lambda: None
@@ -471,7 +469,7 @@ class GradientSync:
     def serve_weights(self, weights: WeightSync) -> None:
         """Send FSDP2's weights through `weights`, which follows the engine's steps and is saved with the engine."""
         self.weights = weights
-        self.save_with("weights", weights)
+        self.save_per_rank("weights", weights)
 
     def save_with(self, name: str, part: Stateful) -> None:
         """Save and restore `part`, the same on all ranks, with the residuals."""
@@ -480,10 +478,6 @@ class GradientSync:
     def save_per_rank(self, name: str, part: RankState) -> None:
         """Save and restore state that differs between ranks."""
         self.rank_state[name] = part
-
-    def save_parts(self, name: str, part: PartState) -> None:
-        """Save and restore state of which each rank has a part."""
-        self.part_state[name] = part
 
     def follow(self, follower: Follower, extra: Extra) -> None:
         """Call `follower` when an optimizer steps on what was reduced. `extra`: what ranks exchange for it."""

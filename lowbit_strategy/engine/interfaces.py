@@ -19,27 +19,20 @@ class Stateful(Protocol):
 
 
 class RankState(Protocol):
-    """State of a single rank, saved in the rank's own file: plain dicts, numbers, strings and tensors."""
+    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: whether it is this rank's state; if not, it belongs to a run on another number of ranks."""
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
+        """What ranks have saved: this rank's state first, then those of all in rank order, without parameters of which
+        they have another part. Each is read when asked for.
 
-    def forget(self) -> None:
-        """The state is lost: continue from what all ranks share."""
-
-
-class PartState(Protocol):
-    """Per-parameter values of which a rank has a part or all, as nested plain data."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Load what ranks saved: this rank's state first, then all ranks' in rank order, each read when asked for. The
-        layout may be another one.
+        Args:
+            states: They.
+            own: The ranks are what they were, so the first state is all of this rank's.
         """
 
     def forget(self) -> None:
-        """The state is lost: begin again."""
+        """The state is lost: go on from what all ranks share."""
 
 
 class Rounds(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,12 +152,12 @@ class WeightSync:
         for module in self.modules.values():
             module.reduced = False
 
-    def forget(self) -> None:
+    def loaded(self) -> None:
         """Other weights have been loaded. Call it on all ranks."""
         for module in self.modules.values():
             module.gather.forget()
 
-    def restart(self) -> None:
+    def forget(self) -> None:
         """A checkpoint is loaded: differences start over, unless it contains their replica. Call it on all ranks."""
         for module in self.modules.values():
             module.gather.restore(None)
@@ -189,20 +189,13 @@ class WeightSync:
     def state_dict(self) -> dict[str, Any]:
         """This rank's rows of the replicas to which differences refer; empty if only whole weights are sent."""
         rows = {name: module.gather.own_row() for name, module in self.modules.items()}
-        return {
-            "places": self._places(),
-            "rows": {name: row.detach().cpu().clone() for name, row in rows.items() if row is not None},
-        }
+        return {"rows": {name: row for name, row in rows.items() if row is not None}}
 
-    def _places(self) -> list[list[int]]:
-        return [[comm.rank, comm.world_size] for comm in self.comms]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         """Restore a `state_dict`. After a change of the number of ranks or of the model nothing is restored: the next
         gather sends the weights exactly.
         """
-        rows: Mapping[str, Tensor] = state["rows"]
-        same = state["places"] == self._places()
+        rows: Mapping[str, Tensor] = next(iter(states))["rows"]
         fits = all(name in self.modules and row.numel() == self.modules[name].row_numel for name, row in rows.items())
         for name, module in self.modules.items():
-            module.gather.restore(rows.get(name) if same and fits and self.coding.sends_differences else None)
+            module.gather.restore(rows.get(name) if own and fits and self.coding.sends_differences else None)

@@ -217,7 +217,7 @@ def _forget_on_load(module: nn.Module, weights: WeightSync) -> None:
 
     def on_load(*_: Any) -> None:
         if (found := reference()) is not None:
-            found.forget()
+            found.loaded()
 
     for child in module.modules():
         if child._parameters:

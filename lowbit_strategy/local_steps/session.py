@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -291,8 +291,12 @@ class LocalSteps(EveryStep):
             "stepped": [name for name, each in own.items() if id(each) in self._stepped],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         """Kept until `resume`, when the framework has loaded the model and the optimizers."""
+        rest = iter(states)
+        state = next(rest)
+        if not own and state["outer"] is not None:
+            state = {**state, "outer": _cut_again(self.sync, state["outer"], (each["outer"] for each in rest))}
         self._loaded = (state, own)
         if state["outer"] is not None and self.outer is None:
             self._start()
@@ -335,7 +339,7 @@ class LocalSteps(EveryStep):
             return
         done = earlier.sync  # by its steps the rule knows whether the next one is local
         self.sync.restore_progress(step_index=done.step_index, num_skipped=done.num_skipped, loss_scale=done.loss_scale)
-        self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
+        self.load_state_dict([earlier.state_dict() | {"own": {}}], own=False)
         if self.outer is None or earlier.outer is None or not earlier.outer.finished:
             return
         if self.outer.model.differs(earlier.outer.anchors):
@@ -353,6 +357,32 @@ def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
     places = gathered(ranks.peers.rank, group)
     own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]
     return GroupComm(group_of(own, None, device))
+
+
+def _cut_again(sync: GradientSync, own: Mapping[str, Any], everyone: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    """`own` with anchors and their moments cut as this rank's parts are now. Ranks saved their parts, which are the
+    same on all replicas: those of the first ranks that have all of a parameter are put together.
+    """
+    specs = {name: sync.specs[name] for name in own["anchors"] if name in sync.specs}
+    if all(own["anchors"][name].shape == spec.shape for name, spec in specs.items()):
+        return dict(own)
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in specs}
+    missing = {name: spec.whole_numel for name, spec in specs.items()}
+    while any(left > 0 for left in missing.values()):
+        each = next(everyone)
+        for name in [name for name in specs if name in each["anchors"]]:
+            found[name].append(each["optimizer"][name] | {"anchor": each["anchors"][name]})
+            missing[name] -= each["anchors"][name].numel()
+
+    def cut(name: str, key: str) -> Any:
+        values, spec = [part[key] for part in found[name]], specs[name]
+        if not isinstance(values[0], Tensor) or values[0].shape != found[name][0]["anchor"].shape or not spec.ndim:
+            return values[0]
+        whole = torch.cat([value.reshape(-1) for value in values])
+        return spec.take(whole[: spec.whole_numel]).view(spec.shape)
+
+    optimizer = {name: {key: cut(name, key) for key in found[name][0] if key != "anchor"} for name in specs}
+    return {**own, "anchors": {name: cut(name, "anchor") for name in specs}, "optimizer": optimizer}
 
 
 def _before_forward(model: nn.Module, steps: LocalSteps) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -372,8 +372,8 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         orders = {name: spec.memory_order for name, spec in self._sync.specs.items() if spec.memory_order is not None}
         return {"scatter": self._sync.scatter, "memory_orders": orders}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: the state was saved by this rank, with the same world size."""
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
+        state = next(iter(states))
         self.forget()
         if state.get("has_left"):
             self.leave()

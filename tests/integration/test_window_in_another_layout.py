@@ -46,7 +46,7 @@ def figures(rank: int, world_size: int, layout: str, controller: Controller, pat
     with nodes_of(2) if layout == "two levels" else nodes_of(world_size):
         session = compress(model, optimizer, LoCo(bits=8), **options)
     driver = adapt(session.sync, controller)
-    window = session.sync.part_state["window"]
+    window = session.sync.rank_state["window"]
     if first:
         session.load(path, torch.load(path, weights_only=True)[CHECKPOINT_KEY])
         session.resume()

@@ -43,7 +43,7 @@ class StepFigures(BucketObserver, StepListener):
         self._sync, self._controller, self._timer = sync, controller, timer
         self._last_end: float | None = None
         self.forget()
-        sync.save_parts(STATE_KEY, self)
+        sync.save_per_rank(STATE_KEY, self)
         sync.listeners.add(self, StepPhase.DECIDE)
 
     def forget(self) -> None:
@@ -114,23 +114,17 @@ class StepFigures(BucketObserver, StepListener):
 
     def state_dict(self) -> dict[str, Any]:
         rows = {figure: dict(each) for figure, each in self._last.rows.items()}
-        world = self._sync.ranks.world
-        return {"names": self._names, "seconds": self._seconds, "rows": rows, "place": [world.rank, world.world_size]}
+        return {"names": self._names, "seconds": self._seconds, "rows": rows}
 
-    def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         """Load the states. If the layout has changed, the first rank takes what all ranks measured."""
         self.forget()
         rest = iter(states)
-        own = next(rest)
-        self._names, self._seconds = own["names"], own["seconds"]
-        world, sync = self._sync.ranks.world, self._sync
-        if self._names is None:
+        mine = next(rest)
+        self._names, self._seconds = mine["names"], mine["seconds"]
+        if self._names is None or not (own or self._sync.ranks.rank == 0):
             return
-        if own["place"] == [world.rank, world.world_size]:
-            rest = iter([own])
-        elif sync.ranks.rank:
-            return
-        for each in rest:
+        for each in [mine] if own else rest:
             for figure, rows in each["rows"].items():
                 self._add(figure, rows)
 

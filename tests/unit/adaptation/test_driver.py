@@ -155,7 +155,7 @@ def test_nothing_is_measured_unless_asked() -> None:
     driver.attach(sync)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert sync.part_state["window"].state_dict()["sums"] == {}
+    assert sync.rank_state["window"].state_dict()["sums"] == {}
     assert all(
         replace(telemetry, progress=Progress(step=0)) == Telemetry(progress=Progress(step=0))
         for telemetry in recorder.telemetry
