@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -69,7 +69,7 @@ def formats(numel: int, block_size: int) -> dict[str, BlockFormat]:
         "4 bits, e2m1": e2m1(block_size),
         "fitted 2 bits": fitted(2, 0.453125, 1.5078125),
         "fitted 1 bit": fitted(1, 0.796875),
-        "ternary": BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0)),
+        "ternary": ternary(block_size),
     }
 
 

@@ -65,12 +65,10 @@ class DionReducer(extend.Reducer):
             rows, columns = view.spec.shape
             q = r / r.norm(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
             usable = r.isfinite().all()  # an overflow reaches all ranks' results and nobody's state
-            each["momentum"].copy_(torch.where(usable, b - (1 - self.momentum) * p @ own_r.T, each["momentum"]))
+            sent = p @ own_r.T
+            each["momentum"].copy_(torch.where(usable, b - (1 - self.momentum) * sent, each["momentum"]))
             each["q"].copy_(torch.where(usable, q, each["q"]))
-            if view.compensated is not None:
-                view.compensated.copy_(b.reshape(-1))
-            if view.sent is not None:
-                view.sent.copy_((p @ own_r.T).reshape(-1))
+            view.fill_observed_(b, sent)
             view.write_mean_(((rows / columns) ** 0.5 * p @ q.T).reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[extend.TensorSpec], world_size: int) -> int:

@@ -185,6 +185,13 @@ class ParamView(NamedTuple):
         padded_N = torch.nn.functional.pad(values_N, (0, padding)) if padding else values_N
         return padded_N.view(self.world_size, self.row_numel)
 
+    def fill_observed_(self, compensated: Tensor, sent: Tensor) -> None:
+        """Fill in the values for monitors, of any shape, before the mean may overwrite the gradient."""
+        if self.compensated is not None:
+            self.compensated.copy_(compensated.reshape(-1))
+        if self.sent is not None:
+            self.sent.copy_(sent.reshape(-1))
+
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
         """Store the mean over ranks, flat ``[numel]`` of any float dtype, in `out`, converted to its form."""
         if not self.spec.sharded:

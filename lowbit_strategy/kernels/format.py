@@ -16,10 +16,9 @@ from typing import Literal
 
 import torch
 
-ScaleRule = Literal["absmax", "rms", "mean_abs", "ternary"]
+ScaleRule = Literal["absmax", "rms", "mean_abs"]
 
 SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their scale
-TERNARY_THRESHOLD = 0.7
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 MAX_CODEBOOK = 16
@@ -47,8 +46,7 @@ class BlockFormat:
             2 bits and packed five to a byte.
         block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
         scale_rule: ``absmax``: largest magnitude divided by the top value (nothing is clipped); ``rms``: root mean
-            square; ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean
-            magnitude.
+            square; ``mean_abs``: mean magnitude.
         codebook: Reconstruction values in units of the scale, ascending: at most 2**bits and at most 16, each with
             16 significant bits or fewer, so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
@@ -87,8 +85,6 @@ class BlockFormat:
             raise ValueError(
                 f"scale_rule 'absmax' needs a codebook that reaches as far below zero as above, got {self.codebook}"
             )
-        if self.scale_rule == "ternary" and len(self.codebook) != 3:
-            raise ValueError(f"scale_rule 'ternary' needs a codebook of three values, got {self.codebook}")
         if not self.thresholds:
             halfway = tuple((a + b) / 2 for a, b in pairwise(self.codebook))
             object.__setattr__(self, "thresholds", halfway)
@@ -198,5 +194,5 @@ class DenseFormat:
 
 
 def ternary(block_size: int) -> BlockFormat:
-    """-1, 0 and 1 times the mean magnitude of the elements above 0.7 of the mean magnitude; five trits per byte."""
-    return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0))
+    """-1, 0 and 1 times the largest magnitude, five trits per byte: exact for votes, which all have one magnitude."""
+    return BlockFormat(bits=2, block_size=block_size, codebook=(-1.0, 0.0, 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.methods._base.checks import check_codes
@@ -47,11 +48,10 @@ class EFSignSGD(TwoPrecisionCompressor):
 
     def _codecs(self, fmt: BlockFormat) -> CodecPair:
         stateful = LoCoCodec(
-            fmt=fmt,
+            codec=BlockCodec(fmt),
             beta=0.0,
             reset_steps=None,
             residual=self.residual,
-            rounding="nearest",
             residual_rounding="stochastic",
         )
         return CodecPair(stateful)

@@ -15,7 +15,7 @@ from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.blocks import encode_
 from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, unbiased_lloyd_max
-from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_bits
@@ -25,13 +25,12 @@ from lowbit_strategy.methods._base.residuals import ResidualDtype, residual_aren
 from lowbit_strategy.options.configuration import configuration
 
 ROTATED = 32  # elements rotated together without a residual, as in SDP4Bit
-Codebook = Literal["uniform", "e2m1", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
+Codebook = Literal["uniform", "e2m1", "fitted", "unit_gain", "ternary_unit_gain"]
 _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # possible bits, and the format by bits and block size
     "uniform": (range(2, 9), uniform),
     "e2m1": (range(4, 5), lambda bits, block_size: e2m1(block_size)),
     "fitted": (range(1, 5), lloyd_max),
-    "ternary": (range(2, 3), lambda bits, block_size: ternary(block_size)),
     "unit_gain": (range(1, 5), lambda bits, block_size: unbiased_lloyd_max(2**bits, block_size)),
     "ternary_unit_gain": (range(2, 3), lambda bits, block_size: unbiased_lloyd_max(3, block_size)),
 }
@@ -43,12 +42,15 @@ class LoCoCodec(StatefulCodec):
 
     in_one_pass: ClassVar[bool] = True
 
-    fmt: BlockFormat
+    codec: BlockCodec
     beta: float
     reset_steps: int | None
     residual: ResidualDtype
-    rounding: Rounding
     residual_rounding: Rounding
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return self.codec.fmt
 
     @property
     def label(self) -> str:
@@ -59,14 +61,6 @@ class LoCoCodec(StatefulCodec):
         if fmt.codebook is not None and fmt.scale_rule == "rms":
             kind += " fitted" if fmt.codebook == gaussian_codebook(len(fmt.codebook)) else " of unit gain"
         return f"loco {kind}, blocks of {fmt.block_size}"
-
-    @property
-    def codec(self) -> Codec:  # type: ignore[override]
-        return BlockCodec(self.fmt, self.rounding)
-
-    @property
-    def block_size(self) -> int:
-        return self.fmt.block_size
 
     @property
     def residual_gain(self) -> float:
@@ -85,8 +79,7 @@ class LoCoCodec(StatefulCodec):
             reset=self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0,
             stochastic=self.residual_rounding == "stochastic",
         )
-        stochastic = self.rounding == "stochastic"
-        encode_(x, wire, segments, self.fmt, flag=flag, stochastic=stochastic, seed=step.seed, feedback=feedback)
+        encode_(x, wire, segments, self.fmt, flag=flag, seed=step.seed, feedback=feedback)
 
 
 @configuration
@@ -108,19 +101,18 @@ class LoCo(TwoPrecisionCompressor):
     coarser for the few largest.
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` has the Lloyd-Max values of a
-    Gaussian, in units of the block's root mean square; what is clipped is fed back. ``codebook="ternary"`` sends -1, 0
-    or 1 times the mean magnitude of the elements that exceed 0.7 of the mean magnitude, five to a byte (1.6 bits). Both
-    minimize the error, and shrink what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in
-    step 3 adds the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and ``ternary_unit_gain`` are the fitted
-    values divided by that share: the whole gradient is sent at once, with more noise, and the average holds only noise.
-    At 1 bit none of them contracts every block: in a block of 64 with a single nonzero element, the error has more
-    energy than the block. The average in step 3 absorbs this; plain feedback would not.
+    Gaussian, in units of the block's root mean square; what is clipped is fed back. They minimize the error, and shrink
+    what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in step 3 adds the rest,
+    ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` has the fitted values divided by that share: the whole
+    gradient is sent at once, with more noise, and the average holds only noise. ``ternary_unit_gain`` has three such
+    values, five to a byte (1.6 bits). At 1 bit neither contracts every block: in a block of 64 with a single nonzero
+    element, the error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
         bits: Bits per code: 2 to 8 for uniform codes, 4 for E2M1, 1 to 4 for fitted and unit-gain codes, 2 for ternary
             ones. Fewer bits: fewer bytes, more error to feed back.
-        codebook: Values of the codes, as above. None: ``e2m1`` at 4 bits; ``uniform`` at other bits and with stochastic
-            rounding.
+        codebook: Values of the codes, as above. None: ``e2m1`` at 4 bits; ``uniform`` at other bits and without a
+            residual.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size more bits.
         beta: Weight of the old error in the residual, in [0, 1). 0: classic error feedback. Larger: smoother noise,
             slower response.
@@ -130,7 +122,6 @@ class LoCo(TwoPrecisionCompressor):
             stores the average exactly. ``none`` costs nothing: codes are rounded stochastically and blocks are rotated
             by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The rotation
             runs in plain PyTorch outside the kernels, which is slower.
-        rounding: Rounding of codes. ``nearest``: least error. ``stochastic``: unbiased, more noise.
         residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured to be as good;
             ``stochastic``: keeps increments below half a step on average.
         return_beta: `beta` of the owner's residual on the downlink.
@@ -140,8 +131,8 @@ class LoCo(TwoPrecisionCompressor):
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
-        equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
-        arXiv 1605.04711. Without a residual: SDP4Bit, 2024, arXiv 2410.15526, section 3.3.
+        equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960. Without a residual:
+        SDP4Bit, 2024, arXiv 2410.15526, section 3.3.
     """
 
     name: ClassVar[str] = "loco"
@@ -152,7 +143,6 @@ class LoCo(TwoPrecisionCompressor):
     beta: float = 0.8
     reset_steps: int | None = 512
     residual: Literal["int8", "float32", "none"] = "int8"
-    rounding: Rounding = "nearest"
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     return_bits: int | None = None
@@ -186,14 +176,10 @@ class LoCo(TwoPrecisionCompressor):
             choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
             hint = f", or {field}='fitted'" if bits == 1 else ""
             raise ValueError(f"{prefix}bits must be {choice} with {field}={codebook!r}{hint}, got {bits!r}")
-        if self.rounding == "stochastic" and codebook != "uniform":
-            raise ValueError(
-                f"rounding must be 'nearest' with {field}={codebook!r}, whose values are not evenly spaced"
-            )
 
     def _values(self, codebook: Codebook | None, bits: int) -> Codebook:
         """The codebook, or its default."""
-        evenly = self.residual == "none" or self.rounding == "stochastic"  # stochastic rounding needs an even grid
+        evenly = self.residual == "none"  # rounding at random needs an even grid
         return codebook or ("e2m1" if bits == 4 and not evenly else "uniform")
 
     @property
@@ -227,14 +213,13 @@ class LoCo(TwoPrecisionCompressor):
         if self.residual == "none":
             return CodecPair(_unbiased(uplink_format), _unbiased(return_format))
         uplink = LoCoCodec(
-            fmt=uplink_format,
+            codec=BlockCodec(uplink_format),
             beta=self.beta,
             reset_steps=self.reset_steps,
             residual=self.residual,
-            rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        return CodecPair(uplink, replace(uplink, fmt=return_format, beta=self.return_beta))
+        return CodecPair(uplink, replace(uplink, codec=BlockCodec(return_format), beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs()

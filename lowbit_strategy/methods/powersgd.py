@@ -14,7 +14,6 @@ from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
-    fill_observed_,
     matrix_shape,
     orthogonalize_all,
     product,
@@ -113,7 +112,7 @@ class PowerSGD(LowRankCompressor):
             tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
             if view.sent is not None:
-                fill_observed_(view, matrices[i], ps[i] @ own_qs[i].T)
+                view.fill_observed_(matrices[i], ps[i] @ own_qs[i].T)
             store_factor_(tensors["q"], mean_q)
             if self.feedback:
                 store_error_(tensors["residual"], matrices[i] - mean)  # against the common result

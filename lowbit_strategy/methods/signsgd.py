@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.checks import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, TwoPrecisionCompressor
-from lowbit_strategy.methods._base.momentum import MomentumCodec, average_
+from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.options.configuration import configuration
 
 VoteScale = Literal["mean_abs", "one"]
@@ -59,23 +59,17 @@ class VoteCodec(StatefulCodec):
 
     codec: SignCodec
     scale: VoteScale
-    momentum: float = 0.0
 
     @property
     def label(self) -> str:
-        what = f"signs of momentum {self.momentum:g}" if self.momentum else "signs"
-        return f"{what}, majority vote, blocks of {self.block_size}"
+        return f"signs, majority vote, blocks of {self.block_size}"
 
     def arenas(self) -> dict[str, Arena]:
-        return {"momentum": Arena(torch.float32)} if self.momentum else {}
+        return {}
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        if self.momentum and segments.rows:
-            packed = pack_segments(segments, self.block_size)
-            x = average_(packed, state, "momentum", packed.collect(x), self.momentum)
-            segments = packed.segments
         self.codec.encode_(x, wire, segments, {}, step, flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
@@ -133,13 +127,12 @@ class SignSGD(TwoPrecisionCompressor):
         return None if assignment is None else assignment._replace(method=self._averaged(DenseCodec()))
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        vote = VoteCodec(SignCodec(self.block_size), self.scale, self.momentum)
-        return CodecPair(vote, BlockCodec(ternary(self.block_size)))
+        return self._averaged(VoteCodec(SignCodec(self.block_size), self.scale), BlockCodec(ternary(self.block_size)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return self._averaged(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
 
-    def _averaged(self, codec: Codec) -> CodecPair:
-        if not self.momentum:
-            return CodecPair(codec)
-        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), codec)
+    def _averaged(self, codec: Codec, downlink: Codec | None = None) -> CodecPair:
+        """Code the average, if there is a momentum, and the mean with `downlink`; None: the same codec."""
+        averaged = MomentumCodec(momentum=self.momentum, averaged=True, codec=codec) if self.momentum else codec
+        return CodecPair(averaged, downlink or codec)

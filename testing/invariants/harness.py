@@ -64,7 +64,7 @@ def _warmed_up(compressor: Compressor) -> Compressor:
 CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
     "LoCo, 1 bit after two steps": WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(bits=4), steps=2),
     "LoCo, 2 bits up, 4 down": LoCo(
-        bits=2, codebook="ternary", return_bits=4, return_codebook="uniform", return_beta=0.8
+        bits=2, codebook="ternary_unit_gain", return_bits=4, return_codebook="uniform", return_beta=0.8
     ),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, ternary, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
@@ -29,10 +29,6 @@ ODD = (-2.0, -0.875, 0.0, 0.75, 1.875)  # five codebook, not symmetric
 
 def codebook_format(bits: int, codebook: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
     return BlockFormat(bits=bits, block_size=block_size, scale_rule=rule, codebook=codebook)  # type: ignore[arg-type]
-
-
-def ternary(block_size: int) -> BlockFormat:
-    return codebook_format(2, (-1.0, 0.0, 1.0), block_size, "ternary")
 
 
 FORMATS: dict[str, BlockFormat] = {

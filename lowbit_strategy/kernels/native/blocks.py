@@ -19,7 +19,7 @@ from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for
 from lowbit_strategy.kernels.segments import Segments
 
-_RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
+_RULES = {"absmax": 0, "rms": 1, "mean_abs": 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8_RESIDUAL, _FLOAT32_RESIDUAL = 1, 2  # 0: none
 _MAX_CODEBOOK = 256

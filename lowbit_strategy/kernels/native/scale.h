@@ -35,18 +35,6 @@ static float sum_magnitudes(const float *h, int n) {
     TREE_SUM(MAGNITUDE);
 }
 
-ALWAYS_INLINE vf magnitude_above(const float *x, vf threshold, vi *above) {
-    vf magnitude = (vf)vi_magnitude(vf_load(x));
-    vmask larger = vf_gt(magnitude, threshold);
-    *above = vi_count(*above, larger);
-    return vf_blend(larger, magnitude, vf_set1(0.0f));
-}
-
-static float sum_above(const float *h, int n, vf threshold, vi *above) {
-#define ABOVE(p) magnitude_above(p, threshold, above)
-    TREE_SUM(ABOVE);
-}
-
 /* Root mean square. A power of two near the largest magnitude keeps squares in range. */
 static float rms(const float *h, int n, int count, int32_t largest) {
     int exponent = largest == 0 ? 0 : (largest >> 23) - 126; /* as frexp has it, but for what the next line clamps */
@@ -55,24 +43,12 @@ static float rms(const float *h, int n, int count, int32_t largest) {
     return __builtin_sqrtf(mean) * exp2_int(exponent);
 }
 
-/* Mean magnitude of the elements above 0.7 of the mean magnitude. */
-static float ternary_scale(const float *h, int n, int count) {
-    vi above = vi_set1(0);
-    float total = sum_above(h, n, vf_set1(sum_magnitudes(h, n) / (float)count * 0.7f), &above);
-    int num_above = 0;
-    for (int k = 0; k < LANES; k++) num_above += above[k];
-    return total / (float)(num_above > 1 ? num_above : 1);
-}
-
 /* The scale before it is rounded. `count`: elements that are not padding. */
 static float sum_scale(const struct lowbit_format *fmt, const float *h, int count, int32_t largest) {
     int n = fmt->block_size;
     if (largest > BITS_FLT_MAX) return 0.0f;
-    switch (fmt->rule) {
-    case RULE_RMS: return rms(h, n, count, largest);
-    case RULE_MEAN_ABS: return sum_magnitudes(h, n) / (float)count;
-    default: return ternary_scale(h, n, count);
-    }
+    if (fmt->rule == RULE_RMS) return rms(h, n, count, largest);
+    return sum_magnitudes(h, n) / (float)count;
 }
 
 ALWAYS_INLINE vi vi_select(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
@@ -49,12 +49,7 @@ def raw_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> Tensor:
         unit_KB = torch.ldexp(h_KB, -exponent[:, None])
         mean_K = tree_sum(unit_KB * unit_KB) / counts_K
         return torch.ldexp(mean_K.double().sqrt().float(), exponent)  # rounded once, which the float32 sqrt is not
-    mean_K = tree_sum(magnitude_KB) / counts_K
-    if fmt.scale_rule == "mean_abs":
-        return mean_K
-    above_KB = magnitude_KB > (mean_K * torch.tensor(TERNARY_THRESHOLD, dtype=torch.float32))[:, None]
-    total_K = tree_sum(torch.where(above_KB, magnitude_KB, 0.0))
-    return total_K / above_KB.sum(-1).clamp(min=1)
+    return tree_sum(magnitude_KB) / counts_K
 
 
 def block_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:

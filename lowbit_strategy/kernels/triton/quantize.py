@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
 from lowbit_strategy.kernels.reference.rng import GOLDEN as _GOLDEN
 from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, bits_of, elements_in_rows, largest_bits, tree_sum
@@ -15,7 +14,6 @@ INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(0x00800000)
 INVERSE_IS_NORMAL = tl.constexpr(0x7E800000)  # of numbers up to 2**126
 NAN_BITS = tl.constexpr(0x7FC00000)
-THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
 ROUND_BITS = tl.constexpr(0x4B400000)
 EXPONENT = tl.constexpr(0x7F800000)
@@ -93,13 +91,7 @@ def mean_magnitude(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: t
     sizes = ()
     for p in tl.static_range(len(parts)):
         sizes = sizes + (tl.abs(parts[p]),)
-    mean = mean_of(tree_sum(sizes, fmt, shape), left, fmt, shape, PLAIN)
-    if fmt.rule == "mean_abs":
-        return mean
-    above = sizes[0] > (mean * THRESHOLD)[:, None]  # ternary codes have one part
-    total = tree_sum((tl.where(above, sizes[0], 0.0),), fmt, shape)
-    count = tl.maximum(tl.sum(above.to(tl.int32), axis=1), 1)
-    return tl.div_rn(total, count.to(tl.float32))
+    return mean_of(tree_sum(sizes, fmt, shape), left, fmt, shape, PLAIN)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
@@ -108,14 +108,6 @@ def store_error_(residual_N: Tensor, error: Tensor) -> None:
     """Store the error in the residual where it is finite."""
     error_N = error.reshape(-1)
     residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
-
-
-def fill_observed_(view: ParamView, compensated: Tensor, sent: Tensor) -> None:
-    """Fill in the values for monitors, before the mean may overwrite the gradient."""
-    if view.compensated is not None:
-        view.compensated.copy_(compensated.reshape(-1))
-    if view.sent is not None:
-        view.sent.copy_(sent.reshape(-1))
 
 
 @configuration

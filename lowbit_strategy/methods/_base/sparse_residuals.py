@@ -191,9 +191,10 @@ def fill_observed_(
     view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor
 ) -> None:
     """Fill in the values for monitors, before the sent values are taken out of the residual."""
-    if view.compensated is not None:
-        view.compensated.zero_() if residual is None else view.compensated.copy_(residual)
-        if residual is None or condition is not Condition.LIVE:  # not accumulated
-            view.compensated.add_(view.flat())
-    if view.sent is not None:
-        view.sent.zero_().index_copy_(0, chosen.indices, sent)
+    if view.compensated is None and view.sent is None:
+        return
+    accumulated = residual is not None and condition is Condition.LIVE
+    kept = torch.zeros(view.spec.numel, dtype=torch.float32, device=view.x.device) if residual is None else residual
+    view.fill_observed_(
+        kept if accumulated else kept + view.flat(), torch.zeros_like(kept).index_copy_(0, chosen.indices, sent)
+    )

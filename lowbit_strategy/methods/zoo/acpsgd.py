@@ -13,7 +13,6 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.methods._base.low_rank import (
     LowRankCompressor,
-    fill_observed_,
     matrix_shape,
     orthogonalize_all,
     product,
@@ -82,7 +81,7 @@ class ACPSGD(LowRankCompressor):
             error = matrix - sent
             if sends == "q":
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
-            fill_observed_(view, matrix, sent)
+            view.fill_observed_(matrix, sent)
             store_factor_(tensors[sends], mean_factor)
             store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)

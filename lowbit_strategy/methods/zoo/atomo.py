@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
-from lowbit_strategy.methods._base.low_rank import LowRankCompressor, fill_observed_, matrix_shape, product
+from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape, product
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration
@@ -71,7 +71,7 @@ class ATOMO(LowRankCompressor):
             for row in part_WN:
                 total += product(row[: rows * self.rank].view(rows, -1), row[rows * self.rank :].view(columns, -1))
             if view.sent is not None:
-                fill_observed_(view, view.flat(), product(*pair))
+                view.fill_observed_(view.flat(), product(*pair))
             view.write_mean_((total / comm.world_size).reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

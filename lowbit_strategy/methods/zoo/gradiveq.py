@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.low_rank import fill_observed_, product, store_error_
+from lowbit_strategy.methods._base.low_rank import product, store_error_
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer
 from lowbit_strategy.options.checks import check_positive
@@ -106,7 +106,7 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
         for view, h_N, basis, coefficients, total in zip(views, sums, bases, own, totals, strict=True):
             numel = view.spec.numel
             sent_N = product(coefficients, basis).reshape(-1)[:numel]
-            fill_observed_(view, h_N, sent_N)
+            view.fill_observed_(h_N, sent_N)
             store_error_(state[view.spec.name]["residual"], h_N - sent_N)
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 

@@ -126,11 +126,9 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
         usable = scale >= torch.finfo(torch.float32).tiny
         scale = torch.where(usable, scale, 0.0)
         trits_N = (residual / torch.where(usable, scale, 1.0)).round().clamp(-1, 1).where(usable, 0.0)
-        if view.compensated is not None:
-            view.compensated.copy_(residual if condition is Condition.LIVE else residual + view.flat())
-        if view.sent is not None:
-            view.sent.copy_(trits_N * scale)
-        residual.sub_(trits_N * scale)
+        sent_N = trits_N * scale
+        view.fill_observed_(residual if condition is Condition.LIVE else residual + view.flat(), sent_N)
+        residual.sub_(sent_N)
         return scale if condition is not Condition.NONFINITE else scale + torch.nan, trits_N.int()
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

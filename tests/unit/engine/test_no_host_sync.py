@@ -30,7 +30,7 @@ from testing.cuda.steps import SPECS, bucket, check_no_step_waits, step
 )
 @pytest.mark.parametrize(
     "compressor",
-    [LoCo(), LoCo(bits=2, codebook="fitted"), LoCo(bits=2, codebook="ternary"), LoCo(reset_steps=1), Dense()],
+    [LoCo(), LoCo(bits=2, codebook="fitted"), LoCo(bits=2, codebook="ternary_unit_gain"), LoCo(reset_steps=1), Dense()],
     ids=["loco", "fitted", "ternary", "reset", "dense"],
 )
 def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ FITTED = {
     "4 bits, 11 codebook": {"bits": 4, "scale_rule": "mean_abs", "codebook": tuple((i - 5) / 2 for i in range(11))},
     "3 bits, largest magnitude": {"bits": 3, "codebook": (-2.0, -0.875, 0.0, 0.75, 2.0)},
     "7 bits": {"bits": 7, "scale_rule": "rms", "codebook": tuple((i - 50) / 16 for i in range(100))},
-    "ternary": {"bits": 2, "scale_rule": "ternary", "codebook": (-1.0, 0.0, 1.0)},
+    "ternary": {"bits": 2, "codebook": (-1.0, 0.0, 1.0)},
     "2 bits, own thresholds": {
         "bits": 2,
         "scale_rule": "rms",

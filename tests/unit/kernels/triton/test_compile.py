@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, ternary, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch
 from testing.kernels import offline
-from testing.kernels.cases import FITTED_2, codebook_format, ternary
+from testing.kernels.cases import FITTED_2, codebook_format
 
 ARCHITECTURES = (80, 90)
 FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
