@@ -168,9 +168,9 @@ def test_coarse_values_lose_nothing(kind: type[Compressor], world_size: int, val
 def test_exdynas_description_has_the_constants_of_its_code() -> None:
     text = " ".join((ExDyna.__doc__ or "").split())
     assert f"drift += {exclusive._INTEGRAL:g} ln r; ln t += {exclusive._PROPORTIONAL:g} ln r + drift" in text
-    assert f"further than a factor of {exclusive._BAND:g} from the target" in text
+    assert f"off the target by more than a factor of {exclusive._BAND:g}" in text
     assert f"move by more than {100 * exclusive._CALM:g} % per step" in text
-    assert "more than four times the wanted number" in text
+    assert "At most four times the wanted number" in text
     assert flat_model._MOST == 4
 
 
