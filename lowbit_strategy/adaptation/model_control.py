@@ -92,7 +92,6 @@ class ModelControl(StepListener):
         clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. If it leaves
             out the learning rate, the first one of an optimizer known to the session is used.
         log: Receives metrics and their step on every rank; None: metrics are not logged.
-        begins: Whether training begins with a backward pass; if not, it begins when the adapter calls `begin`.
 
     Attributes:
         driver: The running controller, if there is one.
@@ -110,8 +109,6 @@ class ModelControl(StepListener):
         sync: GradientSync,
         clock: ProgressClock | None = None,
         log: Log | None = None,
-        *,
-        begins: bool = True,
     ) -> None:
         self.sync = sync
         self.clock = clock or (lambda step: Progress(step=step))
@@ -125,7 +122,6 @@ class ModelControl(StepListener):
         self.factor = 1.0
         self.folder: Path | None = None
         self.begun = False
-        self._begins = begins
         self._record: Any = None
         self._bounds: State = {}  # how often groups have left theirs
         self._shown: Observation | None = None  # the last that was reported
@@ -200,7 +196,7 @@ class ModelControl(StepListener):
         """A backward pass begins, perhaps on this rank alone. Called by the session."""
         if loss is not None:
             self.loss = loss
-        if self._begins and not self.begun:
+        if not self.begun:
             self.begin()
 
     def begin(self, **fields: Any) -> None:

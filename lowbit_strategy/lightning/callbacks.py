@@ -88,48 +88,65 @@ class ControlCallback(Callback, ABC):
 
     def _attach(self, sync: GradientSync) -> None:
         """The engine of the coming fit exists; no checkpoint has been loaded yet."""
-        self.control = ModelControl.of(sync) or _control_of(sync, self._trainer)
+        self.control = ModelControl.of(sync) or TrainerControl(sync, self._trainer)
         self.add_part(self.control)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        control = self.control
-        if control is None or control.begun:  # the other callback has begun it
-            return
-        assert isinstance(control.clock, TrainerClock)
-        control.clock.measure_run()
-        control.folder = _folder(trainer, control)
-        control.begin(strategy=type(trainer.strategy).__name__)
+        if self.control is not None and not self.control.begun:  # by the other callback
+            self.control.begin()
 
 
-def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
-    def log(metrics: dict[str, float], step: int) -> None:
-        for logger in trainer.loggers:  # now, regardless of the loggers' interval: the metrics are this step's
+class TrainerControl(ModelControl):
+    """The control of a Trainer's model. A finder trains without callbacks: what it tries is not reported.
+
+    Args:
+        sync: The engine.
+        trainer: Trains the model.
+    """
+
+    def __init__(self, sync: GradientSync, trainer: Any) -> None:
+        self._trainer_clock = TrainerClock(trainer)
+        super().__init__(sync, self._trainer_clock, self._log)
+        self._trainer = trainer
+        self.has_log = lambda: bool(trainer.loggers)
+        self.accumulation = lambda: trainer.accumulate_grad_batches
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers:  # regardless of the loggers' interval: the metrics are this step's
             logger.log_metrics(dict(metrics), step=step)
 
-    control = ModelControl(sync, TrainerClock(trainer), log, begins=False)  # a finder has steps before, without loggers
-    control.has_log = lambda: bool(trainer.loggers)
-    control.accumulation = lambda: trainer.accumulate_grad_batches
-    return control
+    @property
+    def _callbacks(self) -> list[ControlCallback]:
+        """The callbacks of this control that are called now."""
+        return [each for each in self._trainer.callbacks if isinstance(each, ControlCallback) and each.control is self]
 
+    def begin(self, **fields: Any) -> None:
+        """Training begins, or goes on. On all ranks: finding the logger's folder is collective.
 
-def _folder(trainer: Any, control: ModelControl) -> Path | None:
-    """The folder in which this control's callbacks want its record. Called on all ranks, since finding the logger's
-    folder is collective.
+        Raises:
+            ValueError: The callbacks name different folders.
+        """
+        if not self._callbacks:
+            return
+        self._trainer_clock.measure_run()
+        self.folder = self._find_folder()
+        super().begin(strategy=type(self._trainer.strategy).__name__, **fields)
 
-    Raises:
-        ValueError: The callbacks name different folders.
-    """
-    parts = [each for each in trainer.callbacks if isinstance(each, ControlCallback) and each.control is control]
-    asked = [part.record for part in parts if part.record is not False]
-    own = trainer.log_dir if True in asked and trainer.loggers else None
-    folders = dict.fromkeys(own if record is True else str(record) for record in asked)
-    named = [folder for folder in folders if folder is not None]
-    if len(named) > 1:
-        raise ValueError(
-            f"one run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}: give"
-            " both callbacks the same record="
-        )
-    return Path(named[0]) if named else None
+    def _find_folder(self) -> Path | None:
+        trainer, asked = self._trainer, [each.record for each in self._callbacks if each.record is not False]
+        own = trainer.log_dir if True in asked and trainer.loggers else None
+        folders = dict.fromkeys(own if record is True else str(record) for record in asked)
+        named = [folder for folder in folders if folder is not None]
+        if len(named) > 1:
+            raise ValueError(
+                f"one run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}:"
+                " give both callbacks the same record="
+            )
+        return Path(named[0]) if named else None
+
+    def end_step(self, *, counted: bool) -> None:
+        if self._callbacks:
+            super().end_step(counted=counted)
 
 
 class CompressionMonitor(ControlCallback):

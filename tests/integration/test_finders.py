@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder
 
 from lowbit_strategy import DiLoCo, LocalSGD, LoCo, PostLocalSGD
 from lowbit_strategy.control import Phase, Schedule
-from lowbit_strategy.lightning import AdaptiveCompression, LowBitDDPStrategy
+from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy
 from testing.processes.scenarios import Facts, all_but, scenarios
+from testing.record import read_record
 from testing.training.comparing import fingerprint
 from testing.training.regression import ByStep, loader, trainer
 
@@ -74,3 +75,21 @@ def test_phases_in_fractions_are_of_the_run_and_not_of_what_is_tried(facts: list
     for rank in facts:
         assert rank["runs"][:2] == rank["runs"][2:]
         assert rank["runs"][1] == 1
+
+
+def observed(folder: Path) -> Facts:
+    """What a finder tries in the middle is in no record, and the record goes on after it."""
+    records = []
+    for finders in ([], [InTheMiddle(num_training_steps=4, update_attr=False, early_stop_threshold=None)]):
+        monitor = CompressionMonitor(every_n_steps=3, record=folder / str(len(finders)), progress_bar=False)
+        _run(folder, None, [*finders, monitor])
+        lines = read_record(folder / str(len(finders))) if torch.distributed.get_rank() == 0 else []
+        records.append([(line["step"], line["loss"]) for line in lines if line["kind"] == "observation"])
+    return {"records": records}
+
+
+@scenarios(observed)
+def test_a_record_goes_on_as_if_nothing_had_been_tried(facts: list[Facts]) -> None:
+    without, with_finder = facts[0]["records"]
+    assert with_finder == without
+    assert [step for step, _ in without] == list(range(0, 24, 3))
