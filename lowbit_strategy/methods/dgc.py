@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import DenseCodec, StateTensors, StepContext
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
@@ -20,7 +20,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, matching
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import MomentumCodec
-from lowbit_strategy.methods._base.positions import OwnPositions
+from lowbit_strategy.methods._base.positions import CommonPositions, OwnPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
@@ -67,6 +67,9 @@ def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
     return Chosen(indices.long(), values)
 
 
+_WHOLE = CommonPositions(density=1.0)
+
+
 @configuration
 class DGC(OwnPositions):
     """Deep gradient compression.
@@ -74,20 +77,21 @@ class DGC(OwnPositions):
     Every step, for each parameter, on every rank:
 
     1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
-    2. ``u' = m * u + g``, ``v = v + u'``
+    2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
     3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
-    4. those are sent; ``u' = v = 0`` there (factor masking; where all is sent u' stays)
+    4. those are sent; ``u' = v = 0`` there (factor masking)
     5. the result is the mean over ranks of what was sent, and 0 where no rank sent
 
-    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage.
-    Exempt parameters are sent whole, with the same momentum and clipping. The optimizer applies weight decay, after the
-    mean.
+    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
+    density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. The optimizer
+    applies weight decay, after the mean.
 
     Args:
         density: Density after the warm-up, in (0, 1].
         values, residual: See `TopK`. Momentum takes another 4 bytes per parameter.
         momentum: Momentum in [0, 1). If it is above 0, use SGD without momentum, so that momentum is applied only once.
             Keep 0 with optimizers like Adam, which average gradients themselves.
+        nesterov: Use Nesterov's momentum; needs ``momentum > 0``.
         clip_norm: Approximate bound on the norm of the mean gradient, applied in step 1; None: no clipping. Under DDP
             the parameters then wait for the last bucket; under FSDP2 each module is clipped separately. With a loss
             scaler it is in units of scaled gradients. Prefer it to the framework's own clipping (Lightning's
@@ -106,6 +110,7 @@ class DGC(OwnPositions):
 
     density: float = 0.001
     momentum: float = 0.0
+    nesterov: bool = False
     clip_norm: float | None = None
     warmup_steps: int = 0
     warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
@@ -114,6 +119,8 @@ class DGC(OwnPositions):
         OwnPositions.__post_init__(self)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum above 0")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
         if self.warmup_steps < 0:
@@ -139,7 +146,8 @@ class DGC(OwnPositions):
             return assignment._replace(method=self.method(spec))
         if self.momentum == 0.0:
             return assignment
-        return assignment._replace(method=CodecPair(MomentumCodec(momentum=self.momentum), DenseCodec("float32")))
+        uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
+        return assignment._replace(method=CodecPair(uplink, DenseCodec("float32")))
 
     @property
     def whole_model(self) -> bool:  # type: ignore[override]
@@ -159,7 +167,11 @@ class DGC(OwnPositions):
         return 1.0 if self.momentum == 0.0 and self.clip_norm is None else None
 
     def continues(self, earlier: Method) -> bool:
-        return isinstance(earlier, DGC) and (earlier.momentum, earlier.residual) == (self.momentum, self.residual)
+        return isinstance(earlier, DGC) and (earlier.momentum, earlier.nesterov, earlier.residual) == (
+            self.momentum,
+            self.nesterov,
+            self.residual,
+        )
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = OwnPositions.init(self, specs, device)
@@ -174,15 +186,33 @@ class DGC(OwnPositions):
             if self.momentum:
                 tensors["momentum"].mul_(factor)
 
-    def num_kept(self, spec: TensorSpec) -> int:
-        is_exempt = self.whole_model and matching(self.exempt, spec) is not None
-        return spec.numel if is_exempt else OwnPositions.num_kept(self, spec)
+    def is_dense(self, spec: TensorSpec) -> bool:
+        """Whether a parameter is sent whole. Nothing is masked then, and momentum is as in the optimizer."""
+        return self.density == 1.0 or (self.whole_model and matching(self.exempt, spec) is not None)
+
+    def reduce_float32(
+        self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
+        if not views:
+            return
+        found, totals = self.accumulate_(views, state, comm)
+        sparse, whole = (
+            [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
+        )
+        if sparse:
+            picked = [views[i] for i in sparse], [found[i] for i in sparse], [totals[i] for i in sparse]
+            yield from self.send(*picked, state, comm, step)
+        if whole:
+            views = [views[i] for i in whole]
+            indices = [torch.arange(view.spec.numel, device=view.x.device) for view in views]
+            yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm)
 
     def accumulate_(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm
     ) -> tuple[list[Condition], list[Sum]]:
         """Update momentum and velocity. With momentum, zeros are not idle: it decays and is added to the velocity."""
-        if not (self.momentum or self.whole_model):
+        if not (self.momentum or self.whole_model or self.density == 1.0):
             return pending_sums(views, state)
         found = conditions([view.x for view in views])
         if self.momentum:
@@ -201,31 +231,47 @@ class DGC(OwnPositions):
         return limit / norm if norm > limit else 1.0
 
     def _add_(self, tensors: list[StateTensors], gradients: list[Tensor], factor: float) -> None:
-        added = gradients
+        velocities = [each["residual"] for each in tensors]
         if self.momentum:
-            added = [each["momentum"] for each in tensors]
-            torch._foreach_mul_(added, self.momentum)
-            torch._foreach_add_(added, gradients, alpha=factor)
-            factor = 1.0
-        torch._foreach_add_([each["residual"] for each in tensors], added, alpha=factor)
+            momenta = [each["momentum"] for each in tensors]
+            if self.nesterov:
+                torch._foreach_add_(momenta, gradients, alpha=factor)
+            torch._foreach_mul_(momenta, self.momentum)
+            if not self.nesterov:
+                torch._foreach_add_(momenta, gradients, alpha=factor)
+            torch._foreach_add_(velocities, momenta)
+        if self.nesterov or not self.momentum:
+            torch._foreach_add_(velocities, gradients, alpha=factor)
 
     def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
         """Undo an overflow, up to rounding; values that are not finite are dropped."""
         velocity = tensors["residual"]
+        if self.momentum == 0.0 or self.nesterov:
+            velocity.sub_(gradient, alpha=factor)
         if self.momentum:
             momentum = tensors["momentum"]
             velocity.sub_(momentum)
-            momentum.sub_(gradient, alpha=factor).div_(self.momentum).nan_to_num_(0.0, 0.0, 0.0)
-        else:
-            velocity.sub_(gradient, alpha=factor)
+            if self.nesterov:
+                momentum.div_(self.momentum).sub_(gradient, alpha=factor)
+            else:
+                momentum.sub_(gradient, alpha=factor).div_(self.momentum)
+            momentum.nan_to_num_(0.0, 0.0, 0.0)
         velocity.nan_to_num_(0.0, 0.0, 0.0)
 
     def choose(self, view: ParamView, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
-        if (k := self.num_kept(view.spec)) == total.numel():
-            return Chosen(*total.top_k(k))
-        return select_by_sample(total, k, seed=step.seed)
+        return select_by_sample(total, self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
-        """Factor masking: stale momentum of what was sent. Where all is sent none is stale."""
-        if self.momentum and chosen.indices.numel() < tensors["momentum"].numel():
+        if self.momentum:  # factor masking: stale momentum of what was sent
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
+        whole = [spec for spec in specs if self.is_dense(spec)]
+        num_whole = _WHOLE.num_messages(whole, world_size) if whole else 0
+        sparse = OwnPositions.num_messages(self, specs, world_size)
+        return num_whole + (sparse if len(whole) < len(specs) else 0)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        if self.is_dense(spec):
+            return _WHOLE.wire_nbytes(spec, world_size)
+        return OwnPositions.wire_nbytes(self, spec, world_size)

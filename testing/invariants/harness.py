@@ -108,6 +108,7 @@ EXACT = {
     "decay": 1.0,
     "feedback": True,
     "clip_norm": None,
+    "nesterov": False,
 }
 
 

@@ -168,7 +168,7 @@ DEFINED: dict[str, Compressor] = {
     "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, **_ALL),
     "topk": TopK(density=0.07, **_ALL),
     "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
-    "dgc_exempt": DGC(density=0.07, momentum=0.9, exempt=("vector",)),
+    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",)),
 }
 
 
@@ -206,26 +206,27 @@ def _numpy_topk(world_size: int) -> list[dict[str, np.ndarray]]:
     return means
 
 
-def _numpy_dgc(world_size: int, *, exempt: bool) -> list[dict[str, np.ndarray]]:
+def _numpy_dgc(world_size: int, *, nesterov: bool) -> list[dict[str, np.ndarray]]:
     """Samples are whole tensors at this size, so that exactly the largest are kept."""
     momenta, velocities, means = _zeros(world_size), _zeros(world_size), []
     m = np.float32(0.9)
     for step in range(NUM_STEPS):
         means.append({name: np.zeros(torch.Size(shape).numel(), np.float32) for name, shape in SHAPES.items()})
-        density = 0.07 if exempt else 0.09 if step < 2 else 0.04
+        density = 0.07 if nesterov else 0.09 if step < 2 else 0.04
         for rank in range(world_size):
             grads = {name: _gradient(name, rank, step).numpy() for name in SHAPES}
             norm = np.sqrt(sum(float(np.linalg.norm(g)) ** 2 for g in grads.values()))
-            clip = 1.0 if exempt else min(1.0, 5.0 / np.sqrt(world_size) / norm)
+            clip = 1.0 if nesterov else min(1.0, 5.0 / np.sqrt(world_size) / norm)
             for name, g in grads.items():
                 g, key = g * np.float32(clip), (name, rank)
-                u = m * momenta[key] + g
-                v = velocities[key] + u
-                kept = np.arange(v.size) if exempt and name == "vector" else _largest(v, density)
+                u = m * (momenta[key] + g) if nesterov else m * momenta[key] + g
+                v = velocities[key] + u + (g if nesterov else 0)
+                dense = nesterov and name == "vector"
+                kept = np.arange(v.size) if dense else _largest(v, density)
                 means[-1][name][kept] += v[kept]
                 momenta[key], velocities[key] = u, v
                 v[kept] = 0
-                if kept.size < v.size:
+                if not dense:
                     u[kept] = 0
     return [{name: total * np.float32(1 / world_size) for name, total in mean.items()} for mean in means]
 
@@ -243,10 +244,10 @@ def test_topk_is_its_numpy_transcription(world_size: int) -> None:
         assert nbytes == (world_size - 1) * (sum(counts_nbytes(numel) for numel in sizes) + 6 * sum(kept))
 
 
-@pytest.mark.parametrize("name", ["dgc", "dgc_exempt"])
+@pytest.mark.parametrize("name", ["dgc", "dgc_nesterov"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_dgc_is_its_numpy_transcription(world_size: int, name: str) -> None:
-    wanted = _numpy_dgc(world_size, exempt=name == "dgc_exempt")
+    wanted = _numpy_dgc(world_size, nesterov=name == "dgc_nesterov")
     for rank in reduced(world_size):
         for step, mean in enumerate(rank[name].means):
             for parameter in SHAPES:

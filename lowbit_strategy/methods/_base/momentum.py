@@ -30,11 +30,13 @@ class MomentumCodec(StatefulCodec):
 
     Args:
         momentum: Weight of the old momentum, in [0, 1).
-        averaged: A moving average (`average_`) instead of a sum.
+        nesterov: Sum of gradients with Nesterov's rule.
+        averaged: A moving average (`average_`) instead of a sum; `nesterov` is not used then.
         codec: Encodes the momentum; floats by default.
     """
 
     momentum: float
+    nesterov: bool = False
     averaged: bool = False
     codec: Codec = field(default_factory=DenseCodec)
 
@@ -54,6 +56,7 @@ class MomentumCodec(StatefulCodec):
             added = average_(packed, state, "momentum", gradient, self.momentum)
         else:
             old = packed.collect_state(state["momentum"])
-            added = old * self.momentum + gradient
-            packed.store_state_(state["momentum"], torch.where(added.isfinite(), added, old))
+            updated = (old + gradient) * self.momentum if self.nesterov else old * self.momentum + gradient
+            added = updated + gradient if self.nesterov else updated
+            packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
         self.codec.encode_(added, wire, packed.segments, {}, step, flag)

@@ -73,6 +73,7 @@ def test_exempt_parameters_get_the_momentum_too() -> None:
         ({"density": 1.5}, "density must be in"),
         ({"density": True}, "density must be a number"),
         ({"momentum": 1.0}, "momentum must be in"),
+        ({"nesterov": True}, "nesterov=True needs"),
         ({"clip_norm": 0.0}, "clip_norm must be positive"),
         ({"warmup_steps": -1}, "warmup_steps must be"),
         ({"warmup_densities": (0.5, 0.0)}, "warmup_densities must be in"),
@@ -122,12 +123,13 @@ def test_exempt_parameters_stay_dense_and_exempt_under_clipping() -> None:
     assert means[0]["weight"].count_nonzero() <= 41
 
 
-def test_at_density_one_momentum_is_that_of_the_optimizer() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_at_density_one_momentum_is_that_of_the_optimizer(nesterov: bool) -> None:
     gradients = {"weight": gaussian((64, 64), 0), "bias": gaussian((64,), 1)}
-    means = _model(DGC(density=1.0, momentum=0.9), gradients, 60)
+    means = _model(DGC(density=1.0, momentum=0.9, nesterov=nesterov), gradients, 60)
     for name, gradient in gradients.items():
         parameter = torch.nn.Parameter(torch.zeros_like(gradient))
-        optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+        optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
         before = parameter.detach().clone()
         for mean in means:
             before = parameter.detach().clone()
