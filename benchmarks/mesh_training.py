@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.custom_loop import compress
+from lowbit_strategy.plan.running import plans_of
 from recipes.gpt import GPT, Block
 from recipes.text import standard_library
 from testing.processes.ranks import run_ranks
@@ -173,7 +174,7 @@ def train(
     found: dict[str, Any] = {"losses": losses}
     if session is not None:
         found["sent_nbytes"] = (session.sync.sent_nbytes - before) / steps
-        transfers = [each for plan in session.sync.plans() for each in plan.gradients]
+        transfers = [each for plan in plans_of(session.sync) for each in plan.gradients]
         found["planned_nbytes"] = sum(message.total_nbytes for each in transfers for message in each.messages)
     model.eval()
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 PACKAGE = __name__.partition(".")[0]
@@ -26,7 +25,7 @@ class MissingPart(ImportError):
 
 
 class NeededBy(NamedTuple):
-    """The part that an option of `SyncOptions` needs.
+    """The part that an option of `SyncOptions`, or every run, needs.
 
     Args:
         target: ``module:name`` that makes an `attach.part.Part` from the options.
@@ -37,19 +36,26 @@ class NeededBy(NamedTuple):
     unasked: str = ""
 
 
-OPTIONS = {
+PARTS = {  # by the option that asks for it, if one does
     "max_residual": NeededBy("lowbit_strategy.residual_rules.bounded:MaxResidual"),
     "follows_rate": NeededBy("lowbit_strategy.residual_rules.followed_rates:FollowsRate"),
     "check_digest": NeededBy(
-        "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks"
+        "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks (check_digest)"
     ),
     "far_links": NeededBy(
-        "lowbit_strategy.far_links.option:FarLinksOption", "another transport where ranks are far apart, on CPUs"
+        "lowbit_strategy.far_links.option:FarLinksOption",
+        "another transport where ranks are far apart, on CPUs (far_links)",
     ),
     "intra": NeededBy("lowbit_strategy.node_codes.option:NodeCodesOption"),
-    "memory": NeededBy("lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory"),
+    "memory": NeededBy(
+        "lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory (memory)"
+    ),
+    "plan": NeededBy(
+        "lowbit_strategy.plan.part:PlanPart", "the check of the bytes that it sends, and the report on them"
+    ),
     "second_moment": NeededBy(
-        "lowbit_strategy.second_moment.option:SecondMomentOption", "correcting Adam's second moment for few bits"
+        "lowbit_strategy.second_moment.option:SecondMomentOption",
+        "correcting Adam's second moment for few bits (second_moment)",
     ),
 }
 
@@ -62,49 +68,40 @@ def load(target: str, asked_for: str) -> Any:
         asked_for: What needs it, in the user's words.
 
     Raises:
-        MissingPart: The module is not installed.
+        MissingPart: The module, or a part that it needs, is not installed.
     """
+    need(target, asked_for)
     module, _, name = target.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.partition(".")[0] != PACKAGE:
-            raise
-        raise _missing(missing, asked_for) from None
+    return getattr(import_module(module), name)
 
 
 def need(target: str, asked_for: str) -> None:
     """Raises:
-    MissingPart: The object that `target` names is not installed.
+    MissingPart: The object that `target` names, or a part that it needs, is not installed.
     """
-    if not is_present(target):
-        raise _missing(_folder(target), asked_for)
-
-
-def _missing(part: str, asked_for: str) -> MissingPart:
-    return MissingPart(f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part)
-
-
-def undone(option: str) -> str:
-    """The warning if the part for `option` is not installed, and the user has not asked for it."""
-    part = OPTIONS[option]
-    return goes_without(part.target, f"{part.unasked} ({option})")
+    if part := missing(target):
+        raise MissingPart(
+            f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part
+        )
 
 
 def goes_without(target: str, what: str) -> str:
     """The warning that `what` is not done because `target` is not installed."""
-    return f"{_folder(target)} is missing, so this run goes without {what}: reinstall lowbit-strategy"
-
-
-def _folder(target: str) -> str:
-    """The first package in the path of `target` that may be missing."""
-    return ".".join(target.partition(":")[0].split(".")[:2])
+    return f"{missing(target)} is missing, so this run goes without {what}: reinstall lowbit-strategy"
 
 
 def is_present(target: str) -> bool:
-    """Whether the file of `target` exists."""
+    """Whether `target` can be imported."""
+    return not missing(target)
+
+
+def missing(target: str) -> str:
+    """The part of this package that keeps `target` from being imported; empty: it can be."""
     try:
-        return find_spec(target.partition(":")[0]) is not None
-    except ModuleNotFoundError:  # its folder is not
-        return False
+        import_module(target.partition(":")[0])
+    except ModuleNotFoundError as error:
+        part = error.name or ""
+        if part.partition(".")[0] != PACKAGE:
+            raise
+        return part
+    return ""

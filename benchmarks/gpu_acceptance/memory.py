@@ -24,7 +24,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.fitting.memory import memory_of as planned_memory
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods.zoo.composed import WarmUp
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.plan.running import plan_of
 
 WORLD_SIZE = 8
 SIZES = {"cuda": {"fsdp": (4096, 32), "ddp": (2048, 24)}, "cpu": {"fsdp": (256, 4), "ddp": (128, 4)}}  # width, layers
@@ -115,8 +115,7 @@ def memory(device: torch.device) -> Figures:
 
 def announced_nbytes(sync: GradientSync) -> int:
     """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
-    report = build_report(sync)
-    memory = planned_memory(report.plan)
+    memory = planned_memory(plan_of(sync))
     return memory.residuals + memory.copies + memory.temporary + memory.weights
 
 

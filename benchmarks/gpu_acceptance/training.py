@@ -119,7 +119,6 @@ class BucketCount:
     """
 
     traces = False
-    accounts = False
 
     def __init__(self, device: torch.device, late: int = 0) -> None:
         self.device, self.late, self.count = device, late, 0

@@ -21,6 +21,8 @@ from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, policy_of, shard_module
+from lowbit_strategy.plan.messages import step_nbytes
+from lowbit_strategy.plan.running import plan_of
 from recipes.gpt import GPT, VOCABULARY
 from testing.counting.allocations import allocated, peak, reset_peak
 from testing.processes.node_size import nodes_of
@@ -107,7 +109,7 @@ def _train(case: Case, device: torch.device, *, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
     found: dict[str, Any] = {"peak": peak(device), "parameters": sum(each.numel() for each in net.parameters())}
     if session is not None:
-        memory = memory_of(session.sync.plan())
+        memory = memory_of(plan_of(session.sync))
         found["memory"] = asdict(memory)
         found["beyond"] = memory.total
         if case.accumulate == "local":  # in the place of the shard that stock keeps
@@ -119,7 +121,7 @@ def _train(case: Case, device: torch.device, *, steps: int) -> dict[str, Any]:
             "weights": 0 if weights is None else sum(each.gather.kept_nbytes for each in weights.modules.values()),
         }
         found["weights_nbytes"] = None if weights is None else weights.step_nbytes
-        found["planned_weights_nbytes"] = None if weights is None else weights.planned_nbytes
+        found["planned_weights_nbytes"] = None if weights is None else step_nbytes(plan_of(session.sync).weights)
         session.close()
     return found
 

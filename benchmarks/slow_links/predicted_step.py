@@ -31,6 +31,7 @@ from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.measure import measure
 from lowbit_strategy.advisor.workload import uncompressed
 from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.plan.running import plan_of
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
@@ -102,7 +103,7 @@ def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter
         def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
             sync = getattr(trainer.strategy, "sync", None)
             if sync is not None:
-                plans.append(sync.plan())
+                plans.append(plan_of(sync))
 
     model.configure_callbacks = lambda: [KeepPlan()]  # type: ignore[method-assign]
     fit(model, meter, own, strategy=strategy)

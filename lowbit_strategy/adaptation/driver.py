@@ -68,8 +68,6 @@ class AdaptiveDriver(BucketObserver, StepListener):
         learning_rate_factor: Factor on the scheduler's learning rate, also applied by the adapter.
     """
 
-    accounts = False
-
     def __init__(
         self,
         controller: Controller,

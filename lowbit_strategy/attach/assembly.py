@@ -23,7 +23,6 @@ from lowbit_strategy.model.mesh import model_group
 from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
-from lowbit_strategy.telemetry.step_times import StepTimes
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -104,21 +103,19 @@ def make_session(
     begun = [part.attach(sync, module, prepared) for part in prepared.parts if not sync.ranks.alone]
     pace = next((each for each in begun if each is not None), None)
     session = Session(sync, module, prepared.options, hook=hook, pace=pace, choice=choice)
-    _report(sync, times_steps=pace is None)
+    _report(sync)
     if isinstance(model, DistributedDataParallel):
         session.close_with(model)
     session.pace.attached(session, model)
     return session
 
 
-def _report(sync: GradientSync, *, times_steps: bool) -> None:
+def _report(sync: GradientSync) -> None:
     """Log the start-up report. Called last, because only then is the memory for messages known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
     if sync.ranks.logs:
         inform("%s", render_reports(sync))
-        if times_steps:
-            StepTimes(sync)
 
 
 def device_of(module: nn.Module, device: torch.device | None) -> torch.device:

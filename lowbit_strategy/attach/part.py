@@ -4,7 +4,7 @@
 |---|---|
 | options are given | `check_options`, `check_layout` |
 | a model is prepared | `check_model` |
-| it is attached | `on_ranks`, `on_meshes`, `fitted`, `extra`, `attach` |
+| it is attached | `on_ranks`, `on_meshes`, `fitted`, `attach` |
 | optimizers are known, or step | `check_optimizer` |
 """
 
@@ -24,7 +24,6 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.param_groups import ModuleLayout
-from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.ranks.ranks import Ranks
 
 _log = logging.getLogger("lowbit_strategy")
@@ -80,14 +79,6 @@ class Part:
         """
         return prepared
 
-    def extra(self, prepared: Any) -> Extra | None:
-        """What ranks will exchange and keep for this part; None: nothing."""
-        return None
-
-    def given_up(self) -> Part:
-        """What to use instead if the part cannot work and the user has not asked for it."""
-        return self
-
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> EveryStep | None:
         """Begin. Called only if there are several ranks. Return what decides when they meet, if the part does."""
 
@@ -102,19 +93,19 @@ def made_parts(options: Any) -> list[Part]:
     Raises:
         MissingPart: The user asked for a part that is not installed.
     """
-    for option, part in leaves.OPTIONS.items():
-        if getattr(options, option) and not _is_unchosen(options, option):
+    for option, part in leaves.PARTS.items():
+        if getattr(options, option, None) and not _is_unchosen(options, option):
             leaves.need(part.target, option)
-    present = {option: part.target for option, part in leaves.OPTIONS.items() if leaves.is_present(part.target)}
+    present = {option: part.target for option, part in leaves.PARTS.items() if leaves.is_present(part.target)}
     return [leaves.load(target, option)(options) for option, target in present.items()]
 
 
 def _is_unchosen(options: Any, option: str) -> bool:
-    return bool(getattr(options, option) == getattr(type(options), option))
+    return bool(getattr(options, option, None) == getattr(type(options), option, None))
 
 
 def warn_of_missing_parts(options: Any) -> None:
     """Log what is not done because its part is not installed, although the user has not turned it off."""
-    for option, part in leaves.OPTIONS.items():
+    for option, part in leaves.PARTS.items():
         if part.unasked and _is_unchosen(options, option) and not leaves.is_present(part.target):
-            _log.warning("%s", leaves.undone(option))
+            _log.warning("%s", leaves.goes_without(part.target, part.unasked))

@@ -22,7 +22,6 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_
 from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
 from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.ranks.ranks import Topology
 
 _log = logging.getLogger("lowbit_strategy")
@@ -58,19 +57,9 @@ class PreparedModel:
         return self.options.weights or unchosen
 
     @property
-    def copies_residuals(self) -> bool:
-        """Whether residuals are copied before each reduction. Rounds throw nothing away unless replicas leave."""
-        return self.options.rollback and (not self.in_rounds or self.options.comes_and_goes)
-
-    @property
     def in_rounds(self) -> bool:
         """Whether ranks meet in rounds, if there are several, and each steps by itself in between."""
         return any(part.in_rounds for part in self.parts)
-
-    @property
-    def extra(self) -> Extra:
-        """What ranks exchange in addition to gradients."""
-        return next((found for part in self.parts if (found := part.extra(self)) is not None), Extra())
 
 
 def prepare(

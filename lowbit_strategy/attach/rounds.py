@@ -11,7 +11,6 @@ from lowbit_strategy.attach.part import Part
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
-from lowbit_strategy.plan.rounds import RoundPlan
 
 
 class RoundRule(Part, ABC):
@@ -22,10 +21,6 @@ class RoundRule(Part, ABC):
     @abstractmethod
     def compressor(self) -> Compressor:
         """The compressor to use if the user chooses none."""
-
-    @abstractmethod
-    def planned(self, every: int | None = None) -> RoundPlan:
-        """Plan a round of `every` optimizer steps; None: as many as the first round has."""
 
 
 class RoundMembers(Part):

@@ -46,7 +46,7 @@ LOOK_EVERY = 200  # settled steps between two looks, which the ranks take togeth
 LOOKED_AT = 50  # of them, the last ones, are timed
 _MOST_EMPTYING_STEPS = 3
 _ROOM = "lowbit_strategy.fitting.fit:room_for"
-_MEMORY = "lowbit_strategy.fitting.memory:memory_of"
+_KEPT = "lowbit_strategy.fitting.memory:kept_nbytes_of"
 
 Phase = Literal["own", "try", "empty", "settled"]
 
@@ -190,11 +190,10 @@ class AutoChoice(Choice):
     def _fits(self, candidate: Candidate) -> bool:
         if self._room is None:
             return True
-        memory_of = leaves.load(_MEMORY, "memory")
         compressor = candidate.compressor.phase(self.sync.step_index)
         assignments = assign_all(compressor, list(self.sync.specs.values()))
-        plans = (self.sync.plan(assignments, candidate.weights, ranks=ranks) for ranks in self.sync.all_ranks)
-        return sum(memory_of(plan).total for plan in plans) <= self._room
+        nbytes: int = leaves.load(_KEPT, "memory")(self.sync, assignments, candidate.weights)
+        return nbytes <= self._room
 
     def _try_another(self) -> None:
         """The next candidate, up to its first timed step; or the decision."""

@@ -29,7 +29,9 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.param_groups import ModuleLayout, ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
-from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.lines import lines
+from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.prepared import copies_residuals, extra_of
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report
@@ -55,6 +57,13 @@ class Planned:
                 f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
                 " together, and every machine has to have the same number"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedReport(Report):
+    """The report on a run that is planned, and its plan."""
+
+    plan: StepPlan
 
 
 def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin, Planned]:
@@ -105,7 +114,7 @@ def plan(
     *,
     device: torch.device,
     options: SyncOptions = SyncOptions(),  # noqa: B008 (frozen)
-) -> Report:
+) -> PlannedReport:
     """What `prepare` and attaching would report for `module`.
 
     Args:
@@ -137,6 +146,7 @@ def plan(
     else:
         itemsizes = {name: param.element_size() for name, param in named_parameters(module)}
         reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
+    rule: Any = options.outer
     planned_run = make_plan(
         parts,
         assign_all(chosen.phase(0), parts),
@@ -145,11 +155,23 @@ def plan(
         reduced=reduced,
         coding=prepared.weights,
         modules=modules,
-        round_plan=None if options.outer is None else options.outer.planned(),
-        extra=prepared.extra,
-        copies=prepared.copies_residuals,
+        round_plan=None if rule is None else rule.planned(),
+        extra=extra_of(prepared),
+        copies=copies_residuals(prepared),
     )
-    return Report(planned_run, chosen, device)
+    return PlannedReport(
+        specs=planned_run.specs,
+        assignments=planned_run.assignments,
+        topology=topology,
+        compressor=chosen,
+        device=device,
+        scatter=planned_run.scatter,
+        in_rounds=planned_run.round_plan is not None,
+        weights=planned_run.coding,
+        modules=modules,
+        planned=lines(planned_run),
+        plan=planned_run,
+    )
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:

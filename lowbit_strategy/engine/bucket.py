@@ -23,8 +23,6 @@ from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.plan.gradients import ReductionPlan
-from lowbit_strategy.ranks.ranks import Topology
 
 
 class Collector:
@@ -127,11 +125,9 @@ class BucketObserver:
     Attributes:
         traces: Whether `trace_residual` and `trace` are called, which costs a decode of each message and a float32 copy
             of the bucket.
-        accounts: Whether the byte check knows of everything that this observer sends.
     """
 
     traces: bool = False
-    accounts: bool = True
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`; look at `x` before they start and at `out` when they have ended."""
@@ -186,11 +182,6 @@ class Bucket:
             if groups or layout.num_marked
             else None
         )
-        planned = ReductionPlan(context.methods, context.specs, Topology(context.comm.world_size))
-        messages = planned.messages(names, layout.num_marked)
-        self.planned_nbytes = sum(message.total_nbytes for message in messages)
-        self.fixed = all(message.fixed for message in messages)  # regardless of the values
-        self.padding_nbytes = planned.padding_nbytes(names)
 
     def _param(self, name: str, offset: int) -> ParamView:
         spec, block_size = self.context.specs[name], self.context.methods[name].block_size

@@ -25,10 +25,7 @@ from lowbit_strategy.engine.transactions import Follower, Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ModuleLayout, ParamGroup
-from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_NOTES = 1000
@@ -63,6 +60,7 @@ class GradientSync:
         ranks: The ranks that reduce all parameters except those of `others`.
         state: The parameters, their methods, and the methods' state.
         listeners: Objects that are called when steps begin and end.
+        bucket_observers: Observers of all buckets in all steps, inside of those that listeners bring.
         notes: The latest lines for the record of the run: the kind of each line, and its fields.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
@@ -73,7 +71,7 @@ class GradientSync:
         rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are rounds, now or later.
         follower: Is called when optimizers step on what was reduced.
-        extra: What ranks exchange in addition to gradients.
+        expected_groups: What hooks will reduce as one, as far as they know.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class GradientSync:
         self.rounds: Rounds | None = None
         self.has_rounds = False
         self.begin_late: Callable[[], None] = lambda: None
-        self.follower, self.extra = Follower(), Extra()
+        self.follower = Follower()
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
         self._bind_ranks()
@@ -111,6 +109,7 @@ class GradientSync:
             if each.intra_node is not None
         }
         self.listeners = Listeners()
+        self.bucket_observers: list[BucketObserver] = []
         several = not scatter or any(each.peers.is_far for each in self.all_ranks)
         self.buffers = WireBuffers(device, several=several)
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
@@ -120,7 +119,7 @@ class GradientSync:
         self._num_passes = 0  # of the step, with this one
         self._step = StepContext(0, 0, 0)  # of the current backward pass
         self._observers: list[BucketObserver] = []
-        self._expected: tuple[ParamGroup, ...] = ()
+        self.expected_groups: Sequence[ParamGroup] = ()
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self.use(compressor)
@@ -144,9 +143,7 @@ class GradientSync:
         `counts`.
         """
         if self.scatter or self.weights is not None or self.in_parts:
-            before = self.ranks.peers.sent_nbytes
             self.ranks.world.all_reduce(counts).wait()
-            self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
         return counts
 
     @property
@@ -269,9 +266,8 @@ class GradientSync:
             self.loss_scale = loss_scale
         # Monitors are innermost, so that the time of controllers' probes is not charged to the methods.
         monitors = self.listeners.begin_step(StepPhase.OBSERVE)
-        self._observers = [*monitors, *probes, *self.listeners.begin_step(StepPhase.RECORD)]
-        peers, checks = [each.peers for each in self.all_ranks], all(each.accounts for each in self._observers)
-        self.transactions.byte_check.begin_step(peers, checks=checks)
+        records = self.listeners.begin_step(StepPhase.RECORD)
+        self._observers = [*self.bucket_observers, *monitors, *probes, *records]
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """Optimizers have stepped these parameters on what was reduced; None: all parameters. A step that may still be
@@ -287,10 +283,7 @@ class GradientSync:
 
     def has_overflowed(self) -> bool:
         """Whether a pass of the open step gave any rank inf or NaN. Call it on all ranks together."""
-        before = self.ranks.peers.sent_nbytes
-        overflowed = self.transactions.flags.overflowed(self.ranks.world)
-        self.transactions.byte_check.add_untracked(self.ranks.peers.sent_nbytes - before)
-        return overflowed
+        return self.transactions.flags.overflowed(self.ranks.world)
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -310,7 +303,6 @@ class GradientSync:
 
     def _clear_step(self) -> None:
         self._entered.clear()
-        self.transactions.byte_check.expected.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
         self._after_backward = None
         if self.skips_overflow:
@@ -352,7 +344,6 @@ class GradientSync:
         context = self._contexts[(ranks or self.ranks).peers]
         self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(context, layout)
         bucket.last_step = self.step_index
-        self.transactions.byte_check.expected.append(bucket)
         stages = bucket.run(x, out, self._step, self._observers, marks)
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
@@ -415,13 +406,11 @@ class GradientSync:
             Whether the step counted: False if it overflowed and was rolled back.
 
         Raises:
-            RuntimeError: The number of bytes sent differs from the plan; on CUDA: in an earlier step a rank sent a
-                message of another layout.
+            RuntimeError: On CUDA: in an earlier step a rank sent a message of another layout.
         """
         entered, counted = self.in_step, True
         for part in self.outside_buckets:
             part.end_step()
-        self.transactions.byte_check.end_step()
         if entered and self.skips_overflow:
             counted = not self.transactions.flags.overflowed(self.ranks.world)
         self.transactions.flags.raise_if_broken(self.ranks.rank)
@@ -479,62 +468,20 @@ class GradientSync:
         """Save and restore state that differs between ranks."""
         self.rank_state[name] = part
 
-    def follow(self, follower: Follower, extra: Extra) -> None:
-        """Call `follower` when an optimizer steps on what was reduced. `extra`: what ranks exchange for it."""
+    def expect(self, groups: Sequence[ParamGroup]) -> None:
+        """Hooks will reduce `groups`, in the order of backward, if nothing changes."""
+        self.expected_groups = groups
+
+    def follow(self, follower: Follower) -> None:
+        """Call `follower` when an optimizer steps on what was reduced."""
         tallies = self.transactions.tallies
         tallies[:] = [follower, *(each for each in tallies if each is not self.follower)]
-        self.follower, self.extra = follower, extra
+        self.follower = follower
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """Continue at the step of a checkpoint; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
-
-    # -- what a step sends and keeps, as numbers -----------------------------------------------------------------------
-
-    def expect(self, reduced: Sequence[ParamGroup]) -> None:
-        """Groups that will be reduced together, in the order of backward: for `plan`."""
-        self._expected = tuple(reduced)
-
-    def plans(self) -> list[StepPlan]:
-        """What a step sends and keeps, for each of `all_ranks`."""
-        return [self.plan(ranks=ranks) for ranks in self.all_ranks]
-
-    def plan(
-        self,
-        assignments: Mapping[str, Assignment] | None = None,
-        coding: WeightCoding | None = None,
-        *,
-        ranks: Ranks | None = None,
-    ) -> StepPlan:
-        """What a step sends and keeps, as numbers: as it is, or with other methods and another coding of weights. Of
-        the parameters that `ranks` reduce; None: of most.
-        """
-        weights, rounds, ranks = self.weights, self.rounds, ranks or self.ranks
-        assignments = self.state.assignments if assignments is None else assignments
-        own = [name for name in self.specs if self.state.ranks_of(name) is ranks]
-        expected = [each for each in self._expected if self.state.ranks_of(each.names[0]) is ranks]
-        known = {name for each in expected for name in each.names}
-        later = tuple(name for name in reversed(own) if name not in known)
-        layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
-        return make_plan(
-            [self.specs[name] for name in own],
-            {name: assignments[name] for name in own},
-            ranks.topology,
-            layout,
-            reduced=[*expected, *([ParamGroup(later)] if later else ())],
-            coding=None if weights is None else coding or weights.coding,
-            modules=None if weights is None else self._modules_of(ranks),
-            round_plan=None if rounds is None else rounds.planned(ranks),
-            device_type=self.device.type,
-            extra=self.extra,
-            copies=self.transactions.keeps_copies,
-        )
-
-    def _modules_of(self, ranks: Ranks) -> dict[str, ModuleLayout]:
-        assert self.weights is not None
-        own = self.state.ranks_of
-        return {name: each for name, each in self.weights.layouts.items() if own(each.specs[0].name) is ranks}
 
 
 def in_backward() -> bool:

@@ -7,9 +7,6 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from lowbit_strategy.plan.rounds import RoundPlan
-from lowbit_strategy.ranks.ranks import Ranks
-
 
 class Stateful(Protocol):
     """Other state that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
@@ -47,9 +44,6 @@ class Rounds(Protocol):
     every: int | None
     stride: int
     revocable: ClassVar[bool]
-
-    def planned(self, ranks: Ranks) -> RoundPlan:
-        """The current round of the parameters that `ranks` reduce."""
 
     @property
     def shared(self) -> Mapping[str, Tensor]:

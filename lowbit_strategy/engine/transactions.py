@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
 
@@ -68,14 +67,12 @@ class Transactions:
         keeps_copies: Whether the state before a reduction is copied.
 
     Attributes:
-        byte_check: The step's byte check.
         prepared: Parameters with an open reduction.
         tallies: Objects that are told what becomes of reductions.
     """
 
     def __init__(self, state: MethodState, flags: StepFlags, *, keeps_copies: bool) -> None:
         self.flags, self.keeps_copies = flags, keeps_copies
-        self.byte_check = ByteCheck()
         self._state = state
         self.prepared: set[str] = set()
         self.tallies: list[Tally] = []

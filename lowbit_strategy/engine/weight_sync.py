@@ -1,4 +1,4 @@
-"""The weights of one model under FSDP2: how each sharded module gathers them, at what cost, and what is saved."""
+"""The weights of one model under FSDP2: how each sharded module gathers them, and what is saved."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from lowbit_strategy.collectives.weight_rows import CodecParams
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.param_groups import ModuleLayout, has_codes
-from lowbit_strategy.plan.weight_bytes import module_weights
 
 
 class ModuleWeights:
-    """The weights of one module: its gather and the expected cost.
+    """The weights of one module: its gather.
 
     Args:
         layout: What is gathered.
@@ -30,6 +29,7 @@ class ModuleWeights:
 
     Attributes:
         reduced: Whether its gradients have been reduced since it was gathered for a forward pass.
+        world_size: The number of ranks that share its weights.
     """
 
     def __init__(
@@ -41,13 +41,12 @@ class ModuleWeights:
         buffers: WireBuffers,
         flags: StepFlags,
     ) -> None:
-        self.reduced = False
+        self.reduced, self.world_size = False, comm.world_size
         rows = [dim0_row_numel(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(rows)
         parts = self._parts(coding, layout, rows, comm.world_size) if has_codes(coding, layout) else None
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
-        self.costs = module_weights(coding, layout, comm.world_size)
         self.gather = WeightGather(
             parts,
             self.row_numel,
@@ -86,13 +85,6 @@ class ModuleWeights:
         self.reduced = False
         self.gather.invalidate()
 
-    @property
-    def promised_nbytes(self) -> tuple[int, int]:
-        """Expected bytes of all messages so far, and the most that framing may add."""
-        costs, num_sent, num_exact = self.costs, self.gather.num_sent, self.gather.num_exact
-        promised = (num_sent - num_exact) * costs.gather_nbytes + num_exact * costs.exact_nbytes
-        return promised, num_sent * costs.framing_nbytes
-
 
 class WeightSync:
     """The weights of one model on one rank.
@@ -104,8 +96,7 @@ class WeightSync:
 
     Attributes:
         comms: The distinct values of `comms`.
-        planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, without framing.
-        step_nbytes: Bytes that this rank sent in the last step, counted; before the first one, the planned bytes.
+        step_nbytes: Bytes that this rank sent in the last step, counted.
         flags: Records weights that were changed behind the engine's back.
     """
 
@@ -125,10 +116,9 @@ class WeightSync:
             name: ModuleWeights(layout, coding, comms[name], device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
-        self.planned_nbytes = sum(module.costs.step_nbytes for module in self.modules.values())
-        self.step_nbytes = self.planned_nbytes
+        self.step_nbytes = 0
         self._uncoded_nbytes = 0  # sent by FSDP2 itself in training
-        self._before = (0, 0, 0)  # counted, promised, framing at most when the step began
+        self._sent_before = 0  # when the step began
 
     # -- gathers --------------------------------------------------------------------------------------------------
 
@@ -167,22 +157,12 @@ class WeightSync:
         gathered, so whatever changes weights calls `invalidate`.
 
         Raises:
-            RuntimeError: More or fewer bytes were sent than was promised; or, on CUDA, in the step before a rank sent a
-                message of another layout.
+            RuntimeError: On CUDA, in the step before a rank sent a message of another layout.
         """
-        rank = self.comms[0].rank
-        self.flags.raise_if_broken(rank)
-        promised = [module.promised_nbytes for module in self.modules.values()]
-        counted = sum(comm.sent_nbytes for comm in self.comms)
-        now = (counted, sum(each for each, _ in promised), sum(framing for _, framing in promised))
-        sent, expected, framing = (after - before for after, before in zip(now, self._before, strict=True))
-        self.step_nbytes = sent + self._uncoded_nbytes
-        self._before, self._uncoded_nbytes = now, 0
-        if not 0 <= sent - expected <= framing:
-            raise RuntimeError(
-                f"rank {rank} sent {sent} bytes for weights in this step where {expected} and at most"
-                f" {framing} of framing were expected: this is a fault of lowbit_strategy, please report it"
-            )
+        self.flags.raise_if_broken(self.comms[0].rank)
+        sent = sum(comm.sent_nbytes for comm in self.comms)
+        self.step_nbytes = sent - self._sent_before + self._uncoded_nbytes
+        self._sent_before, self._uncoded_nbytes = sent, 0
 
     # -- what is saved --------------------------------------------------------------------------------------------
 

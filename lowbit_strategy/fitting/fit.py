@@ -19,6 +19,7 @@ from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb,
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.param_groups import ModuleLayout
 from lowbit_strategy.options.sizes import size
+from lowbit_strategy.plan.prepared import copies_residuals, extra_of, without_extra
 from lowbit_strategy.ranks.ranks import Ranks
 
 _PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
@@ -49,8 +50,8 @@ class MemoryLimit(Part):
             topology=ranks.topology,
             layout=prepared.layout,
             modules=modules,
-            extra=prepared.extra,
-            copies=prepared.copies_residuals,
+            extra=extra_of(prepared),
+            copies=copies_residuals(prepared),
         )
         options, weights = prepared.options, prepared.weights
         own = memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None)
@@ -59,7 +60,7 @@ class MemoryLimit(Part):
         if chosen.differs and ranks.world.rank == 0:
             _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
         if chosen.extra is not setup.extra:
-            prepared = replace(prepared, parts=tuple(part.given_up() for part in prepared.parts))
+            prepared = replace(prepared, parts=without_extra(prepared))
         if chosen.weights != weights:
             options = replace(options, weights=chosen.weights)
         if setup.copies and not chosen.copies:

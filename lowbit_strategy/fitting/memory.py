@@ -11,11 +11,15 @@ import torch
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.gradients import ReductionPlan, node_rows
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.plan.weight_bytes import kept_nbytes
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
@@ -77,6 +81,11 @@ def memory_of(plan: StepPlan) -> Memory:
         extra=plan.companion.kept_nbytes(plan.assignments, specs, plan.topology, copies=plan.copies),
         accumulating=0 if plan.layout == "ddp" else unsharded,
     )
+
+
+def kept_nbytes_of(sync: GradientSync, assignments: Mapping[str, Assignment], coding: WeightCoding | None) -> int:
+    """What this rank would keep in a run with these methods and this coding of weights."""
+    return sum(memory_of(plan_of(sync, assignments, coding, ranks=ranks)).total for ranks in sync.all_ranks)
 
 
 def lines(plan: StepPlan) -> list[str]:

@@ -63,9 +63,7 @@ class AnchoredModel:
     def compare_buffers(self) -> None:
         """Averages what differs between ranks, and warns about what has no mean. Called on all ranks."""
         comm = self._sync.ranks.peers
-        before = comm.sent_nbytes
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
-        self._sync.transactions.byte_check.add_untracked(comm.sent_nbytes - before)
         self.buffers.take_differing(found, warns=self._sync.ranks.logs)
 
     @contextlib.contextmanager

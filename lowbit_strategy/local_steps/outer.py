@@ -17,6 +17,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
+from lowbit_strategy.local_steps.cutting import cut_into
 from lowbit_strategy.local_steps.fragment import (
     AnchorOptimizer,
     AsyncReducer,
@@ -27,13 +28,13 @@ from lowbit_strategy.local_steps.fragment import (
     RoundLosses,
 )
 from lowbit_strategy.local_steps.interval import Interval
-from lowbit_strategy.local_steps.round_plan import LocalRoundPlan, cut_into
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
+    from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -265,10 +266,7 @@ class OuterSync:
 
     def _summed(self, header: Tensor) -> Stages:
         comm = self.sync.ranks.peers
-        before = comm.sent_nbytes
-        pending = comm.all_reduce(header)
-        self.sync.transactions.byte_check.add_untracked(comm.sent_nbytes - before)
-        yield pending
+        yield comm.all_reduce(header)
 
     def _apply_if_due(self) -> None:
         if self._in_flight is not None and self._in_flight.age >= self._in_flight.delay:

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.local_steps.cutting import NUM_FACTS, SAMPLE_NUMEL, buckets_of, cut_into
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
-
-SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
-BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
-NUM_FACTS = 4  # numbers of a header in addition to the sample and one per rank
-
-
-def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
-    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
-    total = sum(spec.numel for spec in specs)
-    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
-    before = 0
-    for spec in specs:
-        middle = before + spec.numel / 2
-        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
-        before += spec.numel
-    return [part for part in parts if part]
-
-
-def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """Consecutive parameters of at most `BUCKET_NUMEL` elements together, or a larger one alone."""
-    buckets: list[list[TensorSpec]] = [[]]
-    numel = 0
-    for spec in specs:
-        if any(each.numel for each in buckets[-1]) and numel + spec.numel > BUCKET_NUMEL:
-            buckets.append([])
-            numel = 0
-        buckets[-1].append(spec)
-        numel += spec.numel
-    return buckets
 
 
 @dataclass(frozen=True, slots=True)

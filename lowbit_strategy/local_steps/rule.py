@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,13 +17,15 @@ from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.interval import Interval
-from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
@@ -124,7 +126,9 @@ class OuterRule(RoundRule):
         return ", ".join(parts)
 
     def planned(self, every: int | None = None) -> LocalRoundPlan:
-        return LocalRoundPlan(
+        """A round, for plans. `every`: its optimizer steps; None: those of the first one."""
+        make: type[LocalRoundPlan] = leaves.load("lowbit_strategy.local_steps.round_plan:LocalRoundPlan", "a plan")
+        return make(
             label=self.label,
             every=every or self.round_length(0, None),
             fragments=self.fragments,

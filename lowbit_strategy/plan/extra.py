@@ -15,6 +15,8 @@ from lowbit_strategy.ranks.ranks import Topology
 class Extra:
     """What ranks send and keep for a purpose other than gradients. This base class stands for nothing.
 
+    A `Follower` of gradients has it as `extra`, and an option's part as `WithExtra`.
+
     Attributes:
         purpose: What memory is for, in a few words.
         given_up: How a run without it differs, and what that costs, in words; None: it cannot be given up.

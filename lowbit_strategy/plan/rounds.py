@@ -12,7 +12,10 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class RoundPlan(Protocol):
-    """A round, as numbers, and what reports call its parts."""
+    """A round, as numbers, and what reports call its parts.
+
+    A `RoundRule` has that of its first round as `planned()`, and `Rounds` that of the current one as `planned(ranks)`.
+    """
 
     @property
     def label(self) -> str:

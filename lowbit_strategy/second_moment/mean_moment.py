@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lowbit_strategy import leaves
 from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.model.parameters import local_part
 
 _DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient
 
 
-class MeanMoment(Follower):
+class NotExchanged(Follower):
+    """Ranks exchange no squares."""
+
+    @property
+    def extra(self) -> Any:
+        """For plans."""
+        return leaves.load("lowbit_strategy.second_moment.planned:NoSquares", "a plan")()
+
+
+class MeanMoment(NotExchanged):
     """Corrects ``exp_avg_sq`` after every local step.
 
     Adam divides by the root of ``v``, the average of squared gradients. With local steps a rank sees a part of the

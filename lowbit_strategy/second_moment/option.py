@@ -10,18 +10,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, check_second_moment, has_second_moment
-from lowbit_strategy.second_moment.planned import NoSquares, Squares, needs_squares, served
+from lowbit_strategy.second_moment.mean_moment import (
+    MeanMoment,
+    NotExchanged,
+    check_decay,
+    check_second_moment,
+    has_second_moment,
+)
+from lowbit_strategy.second_moment.served import needs_squares, served
 from lowbit_strategy.second_moment.squares import SecondMoment
 
 _log = logging.getLogger("lowbit_strategy")
@@ -57,23 +62,27 @@ class SecondMomentOption(Part):
             if self._options.outer is not None:
                 check_decay(optimizer)
 
-    def extra(self, prepared: PreparedModel) -> Extra:
-        chosen = self._chosen
-        if chosen is None:  # as few bits need it
-            one_level = prepared.scatter or prepared.topology.node_size is None
-            chosen = one_level and needs_squares(prepared.compressor, prepared.specs)
-        if prepared.options.outer is not None or not chosen:
-            return NoSquares()
-        return Squares(optional=self._chosen is None)
+    def exchanges_squares(self, prepared: PreparedModel) -> bool:
+        if prepared.options.outer is not None or self._chosen is not None:
+            return prepared.options.outer is None and bool(self._chosen)
+        one_level = prepared.scatter or prepared.topology.node_size is None
+        return one_level and needs_squares(prepared.compressor, prepared.specs)  # as few bits need it
+
+    def extra(self, prepared: PreparedModel) -> Any:
+        """For plans."""
+        if not self.exchanges_squares(prepared):
+            return NotExchanged().extra
+        return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")(optional=self._chosen is None)
 
     def given_up(self) -> SecondMomentOption:
+        """What is left where nobody has asked for it and it does not fit."""
         return SecondMomentOption(replace(self._options, second_moment=False))
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         corrects_means = prepared.options.outer is not None and self._chosen
         of_means = MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
-        sync.follow(of_means if corrects_means else Follower(), NoSquares())
-        if not isinstance(self.extra(prepared), Squares):
+        sync.follow(of_means if corrects_means else NotExchanged())
+        if not self.exchanges_squares(prepared):
             return
         if self._chosen is None:
             IfOfAdamsKind(sync, module)

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from lowbit_strategy import leaves
 from lowbit_strategy.codecs.base import StepContext
-from lowbit_strategy.collectives.comm import Comm, ring_nbytes
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
 from lowbit_strategy.engine.carry_over import CarryOver
@@ -39,17 +40,8 @@ from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.parameters import local_part, shaped
-from lowbit_strategy.second_moment.mean_moment import has_stepped, unsuitable
-from lowbit_strategy.second_moment.planned import (
-    EVERY,
-    SKETCH_NUMEL,
-    WINDOW,
-    NoSquares,
-    Squares,
-    methods_of_squares,
-    served,
-    turns,
-)
+from lowbit_strategy.second_moment.mean_moment import NotExchanged, has_stepped, unsuitable
+from lowbit_strategy.second_moment.served import EVERY, SKETCH_NUMEL, WINDOW, methods_of_squares, served, turns
 
 BLOCK = 128
 KEPT = 0.75  # of what is known, at least, where there is something new
@@ -180,9 +172,14 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _ParamStats] = {}
         self.has_left = False
-        sync.follow(self, Squares())
+        sync.follow(self)
         sync.listeners.add(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
+
+    @property
+    def extra(self) -> Any:
+        """For plans."""
+        return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")()
 
     def name_parameters(self) -> None:
         """The model may have others than before."""
@@ -196,7 +193,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         """Correct nothing from now on, on all ranks, and after a resume."""
         self.has_left = True
         self.forget()
-        self._sync.follow(Follower(), NoSquares())
+        self._sync.follow(NotExchanged())
         self._sync.listeners.remove(self)
 
     def begin_step(self) -> SecondMoment:
@@ -274,12 +271,10 @@ class SecondMoment(Follower, BucketObserver, StepListener):
             squares = known.sums.float().div_(known.num_sums)
             totals.append(squares.sum())
             param.within(roots, mean).x.copy_(squares.sqrt_())
-        yield from inner.run(roots, mean, step, ())
+        yield from inner.run(roots, mean, step, self._sync.bucket_observers)
         found = [_own(view := param.within(roots, mean), view.out, comm.rank).square() for param in inner.params]
         sketched = torch.stack([sketches[param.name] for param in inner.params])
         numbers = torch.cat([sketched, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
-        self._sync.transactions.byte_check.expected.append(inner)
-        self._sync.transactions.byte_check.add_untracked(ring_nbytes(numbers, comm.world_size))
         yield comm.all_reduce(numbers)
         for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
             exact, (mean_energy, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]

@@ -137,7 +137,6 @@ class Observer(BucketObserver, StepListener):
     """
 
     traces = True
-    accounts = False
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ from lowbit_strategy.methods.zoo.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.zoo.natural import NaturalCompression
 from lowbit_strategy.methods.zoo.rotate import Rotate
 from lowbit_strategy.methods.zoo.sharedscale import MultiScale, TernGrad
+from lowbit_strategy.plan.byte_check import ByteCheck
 from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]
@@ -180,7 +181,7 @@ class InvariantHarness:
         return self.comm.world_size
 
     def sync(self, compressor: Compressor | None = None, **options: Any) -> GradientSync:
-        return GradientSync(
+        sync = GradientSync(
             self.compressor if compressor is None else compressor,
             SPECS,
             Ranks.flat(self.comm),
@@ -189,6 +190,8 @@ class InvariantHarness:
             seed=7,
             **options,
         )
+        ByteCheck(sync)
+        return sync
 
     def grads(self, step: int, rank: int | None = None) -> Grads:
         rank = self.comm.rank if rank is None else rank

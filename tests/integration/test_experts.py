@@ -32,6 +32,7 @@ from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.plan.running import plans_of
 from lowbit_strategy.telemetry.startup_report import render_reports
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
@@ -111,7 +112,7 @@ def beside_stock(folder: Path, layout: str) -> Facts:
         if session is not None:
             sync = session.sync
             sent = [ranks.peers.sent_nbytes - was for ranks, was in zip(sync.all_ranks, before, strict=True)]
-            facts["sent"], facts["planned"] = sent, [5 * plan.sent_nbytes for plan in sync.plans()]
+            facts["sent"], facts["planned"] = sent, [5 * plan.sent_nbytes for plan in plans_of(sync)]
             facts["sizes"] = [ranks.world_size for ranks in sync.all_ranks]
             facts["experts"] = any("experts" in name for name in sync.specs)
             facts["report"] = render_reports(sync)
@@ -354,7 +355,7 @@ def around(folder: Path) -> Facts:
     for part in frozen:
         part.requires_grad_(True)
     run.train(2, 2)
-    facts["unfrozen"] = session.sync.all_ranks[1].peers.sent_nbytes - before, 2 * session.sync.plans()[1].sent_nbytes
+    facts["unfrozen"] = session.sync.all_ranks[1].peers.sent_nbytes - before, 2 * plans_of(session.sync)[1].sent_nbytes
     session.close()
     return facts
 
@@ -471,7 +472,7 @@ def local_steps(folder: Path, fragments: int) -> Facts:
         losses += run.train(4, 5)
         rounds = [
             sum(message.total_nbytes for each in plan.rounds for message in each.messages)
-            for plan in session.sync.plans()
+            for plan in plans_of(session.sync)
         ]
         facts[way] = losses, run.weights()
         facts[f"{way} bytes"] = session.sync.sent_nbytes - before, 3 * sum(rounds)
@@ -546,7 +547,7 @@ def second_moments(folder: Path, layout: str) -> Facts:
         exact = exact or values
         found[way] = [float((a.sum() / b.sum()).log().abs()) for a, b in zip(values, exact, strict=True) if b.numel()]
         if session is not None:
-            found["kept"] = [memory_of(plan).extra for plan in session.sync.plans()]
+            found["kept"] = [memory_of(plan).extra for plan in plans_of(session.sync)]
             session.close()
     return found | {"experts": [i for i, (name, _) in enumerate(run.model.named_parameters()) if "experts" in name]}
 

@@ -27,6 +27,7 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.far_links.comm import FarComm
 from lowbit_strategy.fitting.memory import memory_of
+from lowbit_strategy.plan.running import plan_of
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.auto import STEPS, settled
@@ -195,7 +196,7 @@ def memory(folder: Path, kind: Kind) -> Facts:
         session.end_step()
     assert isinstance(sync.ranks.peers, FarComm)
     facts = {"gradients": sync.buffers.nbytes, "ahead": sync.ranks.peers.ahead_nbytes}
-    facts["announced"] = memory_of(sync.plan()).temporary
+    facts["announced"] = memory_of(plan_of(sync)).temporary
     if sync.weights is not None:
         facts["weights"] = sync.weights.buffers.nbytes
         between = sync.weights.comms[0].between

@@ -28,6 +28,7 @@ from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any, sharded_groups
 from lowbit_strategy.model.mesh import give_replicas
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
@@ -257,7 +258,7 @@ def in_step(folder: Path) -> InStep:
             model = SometimesIdle()
             made.fit(model, loader())
         sync = made.strategy.sync
-        sent, planned = sync.ranks.intra_node.sent_nbytes, sync.plan().intra_node_nbytes
+        sent, planned = sync.ranks.intra_node.sent_nbytes, plan_of(sync).intra_node_nbytes
         torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
         net = sharded_on_meta()
         first_bits = fingerprint(net)

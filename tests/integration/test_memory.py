@@ -20,8 +20,8 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.plan.messages import step_nbytes
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.telemetry.observe import Observer
-from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.scenarios import Facts, scenarios
 
 WIDTH, NUM_MODULES = 96, 6
@@ -38,7 +38,7 @@ def sharded(folder: Path) -> Facts:
     fully_shard(net, mesh=mesh)
     session = attach_fsdp(net, prepared, device=torch.device("cpu"))
     sync = session.sync
-    announced = build_report(sync)
+    announced = plan_of(sync)
     observer = Observer(sync, wants=lambda step: True)
     for _ in range(3):
         session.begin_step()
@@ -50,9 +50,9 @@ def sharded(folder: Path) -> Facts:
     return {
         "held": held,
         "observed": observer.last.weights_nbytes,
-        "announced": memory_of(announced.plan).temporary,
+        "announced": memory_of(announced).temporary,
         "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
-        "weights": step_nbytes(announced.plan.weights),
+        "weights": step_nbytes(announced.weights),
         "counted": sync.weights.step_nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
@@ -70,7 +70,7 @@ def in_buckets(folder: Path) -> Facts:
         model(torch.randn(4, 4 * WIDTH)).square().mean().backward()
         held.append(session.sync.buffers.nbytes)
         session.end_step()
-    facts = {"held": max(held), "announced": memory_of(session.sync.plan()).temporary}
+    facts = {"held": max(held), "announced": memory_of(plan_of(session.sync)).temporary}
     session.close()
     return facts
 
@@ -116,8 +116,7 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
                 session.end_step()
         held[name] = _held_nbytes() - before
         if session is not None:
-            report = build_report(session.sync)
-            memory = memory_of(report.plan)
+            memory = memory_of(plan_of(session.sync))
             kept = memory.weights
             announced = memory.residuals + memory.copies + memory.temporary + kept
             session.close()

@@ -17,6 +17,7 @@ from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.fitting.ways import Setup, memory_options
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.plan.running import plan_of
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint
@@ -56,7 +57,7 @@ def limited(folder: Path) -> Facts:
             made.fit(model, loader())
         sync = made.strategy.sync
         if which is None:
-            made_plan = sync.plan()
+            made_plan = plan_of(sync)
             specs = tuple(spec.whole for spec in made_plan.specs.values())
             where = Setup(specs=specs, topology=made_plan.topology, layout="fsdp", modules=made_plan.modules)
             found = memory_options(LoCo(), WeightCode(), where, may_recode=True)
@@ -65,7 +66,7 @@ def limited(folder: Path) -> Facts:
             "losses": model.losses,
             "print": fingerprint(model),
             "residual": sync.state.nbytes / numel,
-            "kept": memory_of(sync.plan()).weights / numel,
+            "kept": memory_of(plan_of(sync)).weights / numel,
             "warned": [str(each.message) for each in caught if "without its residual" in str(each.message)],
             "log": [line for line in lines if "to fit into" in line],
         }
@@ -115,7 +116,7 @@ def uneven(folder: Path) -> Facts:
         return compress(run.model, run.optimizer, LOCO, memory=memory, weights=WeightCode())
 
     session = attach()
-    plan = session.sync.plan()
+    plan = plan_of(session.sync)
     where = Setup(
         specs=[spec.whole for spec in plan.specs.values()],
         topology=plan.topology,
@@ -132,7 +133,7 @@ def uneven(folder: Path) -> Facts:
     session = compress(run.model, run.optimizer, Auto())
     choice: Any = session.choice
     assigned = assign_all(choice._all[0].compressor, list(session.sync.specs.values()))
-    choice._room = between(memory_of(session.sync.plan(assigned)).total) * 1e9
+    choice._room = between(memory_of(plan_of(session.sync, assigned)).total) * 1e9
     run.train(session, 16)
     facts["tried"] = [each.name for each, _ in choice._tried]
     session.close()

@@ -26,6 +26,7 @@ from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.telemetry.startup_report import build_report
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
@@ -54,7 +55,7 @@ def beside_stock(folder: Path, layout: str) -> Facts:
             options = {} if layout == "ddp" or way == "coded" else {"weights": "exact"}
             session = compress(run.model, run.optimizer, compressor, **options)
             planned[way] = sum(
-                message.total_nbytes for each in session.sync.plan().gradients for message in each.messages
+                message.total_nbytes for each in plan_of(session.sync).gradients for message in each.messages
             )
             before = session.sync.ranks.peers.sent_nbytes
         losses[way] = run.train(session, 5)

@@ -28,6 +28,7 @@ from lowbit_strategy import (
 )
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import adapt, compress, monitor
+from lowbit_strategy.plan.running import plan_of
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.meshes import LOCO, WIDTH, Run, equal, local, net, place_in, wrapped
@@ -294,7 +295,7 @@ def two_levels(folder: Path, layout: str) -> Facts:
                 before = session.sync.ranks.peers.sent_nbytes
             losses[way] = run.train(session, 4)
             if session is not None:
-                ranks, plan = session.sync.ranks, session.sync.plan()
+                ranks, plan = session.sync.ranks, plan_of(session.sync)
                 between = [m.total_nbytes for each in plan.gradients for m in each.messages if m.level == "inter-node"]
                 bytes_ = (ranks.peers.sent_nbytes - before, 4 * sum(between))
                 session.close()

@@ -12,6 +12,7 @@ from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.collectives.exchange import marks_nbytes
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.node_codes.coding import BlockCoding
+from lowbit_strategy.plan.running import plan_of
 from testing.invariants.harness import CONFIGURATIONS, conserving_form, everything, fingerprint, gradient
 from testing.worlds.two_level import Grads, Kind, NodesWorld
 
@@ -66,7 +67,7 @@ def test_means_lack_the_error_of_the_codes_and_what_is_in_residuals(name: str, k
             marks = 2 * marks_nbytes(len(SPECS)) if kind == "fsdp" else 0  # of unused parameters: by FSDP2's hook
             for sync in world.syncs:
                 assert sync.ranks.intra_node is not None
-                assert sync.ranks.intra_node.sent_nbytes == STEPS * (sync.plan().intra_node_nbytes - marks)
+                assert sync.ranks.intra_node.sent_nbytes == STEPS * (plan_of(sync).intra_node_nbytes - marks)
     with NodesWorld(kind, compressor, SPECS, 2, 3, coding=BlockCoding(8)) as again:
         ended = [again.step(grads_of(again, step)) for step in range(STEPS)][-1]
         assert [fingerprint(each) for each in ended] == [fingerprint(each) for each in means]

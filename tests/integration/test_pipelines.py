@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lowbit_strategy import Dense, DiLoCo, LoCo, TopK
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
+from lowbit_strategy.plan.running import plan_of
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, scenarios
@@ -259,7 +260,7 @@ def two_levels(folder: Path, wrapper: str) -> Facts:
             sent = steps(mesh, part, optimizer, 4, session)
             weights[way] = Run(part, optimizer, dims).weights()
             if session is not None:
-                messages = [message for each in session.sync.plan().gradients for message in each.messages]
+                messages = [message for each in plan_of(session.sync).gradients for message in each.messages]
                 between = sum(message.total_nbytes for message in messages if message.level == "inter-node")
                 counted = (sent, [between] * 3)
                 session.close()

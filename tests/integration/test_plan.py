@@ -18,6 +18,7 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
+from lowbit_strategy.plan.running import plan_of
 from testing.counting.traffic import count_traffic
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
@@ -55,7 +56,7 @@ def measure(session: Any, step: Any, steps: int = 1) -> Facts:
     with count_traffic() as traffic:
         for _ in range(steps):
             step()
-    plan = sync.plan()
+    plan = plan_of(sync)
     ours = plan.gradients + plan.rounds
     if plan.coding != Exact():  # FSDP2 gathers exact weights by itself: its hook counts them
         ours += plan.weights

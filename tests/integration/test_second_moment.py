@@ -19,7 +19,8 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.second_moment.planned import EVERY, turns
+from lowbit_strategy.plan.running import plan_of
+from lowbit_strategy.second_moment.served import EVERY, turns
 from lowbit_strategy.second_moment.squares import steps_until_due
 from testing.log import listen
 from testing.processes.node_size import nodes_of
@@ -156,7 +157,7 @@ def test_with_two_levels(facts: list[Facts]) -> None:
 
 def counted(folder: Path, kind: Kind) -> Facts:
     made, _, counts = fitted(kind, ONE_BIT, 100, second_moment=True)
-    plan = made.strategy.sync.plan()
+    plan = plan_of(made.strategy.sync)
     last = (counts[-1] - counts[-1 - EVERY]) / EVERY
     return {"sent": last, "planned": plan.sent_nbytes, "kept": memory_of(plan).extra}
 
@@ -262,7 +263,7 @@ def by_default(folder: Path, kind: Kind) -> Facts:
         with listen() as lines:
             made, model, counts = fitted(kind, two_bits, 12, lr=1e-3, **options)
         report = [line for text in lines for line in text.splitlines() if line.startswith("  second moment: ")]
-        found[name] = (fingerprint(model), counts[-1], memory_of(made.strategy.sync.plan()).extra > 0, report)
+        found[name] = (fingerprint(model), counts[-1], memory_of(plan_of(made.strategy.sync)).extra > 0, report)
     _, _, four = fitted(kind, LoCo(), 12)
     return found | {"four bits": four[-1] == fitted(kind, LoCo(), 12, second_moment=False)[2][-1]}
 
@@ -319,7 +320,7 @@ def of_another_kind(folder: Path, kind: Kind) -> Facts:
                 made.fit(model, loader(800))
             after_first = sent.counts[-1] - sent.counts[1]
             notices = sum("ranks exchange no squares for it from now on" in line for line in lines)
-            runs.append((fingerprint(model), after_first, memory_of(made.strategy.sync.plan()).extra, notices))
+            runs.append((fingerprint(model), after_first, memory_of(plan_of(made.strategy.sync)).extra, notices))
         found[name] = runs
     return found
 

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 
 from lowbit_strategy import Dense
-from lowbit_strategy.telemetry import step_times
+from lowbit_strategy.plan import step_line
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, scenarios
@@ -42,7 +42,7 @@ def with_and_without(kind: Kind, options: dict[str, Any]) -> Facts:
     for name, steps in {"with": 4, "without": 10 * STEPS}.items():
         L.seed_everything(0, verbose=False)
         model = Regression()
-        shorter = mock.patch.multiple(step_times, WARM_STEPS=steps, TIMED_STEPS=3)
+        shorter = mock.patch.multiple(step_line, WARM_STEPS=steps, TIMED_STEPS=3)
         with shorter, listen() as lines:
             made = trainer(strategy(kind, **options), max_steps=STEPS)
             made.fit(model, loader(2 * BATCH * STEPS))

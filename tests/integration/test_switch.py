@@ -40,7 +40,6 @@ class Buckets(L.Callback):
     """
 
     traces = False
-    accounts = False
 
     def __init__(self, adaptive: AdaptiveCompression) -> None:
         self.adaptive = adaptive

@@ -418,7 +418,7 @@ def test_a_step_that_torch_takes_to_make_state_is_none(facts: list[Facts]) -> No
 class Failing:
     """Looks at buckets and fails."""
 
-    traces, accounts = False, True
+    traces = False
 
     def begin_step(self) -> Failing:
         return self

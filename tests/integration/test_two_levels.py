@@ -20,6 +20,7 @@ from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import GraVAC
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.plan.running import plan_of
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
@@ -66,7 +67,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 8 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "sent_inside": sync.ranks.intra_node.sent_nbytes,
-        "planned_inside": 8 * sync.plan().intra_node_nbytes,
+        "planned_inside": 8 * plan_of(sync).intra_node_nbytes,
         "residual": sync.state.nbytes,
         "numel": sum(spec.numel for spec in sync.state.full_specs.values()),
         "log": lines,
@@ -244,7 +245,7 @@ def codes_inside(folder: Path, kind: Kind) -> Facts:
                 model.losses,
                 fingerprint(model),
                 sent=sync.ranks.intra_node.sent_nbytes,
-                planned=8 * sync.plan().intra_node_nbytes,
+                planned=8 * plan_of(sync).intra_node_nbytes,
             )
     return {**runs, "log": "\n".join(lines)}
 

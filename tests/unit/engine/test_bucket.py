@@ -33,7 +33,7 @@ class Recorder:
     """An observer that keeps what it is shown."""
 
     def __init__(self, *, traces: bool, log: list[str] | None = None, name: str = "") -> None:
-        self.traces, self.accounts = traces, False
+        self.traces = traces
         self.log = [] if log is None else log
         self.name = name
         self.before: list[Tensor] = []

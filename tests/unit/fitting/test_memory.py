@@ -17,6 +17,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 from testing.invariants.harness import CONFIGURATIONS, SPECS, everything
 from testing.large_model import plan_of_llama
@@ -50,7 +51,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks(
 def test_memory_of_residuals_is_what_engines_keep(name: str) -> None:
     for scatter in (False, True):
         sync = engine(everything(CONFIGURATIONS[name]), SPECS, scatter=scatter)
-        assert memory_of(sync.plan()).residuals == sync.state.nbytes
+        assert memory_of(plan_of(sync)).residuals == sync.state.nbytes
 
 
 @pytest.mark.parametrize("rule", [*OUTER_RULES.values(), DiLoCo(fragments=3)])
@@ -75,7 +76,7 @@ def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
             sum(anchor.nbytes for anchor in outer.anchors.values())
             + kept
             + 4 * max(fragment.numel for fragment in outer.fragments)
-        ), memory_of(sync.plan()).rounds
+        ), memory_of(plan_of(sync)).rounds
 
     found = [future.result() for future in [world._threads.submit(held, at) for at in range(2)]]
     world.close()
@@ -103,4 +104,4 @@ def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
     sync = engine(LoCo(bits=4), scatter=scatter)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert 0 < sync.buffers.nbytes <= memory_of(sync.plan()).messages * (1.02 if scatter else 1.0) + 64
+    assert 0 < sync.buffers.nbytes <= memory_of(plan_of(sync)).messages * (1.02 if scatter else 1.0) + 64

@@ -53,7 +53,7 @@ def test_local_sgd_takes_the_mean_of_weights_and_buffers(world_size: int) -> Non
 def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for bucket_numel in (2**21, 40):
-        monkeypatch.setattr("lowbit_strategy.local_steps.round_plan.BUCKET_NUMEL", bucket_numel)
+        monkeypatch.setattr("lowbit_strategy.local_steps.cutting.BUCKET_NUMEL", bucket_numel)
         ranks = Replicas(OUTER_RULES[name], OUTER_RULES[name].compressor())
         fragment = ranks.outers[0].fragments[0]
         parts = [part for _, _, part in fragment.buckets]

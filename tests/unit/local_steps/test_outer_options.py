@@ -19,8 +19,8 @@ from lowbit_strategy import (
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.doctor.dry_run import Planned, plan
+from lowbit_strategy.local_steps.cutting import cut_into
 from lowbit_strategy.local_steps.published import as_outer
-from lowbit_strategy.local_steps.round_plan import cut_into
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.register import named
 from recipes.gpt import GPT

@@ -14,6 +14,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.param_groups import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import Topology
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness
 from testing.large_model import plan_of_llama
@@ -80,7 +81,7 @@ def test_messages_in_series_are_the_collectives_of_a_step(name: str, layout: Any
             harness.run(sync, harness.grads(step))
         names = tuple(spec.name for spec in SPECS)
         sync.expect([ParamGroup(names)])
-        (unit,) = sync.plan().gradients
+        (unit,) = plan_of(sync).gradients
         return calls.count - before, unit.in_series
 
     counted = [future.result() for future in [world._threads.submit(rank, at) for at in range(world_size)]]

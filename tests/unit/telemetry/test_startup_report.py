@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.zoo.composed import WarmUp
-from lowbit_strategy.telemetry.startup_report import Report
+from lowbit_strategy.telemetry.startup_report import build_report
 from testing.worlds.single import engine
 
 WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
@@ -47,5 +49,5 @@ def test_on_a_gpu_methods_without_kernels_are_named() -> None:
     cuda = torch.device("cuda", 0)
     for compressor, named in ((LoCo(), False), (LoCo(residual="none"), True), (PowerSGD(), True)):
         sync = engine(compressor, [TensorSpec("a.weight", (512, 512))])
-        report = Report(sync.plan(), compressor, cuda)
+        report = replace(build_report(sync), device=cuda)
         assert ("plain PyTorch for" in report.kernels) == named, report.kernels

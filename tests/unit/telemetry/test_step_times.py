@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lowbit_strategy.telemetry.step_times import StepClock, StepTime, median_step
+from lowbit_strategy.telemetry.step_times import StepClock
 
 
 @pytest.fixture
@@ -61,9 +61,3 @@ def test_a_wait_that_ends_late_counts_where_it_began(clock: StepClock) -> None:
     assert first.waited_s is not None
     assert first.waited_s >= 0.01
     assert second.waited_s == 0.0
-
-
-def test_the_median_of_each() -> None:
-    times = [StepTime(1.0, 0.5), StepTime(3.0, 0.1), StepTime(2.0, 0.2)]
-    assert median_step(times) == StepTime(2.0, 0.2)
-    assert median_step([StepTime(1.0, None)]) == StepTime(1.0, None)

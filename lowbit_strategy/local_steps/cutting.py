@@ -1,0 +1,36 @@
+"""How parameters are cut into fragments and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit_strategy.collectives.layout import TensorSpec
+
+SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
+BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
+NUM_FACTS = 4  # numbers of a header in addition to the sample and one per rank
+
+
+def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
+    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
+    total = sum(spec.numel for spec in specs)
+    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.numel / 2
+        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
+        before += spec.numel
+    return [part for part in parts if part]
+
+
+def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Consecutive parameters of at most `BUCKET_NUMEL` elements together, or a larger one alone."""
+    buckets: list[list[TensorSpec]] = [[]]
+    numel = 0
+    for spec in specs:
+        if any(each.numel for each in buckets[-1]) and numel + spec.numel > BUCKET_NUMEL:
+            buckets.append([])
+            numel = 0
+        buckets[-1].append(spec)
+        numel += spec.numel
+    return buckets

@@ -1,0 +1,26 @@
+"""What plans do in every run, asked or not: bytes are checked, and what a step takes and sends is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowbit_strategy.attach.part import Part
+from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.chooser import Chooser
+from lowbit_strategy.plan.byte_check import ByteCheck
+from lowbit_strategy.plan.step_line import StepTimes
+
+
+class PlanPart(Part):
+    """See the module."""
+
+    def __init__(self, options: Any) -> None:
+        """Whatever they are."""
+
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
+        ByteCheck(sync)
+        if sync.ranks.logs and not prepared.in_rounds and not isinstance(prepared.compressor, Chooser):
+            StepTimes(sync)

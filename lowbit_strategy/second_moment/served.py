@@ -1,0 +1,55 @@
+"""Whose second moment is corrected, and when squares of its gradients travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lowbit_strategy.codecs.base import StatefulCodec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
+from lowbit_strategy.methods._base.method import Method
+
+EVERY = 32  # steps between two exchanges of a parameter's squares, after the first ones
+WINDOW = 8  # steps whose squares are added up for an exchange
+SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
+_LATE = 1 << 20  # in steps: after any warm-up
+_CODES = CodecPair(BlockCodec(uniform(4, 128)))
+
+
+def served(assignments: Mapping[str, Assignment]) -> list[str]:
+    """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
+    exact = DENSE
+    return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
+
+
+def few_bits(assignments: Mapping[str, Assignment]) -> bool:
+    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps, since the noise adds its
+    square to the second moment. Measured: codes of two bits or fewer that keep what they have not sent; not those that
+    keep nothing.
+    """
+    uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
+    return any(
+        uplink.codec.is_coarse and not uplink.arenas().keys().isdisjoint(("residual", "estimate"))
+        for uplink in uplinks
+        if isinstance(uplink, StatefulCodec)
+    )
+
+
+def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
+    """The same of a compressor, at its start or after its last phase."""
+    return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
+
+
+def turns(names: Sequence[str]) -> dict[str, int]:
+    """How many steps earlier each parameter is exchanged than the first ones, so that a part of the model adds up
+    squares at a time. They go by the model's order, whatever modules or buckets hold: neighbors travel together.
+    """
+    return {name: WINDOW * (EVERY // WINDOW * at // len(names)) for at, name in enumerate(names)}
+
+
+def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
+    """How each parameter's roots travel."""
+    return {spec.name: _CODES for spec in specs}
