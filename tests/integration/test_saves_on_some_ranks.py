@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import LoCo, WeightDelta
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
 from lowbit_strategy.control import Bounds, Controller, GraVAC, Guard, Static
@@ -252,6 +253,35 @@ def never_ended_shards(folder: Path) -> Facts:
 @scenarios(never_ended_shards)
 def test_one_rank_saves_its_part_while_a_step_is_open(facts: list[Facts]) -> None:
     assert all(rank["same"] for rank in facts)
+
+
+def differences(folder: Path) -> Facts:
+    """FSDP2's weights as differences: a resumed run without one rank's file starts them over on all ranks."""
+    norms = []
+    for resumed in (False, True):
+        net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        fully_shard(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        session = compress(net, optimizer, LoCo(), weights=WeightDelta())
+        path = folder / "checkpoint"
+        if resumed:
+            session.load(path, torch.load(path, weights_only=True)[CHECKPOINT_KEY])
+        for _ in range(3):
+            net(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not resumed and dist.get_rank() == 0:
+            with session.save(path) as stamp:
+                torch.save({CHECKPOINT_KEY: stamp}, path)
+        dist.barrier()
+        norms.append(float(net(torch.ones(2, 64)).square().sum()))
+        session.close()
+    return {"norms": norms}
+
+
+@scenarios(differences)
+def test_differences_of_weights_start_over_on_all_ranks(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
 
 
 def failed(folder: Path) -> Facts:
