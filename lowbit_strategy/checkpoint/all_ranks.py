@@ -111,18 +111,17 @@ def agree_on_stamp(
         ResidualFileError: On every rank, if a rank's stamp differs from rank 0's or cannot be used.
     """
     problem = Problem.of(stamp) if isinstance(stamp, ResidualFileError) else _problem(path, stamp)
-    if (text := agree(problem, policy, group)) is not None:
-        return text
-    texts = gathered(json.dumps(stamp, sort_keys=True), group, "agreeing on a checkpoint's residual files")
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-    if other is not None:
+    own = None if problem is not None else json.dumps(stamp, sort_keys=True)
+    first, *_ = gathered(own, group, "agreeing on a checkpoint's residual files")
+    if None not in (own, first) and own != first:
         text = (
-            f"rank {other} finds another record of residuals in {path} than rank 0: the checkpoint must be the same on"
+            f"this rank finds another record of residuals in {path} than rank 0: the checkpoint must be the same on"
             f" all machines; {ADVICE}"
         )
-        if policy != "reset":
-            raise ResidualFileError(text)
-        return text
+        problem = Problem(text, "unusable")
+    warning = agree(problem, policy, group)
+    if warning is not None:
+        return warning
     assert not isinstance(stamp, ResidualFileError)
     return stamp
 

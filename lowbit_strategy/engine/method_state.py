@@ -131,26 +131,21 @@ class MethodState:
         before = self._ranks.peers
         self._bind(ranks)
         same = (before.rank, before.world_size) == (ranks.peers.rank, ranks.peers.world_size)
-        earlier, old_stores = self.assignments, self.stores
         if same and not afresh:
-            self.stores = {(ranks.peers, method): store for (_, method), store in old_stores.items()}
+            self.stores = {(ranks.peers, method): store for (_, method), store in self.stores.items()}
             self._members = {(ranks.peers, method): members for (_, method), members in self._members.items()}
-            return
-        self.assignments, self.stores, self._members = {}, {}, {}
-        self._set_aside(list(old_stores.values()))
-        self.assign(earlier)
-        for name, assignment in earlier.items():
-            self._take_over(name, old_stores[before, assignment.method])
+        self.assign(self.assignments)
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup, one parameter at a time. On a GPU, replaced state is moved to the host first.
 
         1. a store whose parameters stay the same is kept as it is
-        2. a parameter whose method stays, or continues its old one, keeps all state
-        3. what another method has not sent yet becomes the new method's residual; if that has none, it is added to the
+        2. a parameter whose ranks stay, and whose method stays or continues its old one, keeps all state
+        3. otherwise what has not been sent yet becomes the new method's residual; if that has none, it is added to the
            next gradient
         """
-        earlier, old_stores, before = self.assignments, self.stores, self._members
+        old_stores, before = self.stores, self._members
+        earlier = {name: key for key, members in before.items() for name in members}
         after: dict[StoreKey, dict[str, TensorSpec]] = {}
         for name, assignment in assignments.items():
             after.setdefault(self._key(name, assignment), {})[name] = self.specs[name]
@@ -164,10 +159,9 @@ class MethodState:
             peers, method = key
             self.stores[key] = store = method.make_store(members, peers, self._device)
             for name in members:
-                if name not in earlier:
+                if (old := earlier.get(name)) is None:
                     continue
-                old = self._key(name, earlier[name])
-                if method.continues(earlier[name].method):
+                if old[0] is peers and method.continues(old[1]):
                     _copy_where_equal(store.tensors(name), old_stores[old].tensors(name))
                 else:
                     self._take_over(name, old_stores[old])

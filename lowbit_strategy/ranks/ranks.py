@@ -348,28 +348,25 @@ def make_ranks(
     if dist.get_world_size(everyone) > len(members):
         everybody, everyones = GroupComm(everyone), everyone
         column = sorted(set(gathered(members[0], everyone))).index(members[0])
-    if size is None:
-        return Ranks(
-            everybody,
-            world,
-            node_sizes=topology.node_sizes,
-            group=everyones,
-            own=tuple(own),
-            column=column,
-            dims=dims,
-        )
-    index = rank % size
-    intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
-    peers = new_group(members[index::size], group, "peers", timeout=timeout)
-    for made in (intra_node, peers):
-        connected(made, device)
+    peers, intra_node = world, None
+    if size is not None:
+        index = rank % size
+        node, others = range(rank - index, rank - index + size), range(index, len(members), size)
+        own += [
+            new_group([members[each] for each in near], group, purpose, timeout=timeout)
+            for near, purpose in ((node, "node"), (others, "peers"))
+        ]
+        for made in own[-2:]:
+            connected(made, device)
+        intra_node = _comm(own[-2], node, topology, rank)
+        peers = _comm(own[-1], others, topology, rank, far=far)
     return Ranks(
         world=everybody,
-        peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
-        intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
+        peers=peers,
+        intra_node=intra_node,
         node_sizes=topology.node_sizes,
         group=everyones,
-        own=(*own, intra_node, peers),
+        own=tuple(own),
         coding=topology.coding,
         column=column,
         dims=dims,
