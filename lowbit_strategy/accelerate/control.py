@@ -69,7 +69,6 @@ class PreparedControl(ModelControl):
     def __init__(self, sync: GradientSync, loop: AcceleratorLoop, number: int) -> None:
         super().__init__(sync, loop.clock, lambda metrics, step: loop.log(for_model(metrics, number), step))
         self.has_log = lambda: loop.has_log()
-        self.accumulation = lambda: loop.accelerator.gradient_accumulation_steps
         self._loop, self._number = loop, number
         if loop.plugin.controller is not None:
             self.adapt(loop.plugin.controller)
@@ -102,10 +101,11 @@ class PreparedControl(ModelControl):
             self.folder = loop.folder if self._number == 0 else loop.folder / f"model_{self._number}"
         super().begin(**fields)
 
-    def take_effect(self) -> int | None:
-        """Accumulate the number of batches that the controller has set, from the next step on."""
-        wanted, accelerator = super().take_effect(), self._loop.accelerator
-        if wanted is not None and wanted != accelerator.gradient_accumulation_steps:
-            accelerator.gradient_accumulation_steps = wanted
-            accelerator.step = 0  # windows are counted from here
-        return wanted
+    @property
+    def accumulation(self) -> int:
+        return int(self._loop.accelerator.gradient_accumulation_steps)
+
+    @accumulation.setter
+    def accumulation(self, batches: int) -> None:
+        self._loop.accelerator.gradient_accumulation_steps = batches
+        self._loop.accelerator.step = 0  # windows are counted from here

@@ -98,7 +98,6 @@ class ModelControl(StepListener):
         observer: The running monitor, if there is one.
         loss: Loss of the last batch, if known: a number, or a tensor with one element.
         has_log: Returns whether anything receives what `log` gets.
-        accumulation: Returns the current batches per optimizer step; set by the adapter.
         factor: The controller's current factor on learning rates.
         folder: The folder in which `begin` opens the record; None: there is no record.
         begun: Whether training has begun and no checkpoint has been loaded since.
@@ -118,7 +117,6 @@ class ModelControl(StepListener):
         self.observer: Observer | None = None
         self.options: MonitorOptions | None = None
         self.loss: torch.Tensor | float | None = None
-        self.accumulation: Callable[[], int | None] = lambda: None
         self.factor = 1.0
         self.folder: Path | None = None
         self.begun = False
@@ -221,16 +219,22 @@ class ModelControl(StepListener):
                 " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
             )
 
-    def take_effect(self) -> int | None:
-        """Multiply learning rates by the factor that the controller has set.
+    @property
+    def accumulation(self) -> int | None:
+        """The current batches per optimizer step, which an adapter reads and sets in its framework; None: unknown."""
+        return None
 
-        Returns:
-            The batches per optimizer step that the controller wants; None: any number.
-        """
+    @accumulation.setter
+    def accumulation(self, batches: int) -> None:
+        """Nothing: the loop itself reads what the driver wants."""
+
+    def take_effect(self) -> None:
+        """Between two optimizer steps, apply the learning rates' factor and the batches that the controller has set."""
         if self.driver is None:
-            return None
+            return
         self.factor = self.driver.learning_rate_factor
-        return self.driver.accumulation
+        if self.driver.accumulation not in (None, self.accumulation):
+            self.accumulation = self.driver.accumulation
 
     @contextlib.contextmanager
     def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Iterator[Any]:
@@ -354,7 +358,7 @@ class ModelControl(StepListener):
         warnings, driver.warnings = driver.warnings, []
         step = events[-1].step if events else max(self.sync.step_index - 1, 0)
         if self.log is not None:
-            accumulation = driver.accumulation or self.accumulation() or 1
+            accumulation = driver.accumulation or self.accumulation or 1
             metrics = {"accumulation": accumulation, "learning_rate_factor": driver.learning_rate_factor}
             self.log(level_metrics(driver) | {metric_name(what): float(value) for what, value in metrics.items()}, step)
         if self._record is not None:

@@ -109,7 +109,6 @@ class TrainerControl(ModelControl):
         super().__init__(sync, self._trainer_clock, self._log)
         self._trainer = trainer
         self.has_log = lambda: bool(trainer.loggers)
-        self.accumulation = lambda: trainer.accumulate_grad_batches
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers:  # regardless of the loggers' interval: the metrics are this step's
@@ -124,10 +123,12 @@ class TrainerControl(ModelControl):
         """Training begins, or goes on. On all ranks: finding the logger's folder is collective.
 
         Raises:
-            ValueError: The callbacks name different folders.
+            ValueError: The callbacks name different folders, or the controller cannot change the batch here.
         """
         if not self._callbacks:
             return
+        if self.driver is not None and self.driver.controller.initial_accumulation is not None:
+            _check_accumulation(self.driver.controller, self._trainer)
         self._trainer_clock.measure_run()
         self.folder = self._find_folder()
         super().begin(strategy=type(self._trainer.strategy).__name__, **fields)
@@ -143,6 +144,14 @@ class TrainerControl(ModelControl):
                 " give both callbacks the same record="
             )
         return Path(named[0]) if named else None
+
+    @property
+    def accumulation(self) -> int:
+        return int(self._trainer.accumulate_grad_batches)
+
+    @accumulation.setter
+    def accumulation(self, batches: int) -> None:
+        self._trainer.accumulate_grad_batches = batches
 
     def end_step(self, *, counted: bool) -> None:
         if self._callbacks:
@@ -232,36 +241,24 @@ class AdaptiveCompression(ControlCallback):
     def add_part(self, control: ModelControl) -> None:
         control.adapt(self.controller)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.controller.initial_accumulation is not None:
-            _check_accumulation(self.controller, trainer, pl_module)
-        super().on_train_start(trainer, pl_module)
-        self._take_effect(trainer)
-
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._take_effect(trainer)
+        if self.control is not None:
+            self.control.take_effect()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        driver = self.driver
-        if driver is not None:
+        if self.control is not None and self.driver is not None:
             done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
-            if done % trainer.accumulate_grad_batches == 0 and done % (driver.accumulation or 1) == 0:
-                self._take_effect(trainer)
-
-    def _take_effect(self, trainer: Any) -> None:
-        """At the boundary of an accumulation window, set accumulation and learning rate as the controller decided."""
-        wanted = self.control.take_effect() if self.control is not None else None
-        if wanted is not None:
-            trainer.accumulate_grad_batches = wanted
+            if done % trainer.accumulate_grad_batches == 0 and done % (self.driver.accumulation or 1) == 0:
+                self.control.take_effect()
 
 
-def _check_accumulation(controller: Controller, trainer: Any, pl_module: Any) -> None:
+def _check_accumulation(controller: Controller, trainer: Any) -> None:
     """Raises:
     ValueError: The controller changes gradient accumulation, but the Trainer does not accumulate, or something else
         changes it.
     """
     name = type(controller).__name__
-    if not pl_module.automatic_optimization:
+    if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
             f"{name} changes gradient accumulation, which manual optimization does by itself: set"
             " automatic_optimization to True, or use a controller that changes no batch, such as Accordion"
