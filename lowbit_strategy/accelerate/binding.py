@@ -20,36 +20,25 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.control import AcceleratorLoop, PreparedControl
+from lowbit_strategy.accelerate.models import PreparedModels
+from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
 from lowbit_strategy.accelerate.supported import check_accelerator, choose_shard_size
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.attach.assembly import warn_of_one_rank
 from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
-from lowbit_strategy.attach.ddp import attach_ddp, attach_replica
-from lowbit_strategy.attach.fsdp import attach_fsdp
-from lowbit_strategy.attach.optimizer_hook import watch_optimizers
-from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.control.base import labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
-from lowbit_strategy.model.handshake import handshake, to_plain
 
 _ATTRIBUTE = "lowbit"
-_SLOT = "_lowbit_attached"
 
 
 class Binding:
@@ -72,7 +61,7 @@ class Binding:
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
         if (present := binding_of(accelerator)) is not None and not present._of_section:
             raise ValueError("this Accelerator has a LowBitPlugin already: attach one only")
-        if accelerator._models or accelerator._optimizers or (present is not None and present._modules):
+        if accelerator._models or accelerator._optimizers or (present is not None and present._models.attached):
             raise ValueError(
                 "this Accelerator has prepared a model or an optimizer already, which would stay uncompressed:"
                 " attach the plugin right after making the Accelerator, before accelerator.prepare"
@@ -86,17 +75,12 @@ class Binding:
         self._before = (accelerator.state.parallelism_config, accelerator.state.device_mesh)
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
-        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
         self.loop = AcceleratorLoop(plugin, accelerator)
-        self.sessions: list[Session] = []
-        self.replica: Any = None  # what is called where replicas join and leave
-        self._warned_of_one_rank = False
+        self._models: PreparedModels = PreparedModels(self.loop, self._options)
         self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
-        # All that anything has been attached to, in use or not.
-        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         before = dict(vars(accelerator))
-        wrap_method(accelerator, "prepare_model", self._prepare_model)
-        wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
+        wrap_method(accelerator, "prepare_model", self._models.prepare_model)
+        wrap_method(accelerator, "_prepare_fsdp2", self._models.prepare_fsdp2)
         wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
         wrap_method(accelerator, "backward", self._backward)
         wrap_method(accelerator, "accumulate", self._accumulate)
@@ -108,7 +92,7 @@ class Binding:
         wrap_method(accelerator, "load_state", self._load_state)
         wrap_method(accelerator, "end_training", self._end_training)
         if (adapter := plugin.adapter("accelerate")) is not None:
-            self.replica = adapter.ReplicaBinding(self)
+            self._models.replica = adapter.ReplicaBinding(self)
         self._saving = contextlib.ExitStack()
         wrap_method(accelerator, "save_state", self._save_state)
         self._hooks = (
@@ -129,6 +113,16 @@ class Binding:
         for hook in self._hooks:
             hook.remove()
         self.accelerator.state.parallelism_config, self.accelerator.state.device_mesh = self._before
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those of the prepared models that are in use."""
+        return self._models.sessions
+
+    @property
+    def replica(self) -> Any:
+        """What is called if replicas come and go; otherwise None."""
+        return self._models.replica
 
     @property
     def sync(self) -> GradientSync | None:
@@ -187,7 +181,7 @@ class Binding:
 
         `begins`: training begins, and an exception may have ended an earlier one in the middle of a pass.
         """
-        for module in self._modules:
+        for module in self._models.attached:
             (end_iteration if begins else reshard)(module)
 
     def resume(self) -> None:
@@ -221,88 +215,6 @@ class Binding:
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
 
-    def _prepare_model(
-        self,
-        original: Callable[..., Any],
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> Any:
-        prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        trainable = any(param.requires_grad for param in model.parameters())
-        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False) or not trainable:
-            self._revive(_session_of(model))
-            return prepare_it(model)
-        alone = self.accelerator.distributed_type == DistributedType.NO  # one process: a replica, or nobody to send to
-        if alone and self.replica is None:
-            if not self._warned_of_one_rank:
-                warn_of_one_rank()
-            self._warned_of_one_rank = True
-            return prepare_it(model)
-        if alone:
-            self.replica.make_own_group()
-        else:
-            self._check_ddp_options()
-        prepared = self._agree(model, scatter=False)
-        wrapped = prepare_it(model)
-        module = _inner(wrapped)
-        if not alone and not isinstance(module, DistributedDataParallel):
-            raise RuntimeError(f"Accelerate made a {type(module).__name__} of the model, not DistributedDataParallel")
-        self._attach(attach_replica if alone else attach_ddp, module, prepared)
-        return wrapped
-
-    def _prepare_fsdp2(self, original: Callable[..., Any], *args: Any) -> Any:
-        models = [obj for obj in args if isinstance(obj, nn.Module)]
-        known = _session_of(models[0]) if models else None
-        if not models or known is not None:
-            self._revive(known)
-            return original(*args)
-        prepared = self._agree(models[0], scatter=True)
-        result = original(*args)
-        self._attach(attach_fsdp, _inner(next(obj for obj in result if isinstance(obj, nn.Module))), prepared)
-        return result
-
-    def _attach(self, attach: Callable[..., Session], module: nn.Module, prepared: PreparedModel) -> None:
-        accelerator = self.accelerator
-        session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
-        module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
-        self._modules[module] = None
-        self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
-        session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
-        self.loop.control(session.sync, self._numbers[session], alone=not self.sessions)
-        self._revive(session)
-
-    def _revive(self, session: Session | None) -> None:
-        """Note that `session` is in use again: the HF Trainer frees the accelerator's memory, then uses the model."""
-        if session is not None and session not in self.sessions:
-            watch_optimizers(session)
-            self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
-
-    def _agree(self, model: nn.Module, *, scatter: bool) -> PreparedModel:
-        if self.replica is not None:
-            self.replica.check(self._modules)
-        prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
-        controller = self.plugin.controller
-        same = to_plain("controller", controller) | to_plain("monitor", self.plugin.monitor)
-        handshake(same | {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps})
-        if controller is not None and self.accelerator.is_main_process:
-            chosen = ", ".join(labels(controller.levels)) or "no compressor"
-            inform("%s chooses among: %s", type(controller).__name__, chosen)
-        return prepared
-
-    def _check_ddp_options(self) -> None:
-        """Give DDP's buckets a size that suits compression, unless the user has set DDP's options."""
-        handler = self.accelerator.ddp_handler
-        if handler is None and not isinstance(self.plugin.compressor, Chooser):
-            cap = default_bucket_cap_mb(self.accelerator.device)
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
-        hook = getattr(handler, "comm_hook", None)
-        if hook is not None and getattr(hook, "value", hook) != "no":
-            raise ValueError(
-                f"DistributedDataParallelKwargs(comm_hook={hook}) and a compressor cannot both be the communication"
-                " hook: leave comm_hook out"
-            )
-
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         if self.sessions:
@@ -310,10 +222,7 @@ class Binding:
         if type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
             optimizer.lowbit = self
-        for module in list(self._modules):
-            session = _session_of(module)
-            if session is not None and session.owns(optimizer):
-                self._revive(session)
+        self._models.revive_stepped_by(optimizer)
         return optimizer
 
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
@@ -335,7 +244,7 @@ class Binding:
         return original(name, {**(config or {}), **self.plugin.hyper_parameters()}, **kwargs)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        self.sessions = []  # closed when their models are gone
+        self._models.sessions = []  # closed when their models are gone
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -368,45 +277,6 @@ def wrap_method(of: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(of, name, method)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper that torch.compile puts around DDP or FSDP2 modules."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
-
-
-class _OnModule:
-    """Holds a module's session. Copies of the module have none."""
-
-    def __init__(self, session: Session | None = None) -> None:
-        self.session = session
-
-    def __reduce__(self) -> tuple[type[_OnModule], tuple[()]]:
-        return (_OnModule, ())
-
-
-def _session_of(model: nn.Module) -> Session | None:
-    slot = _inner(model).__dict__.get(_SLOT)
-    return slot.session if isinstance(slot, _OnModule) else None
-
-
-class SteppingOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, which tells the binding when a step is over, even one that a loss scaler skips."""
-
-    lowbit: Binding | None = None
-
-    def step(self, closure: Any = None) -> None:
-        if self.lowbit is None:
-            super().step(closure)
-            return
-        with self.lowbit.scaled(self, closure) as scaled:
-            super().step(scaled)
-        if self.gradient_state.sync_gradients:
-            self.lowbit.end_step(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "lowbit"}
 
 
 def binding_of(accelerator: Accelerator) -> Binding | None:
