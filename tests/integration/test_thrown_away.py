@@ -28,7 +28,7 @@ METHODS = tuple(ALL)
 def prepared(kind: str, method: str, **options: Any) -> tuple[nn.Sequential, Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     net = mlp()
-    model = wrap(kind, net, gradient_as_bucket_view=True) if kind == "views" else wrap(kind, net)
+    model = wrap("ddp", net, gradient_as_bucket_view=True) if kind == "views" else wrap(kind, net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return net, model, optimizer, compress(model, optimizer, (COMPRESSORS | ALL)[method], **options)
 
