@@ -73,7 +73,7 @@ class Session:
         self.pace = EveryStep() if pace is None else pace
         self.choice = Choice() if choice is None else choice
         self._ranks = sync.all_ranks  # whose own groups `close` destroys
-        self._let_go_of_model: Callable[[], object] = lambda: None
+        self._let_go_of_owner: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.num_loads, self.noticed_own_checkpoint = 0, False
@@ -88,7 +88,7 @@ class Session:
         self.frozen = Frozen(module)
         watch_optimizers(self)
         if isinstance(hook, FSDPWiring):
-            self._give_back_with(hook.stop)
+            self._end_with(self, _give_back, hook.stop, [group for ranks in self._ranks for group in ranks.own])
 
     @property
     def is_in_rounds(self) -> bool:
@@ -400,7 +400,7 @@ class Session:
         """
         self.is_closed = True
         stop_watching(self)
-        self._let_go_of_model()
+        self._let_go_of_owner()
         has_ended = self._hook is None or self._hook.close()
         has_ended = self.pace.close() and has_ended
         all_ranks, self._ranks = self._ranks, []
@@ -409,23 +409,21 @@ class Session:
             for comm in () if self.sync.weights is None else self.sync.weights.comms:
                 comm.release(ranks.own)
 
-    def _give_back_with(self, stop: Callable[[], bool]) -> None:
-        """When this session is garbage-collected, destroy its process groups and end threads by `stop`."""
-        groups = [group for ranks in self._ranks for group in ranks.own]
-        finalizer = weakref.finalize(self, _give_back, stop, groups)
-        finalizer.atexit = False
-        self._let_go_of_model = finalizer.detach
-
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is garbage-collected, instead of an earlier wrapper."""
-        self._let_go_of_model()
         self._use.ddp_of = weakref.ref(model)
-        finalizer = weakref.finalize(model, self.close)
+        self._end_with(model, self.close)
+
+    def _end_with(self, owner: object, end: Callable[..., object], *values: object) -> None:
+        """Call `end`, which does not hold `owner`, when `owner` is garbage-collected."""
+        self._let_go_of_owner()
+        finalizer = weakref.finalize(owner, end, *values)
         finalizer.atexit = False
-        self._let_go_of_model = finalizer.detach
+        self._let_go_of_owner = finalizer.detach
 
 
 def _give_back(stop: Callable[[], bool], groups: list[dist.ProcessGroup]) -> None:
+    """A session that the sharded model has held is gone: end threads, and destroy its process groups."""
     for group in groups if stop() else ():
         with contextlib.suppress(ValueError):  # all groups have been destroyed
             dist.destroy_process_group(group)

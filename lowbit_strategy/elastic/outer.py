@@ -34,10 +34,10 @@ from lowbit_strategy.elastic.agreement import (
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.elastic.membership import Members, Membership
 from lowbit_strategy.elastic.sampler import ElasticSampler
+from lowbit_strategy.elastic.timed_turns import TimedTurns
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment import FragmentSync
-from lowbit_strategy.local_steps.interval import Seconds
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.telemetry.startup_report import render_reports
 
@@ -53,7 +53,7 @@ class PendingCommit(NamedTuple):
     Args:
         in_flight: The fragment.
         history: What the history becomes if it is committed.
-        before: Next fragment, steps since the last one and length of the round, to roll back to.
+        before: `Turns.moment` to roll back to.
         done: This replica trains no more.
     """
 
@@ -92,6 +92,8 @@ class ElasticOuterSync(OuterSync):
     """
 
     revocable: ClassVar[bool] = True
+    turns_of = TimedTurns
+    turns: TimedTurns
 
     def __init__(self, *values: Any, membership: Membership, **options: Any) -> None:
         super().__init__(*values, **options)
@@ -100,8 +102,6 @@ class ElasticOuterSync(OuterSync):
         self.on_join: Callable[[], object] = lambda: None
         self.on_healed: Callable[[], object] = lambda: None
         self.num_heals = 0
-        self._last_sync = time.monotonic()
-        self._has_time = True  # with rounds in seconds
         self._clock = 0
         self._history = NO_HISTORY
         self._group = 0
@@ -113,24 +113,15 @@ class ElasticOuterSync(OuterSync):
         self.members: tuple[str, ...] = ()
         self.replica = self
 
-    @property
-    def sync_interval(self) -> int:
-        """Steps of a round; with rounds in seconds, the steps taken if time is up, else one more."""
-        return max(1, self._since + self._has_time) if isinstance(self.rule.every, Seconds) else super().sync_interval
-
     def after_step(self, learning_rate: float | None = None) -> None:
         self._trained += self._counted or 1
         self._counted = 0
-        timed = self.rule.every if isinstance(self.rule.every, Seconds) else None
-        if timed is not None:
-            left = timed.seconds / len(self.fragments) - (time.monotonic() - self._last_sync)
-            self._has_time = self.membership.decide(left > 0)
-        before, since = self.num_syncs, self._since + 1
+        if (left := self.turns.seconds_left) is not None:
+            self.turns.has_time = self.membership.decide(left > 0)
+        before, since = self.num_syncs, self.turns.since + 1
         super().after_step(learning_rate)
         if self.num_syncs > before:
-            self._last_sync = time.monotonic()
-            if timed is not None:
-                self.round_length = since * len(self.fragments)
+            self.turns.restart_clock(since)
 
     def count_samples(self, number: int) -> None:
         """`number` more before the next optimizer step, by which the mean is weighted; never called: one per step."""
@@ -186,7 +177,7 @@ class ElasticOuterSync(OuterSync):
             if self._attempt(done=False) is not None:
                 self.apply()
                 break
-        self._last_sync = time.monotonic()
+        self.turns.restart_clock()
         if self.sync.ranks.world.rank == 0:
             inform("%s", render_reports(self.sync))  # only now it is known how many there are
 
@@ -209,7 +200,7 @@ class ElasticOuterSync(OuterSync):
     def _attempt(self, *, done: bool) -> FragmentSync | None:
         """Exchange; None if that has failed."""
         assert self._comm is not None
-        before = (self._next, self._since, self.round_length)
+        before = self.turns.moment
         try:
             in_flight = self.membership.together(lambda: self._exchanged(done=done))
         except ExchangeFailedError as error:
@@ -249,7 +240,7 @@ class ElasticOuterSync(OuterSync):
         return pending.in_flight
 
     def _roll_back(self, before: tuple[int, int, int]) -> None:
-        self._next, self._since, self.round_length = before
+        self.turns.go_back(before)
         self._in_flight = self._pending = None
         self.sync.roll_back()
 
@@ -289,7 +280,7 @@ class ElasticOuterSync(OuterSync):
             prepared=NO_HISTORY if self._pending is None else self._pending.history,
             digest=digest,
             steps=self.sync.step_index,
-            trained=self._trained - self._marks[self._next],
+            trained=self._trained - self._marks[self.turns.place],
             due=int(due),
             group=self._group,
             position=self._position,
@@ -340,7 +331,7 @@ class ElasticOuterSync(OuterSync):
             ExchangeFailedError: A member is lost; nothing has changed.
         """
         known = [rank for rank, state in enumerate(states) if not state.is_new] or [helper]
-        if len(known) == len(states) and self._next != len(self.fragments) - 1:
+        if len(known) == len(states) and not self.turns.is_last:
             return
         comm, device = copy.copy(members.comm), self.sync.device
         differing = functools.partial(self.model.buffers.differing, comm, device, known, floats_only=True)

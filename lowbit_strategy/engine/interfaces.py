@@ -37,13 +37,15 @@ class Rounds(Protocol):
 
     Attributes:
         every: Optimizer steps of each coming round, chosen by a controller; None: as planned.
-        stride: Optimizer steps since the previous reduction.
         revocable: Whether what is reduced may be rolled back.
     """
 
     every: int | None
-    stride: int
     revocable: ClassVar[bool]
+
+    @property
+    def stride(self) -> int:
+        """Optimizer steps since the previous reduction."""
 
     @property
     def shared(self) -> Mapping[str, Tensor]:

@@ -25,10 +25,10 @@ from lowbit_strategy.local_steps.fragment import (
     EagerUpdate,
     Fragment,
     FragmentSync,
-    RoundLosses,
 )
 from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.rule import OuterRule
+from lowbit_strategy.local_steps.turns import Turns
 from lowbit_strategy.model.handshake import to_plain
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -63,8 +63,7 @@ class OuterSync:
 
     Attributes:
         every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
-        round_length: Optimizer steps of the current round.
-        stride: Optimizer steps between the last two fragments that were sent.
+        turns: When which fragment is sent.
         num_syncs: Fragment synchronizations completed.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
         asked: Whether a rank has asked in a completed one; the same on all ranks.
@@ -75,6 +74,7 @@ class OuterSync:
     """
 
     revocable: ClassVar[bool] = False
+    turns_of: ClassVar[type[Turns]] = Turns
     replica: Any = None
 
     def __init__(
@@ -91,7 +91,6 @@ class OuterSync:
         self.rule = rule
         self.inside = inside
         self.every: int | None = None
-        self.stride = 1
         self.num_syncs = 0
         self.asks: Callable[[], bool] = bool
         self.asked = False
@@ -106,10 +105,7 @@ class OuterSync:
         self._optimizer = AnchorOptimizer(rule, self.anchors)
         self._eager = EagerUpdate(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
         self._in_flight: FragmentSync | None = None
-        self._next = self._since = 0  # fragment to send next; optimizer steps since the last one was sent
-        self.round_length = rule.round_length(sync.step_index, None)
-        self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
-        self._losses = RoundLosses(sync.device)
+        self.turns = self.turns_of(rule, len(self.fragments), sync.device, sync.step_index)
         self.finished = False
         self._spread: Tensor | None = None
         sync.reduce_for(self)
@@ -142,10 +138,13 @@ class OuterSync:
         return self.model.fragments
 
     @property
-    def sync_interval(self) -> int:
-        """Optimizer steps from the last fragment that was sent to the next."""
-        count = len(self.fragments)
-        return -(-(self._next + 1) * self.round_length // count) - -(-self._next * self.round_length // count)
+    def stride(self) -> int:
+        return self.turns.stride
+
+    @property
+    def round_length(self) -> int:
+        """Optimizer steps of the current round."""
+        return self.turns.round_length
 
     def planned(self, ranks: Ranks) -> LocalRoundPlan:
         """The current round of the parameters that `ranks` reduce; the first of them send the header."""
@@ -166,7 +165,7 @@ class OuterSync:
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
         """A backward pass begins. `loss`: of its batch, always in the same unit, for rounds whose length follows it."""
         if loss is not None and isinstance(self.rule.every, Interval):
-            self._losses.observe(loss)  # does not wait for the device
+            self.turns.losses.observe(loss)  # does not wait for the device
 
     def after_step(self, learning_rate: float | None = None) -> None:
         """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
@@ -175,13 +174,12 @@ class OuterSync:
             learning_rate: Learning rate of the inner optimizer.
         """
         self.sync.count_step()
-        self._since += 1
-        self._rates = (self._rates[1], learning_rate)
+        self.turns.step(learning_rate)
         self.finished = False
         if self._in_flight is not None:
             self._in_flight.age += 1
             self._apply_if_due()
-        if self._since >= self.sync_interval:
+        if self.turns.since >= self.turns.interval:
             self.apply()  # still in flight: rounds have become shorter
             self._launch(done=False)
             self._apply_if_due()
@@ -208,12 +206,13 @@ class OuterSync:
 
     def _launch(self, *, done: bool) -> FragmentSync:
         """Send the next fragment."""
-        fragment, sync = self.fragments[self._next], self.sync
+        sync, turns = self.sync, self.turns
+        is_last, fragment = turns.is_last, self.fragments[sent := turns.begin()]
         if self.rule.pulls_before_sending:
             fragment.pull_(self.rule.mix)
         x_N = fragment.pseudo_gradient()
         finite, asks, loss = self._agreed(x_N)
-        changes = self.model.buffers.changes() if self._next == len(self.fragments) - 1 else []
+        changes = self.model.buffers.changes() if is_last else []
         own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
         for mine in (x_N, *changes):
             mine.masked_fill_(finite == 0, 0.0)
@@ -223,17 +222,14 @@ class OuterSync:
         header = self._header(facts, x_N[fragment.sample], changes, finite)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
-        self.stride = max(1, self._since)
         sync.begin_step()  # where controllers decide
         arrivals = [self._reducer.submit(self._summed(header), result=header, last=False)]
-        sent, self._next, self._since = self._next, (self._next + 1) % len(self.fragments), 0
-        if self._next == 0:
-            self.round_length = max(self.every or self._next_round(), len(self.fragments))
+        turns.advance(sync.step_index, self.every)
         for place, layout, part in fragment.buckets:
             x = x_N[part]
             stages = sync.reduce(layout, x, x, ranks=sync.all_ranks[place])
             arrivals.append(self._reducer.submit(stages, result=x, last=layout.last))
-        delay, world_size = self.rule.delay_of(self.sync_interval), sync.ranks.peers.world_size
+        delay, world_size = self.rule.delay_of(turns.interval), sync.ranks.peers.world_size
         self._in_flight = FragmentSync(
             sent, fragment, x_N, header, world_size, delay, weights=self.weights, arrivals=arrivals
         )
@@ -246,14 +242,9 @@ class OuterSync:
         finite_W[peers.rank] = finite
         return torch.cat([facts, torch.dot(sample, sample).view(1), finite_W, sample, *changes])
 
-    def _next_round(self) -> int:
-        earlier, last = self._rates
-        rising = earlier is not None and last is not None and last > earlier
-        return self.rule.round_length(self.sync.step_index, last, rising=rising, progress=self._losses.progress)
-
     def _agreed(self, x_N: Tensor) -> Tensor:
         """What all ranks of this replica say alike: 1 if all is finite, whether a rank asks, the mean loss (or NaN)."""
-        loss = self._losses.take()
+        loss = self.turns.losses.take()
         facts = torch.tensor([0.0, self.asks(), torch.nan], device=x_N.device)
         if x_N.numel():
             facts[0] = 1.0 - torch.stack(torch.aminmax(x_N)).isfinite().all().float()
@@ -291,7 +282,7 @@ class OuterSync:
         if left_out:
             self._warn_of(left_out, all_of_them=share == 0)
             in_flight.x.mul_(in_flight.world_size / (share or 1.0))
-        self._losses.arrived(in_flight.loss)
+        self.turns.losses.arrived(in_flight.loss)
         with contextlib.nullcontext() if self._eager is None else self._eager.moving_with(fragment):
             if share:
                 self._move(in_flight, average=average)
@@ -350,9 +341,7 @@ class OuterSync:
         self.model.rebase()
         if self._eager is not None:
             self._eager.restart()
-        self._since = self._next = 0
-        self._losses.restart()
-        self.round_length = self.rule.round_length(self.sync.step_index, None)
+        self.turns.restart(self.sync.step_index)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -367,12 +356,8 @@ class OuterSync:
         self.arrive()
         return {
             "rule": to_plain("outer", self.rule),
-            "every": self.round_length,
             "wanted": self.every,
-            "turn": self._next,
-            "since": self._since,
-            "rates": list(self._rates),
-            "losses": self._losses.state_dict(),
+            **self.turns.state_dict(),
             "num_turns": self.num_syncs,
             "anchors": self.anchors,
             "optimizer class": self._optimizer.kind,
@@ -407,15 +392,16 @@ class OuterSync:
                 anchor.copy_(state["anchors"][name])
                 self._optimizer.load(name, state["optimizer"].get(name, {}) if same_optimizer else {})
         own &= same_rule
-        self._losses.load_state_dict(state["losses"], own=own)
+        self.turns.losses.load_state_dict(state["losses"], own=own)
         self._in_flight = FragmentSync.from_state(state["flight"], self.fragments) if same_rule else None
         self.model.buffers.load_state_dict(state["buffers"], own=own)
         if not own:
             self.apply(final=True)
-            self._in_flight, self._since, self._next = None, 0, 0
+            self._in_flight = None
+            self.turns.begin_round()
             self.model.use_shared()
             return
-        self._since = state["since"]
+        self.turns.since = state["since"]
         self._continue_round(state)
         self.model.use(state["weights"])
         if self._eager is not None:
@@ -423,7 +409,5 @@ class OuterSync:
 
     def _continue_round(self, state: Mapping[str, Any]) -> None:
         """Continues the round at the fragment at which it was saved."""
-        self.round_length, self._next = state["every"], state["turn"] % len(self.fragments)
+        self.turns.load_state_dict(state)
         self.num_syncs, self.every = state["num_turns"], state["wanted"]
-        earlier, last = state["rates"]
-        self._rates = (earlier, last)
