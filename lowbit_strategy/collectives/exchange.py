@@ -206,13 +206,8 @@ class Exchange:
             send, own, back, gather = [], [], [], []
             for param in params:
                 name, state_at = param.name, param.state_offset
-                row_state = round_up(param.row_numel, block_size)
-                for r in range(world_size):
-                    if length := param.row_length(r):
-                        x_at, at = param.offset + r * param.row_stride, state_at * world_size + r * row_state
-                        salt = salt_of(name, r)
-                        send.append(Segment(x_at, length, at, r * self.uplink_nbytes + uplink_at, salt))
-                        gather.append(Segment(x_at, length, at, r * self.downlink_nbytes + downlink_at, salt))
+                send += param.segments(uplink_at, self.uplink_nbytes, block_size)
+                gather += param.segments(downlink_at, self.downlink_nbytes, block_size)
                 if length := param.row_length(rank):
                     out_at = param.offset if param.out_offset is None else param.out_offset
                     out_at = out_at if downlink is None else self._shard_numel

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.kernels.segments import Segment
 
 ALIGNMENT = 16  # bytes: every section of a message starts on a multiple, so that kernels may read it in wide words
 Role = Literal["embedding", "head", "other"]
@@ -162,6 +163,24 @@ class ParamView(NamedTuple):
     def row_length(self, rank: int) -> int:
         """Elements of the share of `rank` without padding; 0 if it owns nothing of this parameter."""
         return row_length(self.spec.numel, self.row_numel, rank)
+
+    def segments(self, wire_at: int, message_nbytes: int, block_size: int = 1) -> list[Segment]:
+        """The shares of all ranks in a bucket, at byte `wire_at` of each rank's message of `message_nbytes`.
+
+        In state of whole parameters a share begins on a multiple of `block_size`.
+        """
+        state_at, row_state = self.state_offset * self.world_size, round_up(self.row_numel, block_size)
+        return [
+            Segment(
+                self.offset + r * self.row_stride,
+                length,
+                state_at + r * row_state,
+                r * message_nbytes + wire_at,
+                salt_of(self.name, r),
+            )
+            for r in range(self.world_size)
+            if (length := self.row_length(r))
+        ]
 
     def common_layout(self) -> tuple[Any, ...]:
         """The values that are equal on all ranks, for the checksum of a message's layout."""

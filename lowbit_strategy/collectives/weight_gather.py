@@ -181,7 +181,7 @@ class WeightGather:
     def _code_of(self, dtype: torch.dtype) -> RowCode:
         if self._code is None or self._code.dtype != dtype:
             assert self._parts is not None
-            self._code = RowCode(self._parts, dtype, self._comm.rank, self._comm.world_size, self._device)
+            self._code = RowCode(self._parts, dtype, self._comm.rank, self._device)
             self._codes_WB = None
         return self._code
 

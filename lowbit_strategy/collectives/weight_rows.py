@@ -27,12 +27,10 @@ class RowCode:
     Args:
         parts: The parameters of each codec; a parameter's `row_stride` is the length of a row.
         dtype: The rows' dtype.
-        rank, world_size, device: This process's rank, number of ranks, and device.
+        rank, device: This process's rank and device.
     """
 
-    def __init__(
-        self, parts: Sequence[CodecParams], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, parts: Sequence[CodecParams], dtype: torch.dtype, rank: int, device: torch.device) -> None:
         self.dtype = dtype
         self.nbytes = HEADER_NBYTES + sum(
             self._section_nbytes(codec, param) for codec, params in parts for param in params
@@ -45,11 +43,7 @@ class RowCode:
             for param in params:
                 if length := param.row_length(rank):
                     encode.append(Segment(param.offset, length, 0, wire_at))
-                for r in range(world_size):
-                    if length := param.row_length(r):
-                        decode.append(
-                            Segment(param.offset + r * param.row_stride, length, 0, r * self.nbytes + wire_at)
-                        )
+                decode += param.segments(wire_at, self.nbytes)
                 wire_at += self._section_nbytes(codec, param)
             if codec is None:
                 self._exact.append((self._joined(encode), self._joined(decode)))

@@ -73,10 +73,7 @@ def implementation(stem: str, backend: Backend) -> ModuleType:
 
 def is_native(device: torch.device) -> bool:
     """Whether the C kernels handle tensors on `device`."""
-    if device.type != "cpu":
-        return False
-    asked = os.environ.get(OVERRIDE)
-    return native.available() if asked is None else _asked_for(asked, device) == "native"
+    return device.type == "cpu" and choose(device) == "native"
 
 
 def _asked_for(asked: str, device: torch.device) -> Backend:

@@ -14,6 +14,7 @@ from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_RESIDUALS = ((torch.int8, torch.bfloat16), (torch.float32, None))
 
 
 def _what_is_wrong(x: Tensor, wire: Tensor) -> TypeError | ValueError:
@@ -55,10 +56,11 @@ def encode_(
     if isinstance(fmt, DenseFormat):
         backends.implementation("dense", backends.choose(x.device)).encode_(x, wire, segments, fmt, flag=flag)
         return
-    if feedback is not None and not 0.0 <= feedback.beta < 1.0:
-        raise ValueError(f"beta must be in [0, 1), got {feedback.beta}")
-    if feedback is not None and (feedback.residual.dtype == torch.int8) != (feedback.residual_scale is not None):
-        raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
+    if feedback is not None:
+        if not 0.0 <= feedback.beta < 1.0:
+            raise ValueError(f"beta must be in [0, 1), got {feedback.beta}")
+        if (feedback.residual.dtype, getattr(feedback.residual_scale, "dtype", None)) not in _RESIDUALS:
+            raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
     backends.implementation("blocks", backends.choose(x.device)).encode_(

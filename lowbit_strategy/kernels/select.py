@@ -138,19 +138,19 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
         if chosen is not None:
             return chosen
         addend = None
-    no_bound = _bound_sample_numel(x.numel(), k) is None
-    if addend is not None and no_bound:
+    bound = _lower_bound(x, k, addend)
+    if bound is not None:
+        indices, values = select_above(x, max(bound, TINY), expected=2 * k, addend=addend)
+        if indices.numel() >= k:
+            return _largest(indices, values, k)
+        if bound < TINY:  # all others are (nearly) 0
+            return _fill_up(x, k, indices)
+    elif addend is not None:
         select_above(x, math.nan, expected=0, addend=addend)
-        addend = None
     if k == 0 or k == x.numel():
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
-    if no_bound and x.numel() // _GROUP < 4 * k:
-        return _largest(None, x, k)
-    candidates, values = _candidates(x, k, addend)
-    if candidates is not None and candidates.numel() < k:
-        return _fill_up(x, k, candidates)
-    return _largest(candidates, values, k)
+    return _largest(None, x, k)
 
 
 def _is_small(x: Tensor, k: int) -> bool:
@@ -175,42 +175,17 @@ def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor,
     return indices, values.index_select(0, chosen)
 
 
-def _candidates(x: Tensor, k: int, addend: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """All elements at or above a magnitude that at least k of them reach: positions (None: all of x) and values.
-
-    There are fewer than k only if the others are (nearly) 0.
-    """
-    bound = _lower_bound(x, k, addend)
-    if bound is None:
-        return None, x
-    indices, values = select_above(x, max(bound, TINY), expected=2 * k, addend=addend)
-    return (indices, values) if indices.numel() >= k or bound < TINY else (None, x)
-
-
 def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
     """A magnitude that slightly more than k elements reach, hardly ever fewer; None if looking for it does not pay.
 
-    For small tensors it is the k-th largest maximum of groups, since k groups have an element that large. Otherwise it
-    comes from a sample, with a margin of 50 %.
+    It comes from a sample with some 64 of the largest k, so that its error is 1/8, with a margin of 50 %.
     """
     numel = x.numel()
-    groups = numel // _GROUP
-    if numel <= _GROUPED_NUMEL and groups >= 4 * k:
-        rows = x[: groups * _GROUP].view(_GROUP, groups)
-        return largest_threshold(torch.maximum(rows.amax(0), rows.amin(0).neg_()), k)
-    num = _bound_sample_numel(numel, k)
-    if num is None:
+    num = max(_SAMPLE_NUMEL, 64 * numel // max(k, 1))
+    if k == 0 or 4 * num >= numel or 8 * k >= numel:
         return None
     sample = sample_magnitudes(x, num, seed=numel, addend=addend)
     return largest_threshold(sample, round(1.5 * k / numel * sample.numel()))
-
-
-def _bound_sample_numel(numel: int, k: int) -> int | None:
-    """Size of the sample that bounds the k-th largest from below; None if looking for it does not pay."""
-    if numel <= _GROUPED_NUMEL and numel // _GROUP >= 4 * k:
-        return None
-    num = max(_SAMPLE_NUMEL, 64 * numel // max(k, 1))  # some 64 of the largest k in the sample: its error is 1/8
-    return num if 4 * num < numel and 8 * k < numel else None
 
 
 def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from lowbit_strategy.kernels.backends import is_native
 from lowbit_strategy.kernels.native import sparse as native
 from lowbit_strategy.kernels.reference import sparse as reference
 from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    return native if is_native(device) else reference
 
 
 def peaks(tensors: Sequence[Tensor]) -> list[float]:
@@ -44,9 +49,8 @@ def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
         sizes: Number of entries of each parameter.
         grid: How parameters are cut.
     """
-    if is_native(index_E.device):
-        return native.locate(index_E.contiguous(), sizes, grid)
-    return reference.locate(index_E, sizes, grid)
+    found: Located = _kernels(index_E.device).locate(index_E.contiguous(), sizes, grid)
+    return found
 
 
 def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
@@ -59,9 +63,8 @@ def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Te
         count: Total number of positions.
         grid: How parameters are cut.
     """
-    if is_native(wire.device):
-        return native.positions(counts_K.contiguous(), wire.contiguous(), count, grid)
-    return reference.positions(counts_K, wire, count, grid)
+    found: Tensor | None = _kernels(wire.device).positions(counts_K.contiguous(), wire.contiguous(), count, grid)
+    return found
 
 
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
@@ -73,12 +76,8 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
         values: float32 [k].
         sent: float32 [k].
     """
-    if not indices.numel():
-        return
-    if is_native(residual.device):
-        native.take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
-    else:
-        reference.take_out_(residual, indices, values, sent)
+    if indices.numel():
+        _kernels(residual.device).take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
 
 
 def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:

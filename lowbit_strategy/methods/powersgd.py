@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from lowbit_strategy.codecs.base import StateTensors, StepContext
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
@@ -22,6 +22,7 @@ from lowbit_strategy.methods._base.low_rank import (
     store_factor_,
 )
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.residuals import zero_residuals
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -44,8 +45,6 @@ class PowerSGD(LowRankCompressor):
 
     Args:
         start_step: Gradients are sent uncompressed until this step, because early gradients are the least low-rank.
-        warm_start: Keep Q from step to step; otherwise each step starts from a random Q.
-        feedback: Keep the error. Without it, what a low rank cannot express is lost.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.
@@ -62,8 +61,6 @@ class PowerSGD(LowRankCompressor):
     temporary_nbytes: ClassVar[float] = 2.9
 
     start_step: int = 0
-    warm_start: bool = True
-    feedback: bool = True
 
     def __post_init__(self) -> None:
         LowRankCompressor.__post_init__(self)
@@ -79,32 +76,25 @@ class PowerSGD(LowRankCompressor):
 
     @property
     def residual_gain(self) -> float | None:
-        return 1.0 if self.feedback else None
+        return 1.0
 
-    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
-        tensors = {"q": random_factor(spec, 1, self.rank, seed=0).to(device)}
-        if self.feedback:
-            tensors["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
-        return tensors
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = zero_residuals(specs, device)
+        for spec in specs:
+            state[spec.name]["q"] = random_factor(spec, 1, self.rank, seed=0).to(device)
+        return state
 
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        matrices, qs = [], []
-        for view in views:
-            spec, tensors = view.spec, state[view.spec.name]
-            h_N = view.flat().to(torch.float32, copy=True)
-            if self.feedback:
-                h_N += tensors["residual"]
-            matrices.append(h_N.view(matrix_shape(spec)))
-            q = tensors["q"] if self.warm_start else random_factor(spec, 1, self.rank, step.shared_seed)
-            qs.append(q.to(view.x.device))
-        qs = orthogonalize_all(qs, self.epsilon)
-
+        matrices = [
+            (view.flat().float() + state[view.spec.name]["residual"]).view(matrix_shape(view.spec)) for view in views
+        ]
+        qs = orthogonalize_all([state[view.spec.name]["q"] for view in views])
         ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
         # Q must never become NaN, which would stay: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
-        ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
+        ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)])
 
         own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
         sums = yield from sum_each(own_qs, comm)
@@ -114,8 +104,7 @@ class PowerSGD(LowRankCompressor):
             if view.sent is not None:
                 view.fill_observed_(matrices[i], ps[i] @ own_qs[i].T)
             store_factor_(tensors["q"], mean_q)
-            if self.feedback:
-                store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
+            store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

@@ -84,7 +84,7 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "demo": ChunkTopK(density=1 / 16, cosines=64, gather=True, decay=0.9),
     "eden, 3 bits and 1, plain feedback": EDEN(bits=1, return_bits=3, beta=0.0, residual="int8"),
     "rank 1": PowerSGD(rank=1),
-    "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),
+    "rank 2 from the second step": PowerSGD(rank=2, start_step=1),
     "warm-up of three": WarmUp(compressor=LoCo(bits=4), steps=3),
 }
 
@@ -107,7 +107,6 @@ EXACT = {
     "residual": "float32",
     "reset_steps": None,
     "decay": 1.0,
-    "feedback": True,
     "clip_norm": None,
     "nesterov": False,
 }

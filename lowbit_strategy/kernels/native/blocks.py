@@ -132,7 +132,6 @@ def call_struct(
 
     Raises:
         ValueError: A buffer or the residual ends before a segment does, or is not contiguous.
-        TypeError: The residual and its scales are not int8 and bfloat16, or float32 alone.
     """
     reach = segments.kept(("native", fmt), lambda: extent(segments, fmt))
     assert isinstance(reach, Extent)
@@ -150,9 +149,6 @@ def call_struct(
     if feedback is None:
         return call, reach
     residual, residual_scale, block_size = feedback.residual, feedback.residual_scale, reach.block_size
-    wanted = (torch.float32, None) if residual_scale is None else (torch.int8, torch.bfloat16)
-    if (residual.dtype, None if residual_scale is None else residual_scale.dtype) != wanted:
-        raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
     if not reach.aligned:
         raise ValueError(f"every state_offset must be a multiple of the block size {block_size}")
     if not residual.is_contiguous() or not (residual_scale is None or residual_scale.is_contiguous()):

@@ -13,19 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
+_EPSILON = 1e-8  # of the norm is added to those of columns: a dependent one shrinks and is no noise of length 1
 _CACHE_ELEMENTS = 1 << 16  # of a product on the CPU at a time
 
 
-def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Apply `orthogonalize` to each matrix, with one call per shape to save kernel launches."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
@@ -33,30 +32,28 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor
     results = list(matrices)
     for indices in by_shape.values():
         batch_BNR = torch.stack([matrices[index] for index in indices])
-        for index, result in zip(indices, orthogonalize(batch_BNR, epsilon), strict=True):
+        for index, result in zip(indices, orthogonalize(batch_BNR), strict=True):
             results[index] = result
     return results
 
 
-def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
+def orthogonalize(matrix_BNR: Tensor) -> Tensor:
     """Return float32 [..., N, R] with orthonormal columns that span the same space, by modified Gram-Schmidt; N >= R.
 
     Args:
-        matrix_BNR: Finite values; any leading batch dims.
-        epsilon: This times the matrix's norm is added to the norms of columns, so that a linearly dependent column
-            shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zero.
+        matrix_BNR: Finite values; any leading batch dims. Columns of zeros stay zero.
     """
     numel = matrix_BNR.shape[-2]
     columns_BRN = _padded(matrix_BNR.transpose(-1, -2).contiguous())
     for _ in range(1 if matrix_BNR.shape[-1] <= _ONE_PASS_COLUMNS else 2):
-        columns_BRN = _gram_schmidt(columns_BRN, epsilon)
+        columns_BRN = _gram_schmidt(columns_BRN)
     return columns_BRN[..., :numel].transpose(-1, -2).contiguous()
 
 
-def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
+def _gram_schmidt(columns_BRN: Tensor) -> Tensor:
     """Gram-Schmidt with square roots in float64, rounded once, because float32 roots differ between devices."""
     square_B = tree_sum(_padded(tree_sum(columns_BRN * columns_BRN)))
-    smallest_B11 = (square_B.double().sqrt().float() * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
+    smallest_B11 = (square_B.double().sqrt().float() * _EPSILON + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN
     for _ in range(columns_BRN.shape[-2]):
         column_B1N, rest_BRN = rest_BRN[..., :1, :], rest_BRN[..., 1:, :]
@@ -117,21 +114,16 @@ class LowRankCompressor(ReducingCompressor):
     Args:
         rank: Rank of the approximation. Bytes grow with it; 1 to 4 is usual.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: This times the matrix's norm is added to norms in the orthonormalization (Gram-Schmidt, twice for more
-            than two columns). It is relative, so the scale of gradients makes no difference.
     """
 
     rank: int = 4
     min_compression_rate: float = 2.0
-    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_positive("rank", self.rank)
         if not self.min_compression_rate > 0:
             raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
     def pays(self, spec: TensorSpec) -> bool:
         """Whether two thin matrices are enough smaller than the parameter."""
@@ -157,17 +149,3 @@ class LowRankCompressor(ReducingCompressor):
 
     def serves(self, spec: TensorSpec) -> bool:
         return self.rank <= min(matrix_shape(spec))
-
-    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
-        """The state of one parameter at the start."""
-        return {}
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        for spec in specs:
-            if not self.serves(spec):
-                rows, columns = matrix_shape(spec)
-                raise ValueError(
-                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
-                    f" of at most {min(rows, columns)} or exempt it"
-                )
-        return {spec.name: self.fresh(spec, device) for spec in specs}

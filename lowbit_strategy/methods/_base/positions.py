@@ -27,7 +27,7 @@ from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_
+from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_, zero_residuals
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     Values,
@@ -42,7 +42,6 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     undo_,
     value_codec,
     write_sums_,
-    zero_residuals,
 )
 from lowbit_strategy.options.configuration import configuration
 

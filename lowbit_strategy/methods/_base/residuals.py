@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lowbit_strategy.codecs.base import Arena, StateTensors
+from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
@@ -22,6 +23,11 @@ def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
     if dtype == "float32":
         return {"residual": Arena(torch.float32)}
     return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+
+
+def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> dict[str, StateTensors]:
+    """The state of methods that keep nothing but a float32 residual, by parameter name."""
+    return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
 
 def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StateTensors
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.layout import ParamView, TensorSpec
+from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.backends import is_native
@@ -118,10 +118,6 @@ def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]]
     """
     for v, view in enumerate(views):
         sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
-
-
-def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-    return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from lowbit_strategy.codecs.base import StateTensors, StepContext
+from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
@@ -21,6 +21,7 @@ from lowbit_strategy.methods._base.low_rank import (
     store_factor_,
 )
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.residuals import zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -56,12 +57,12 @@ class ACPSGD(LowRankCompressor):
     def residual_gain(self) -> float | None:
         return 1.0
 
-    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
-        return {
-            "p": random_factor(spec, 0, self.rank, seed=1).to(device),
-            "q": random_factor(spec, 1, self.rank, seed=0).to(device),
-            "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
-        }
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = zero_residuals(specs, device)
+        for spec in specs:
+            state[spec.name]["p"] = random_factor(spec, 0, self.rank, seed=1).to(device)
+            state[spec.name]["q"] = random_factor(spec, 1, self.rank, seed=0).to(device)
+        return state
 
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
@@ -72,7 +73,7 @@ class ACPSGD(LowRankCompressor):
             h_N = view.flat().float() + state[view.spec.name]["residual"]
             h_NM = h_N.view(matrix_shape(view.spec))
             matrices.append(h_NM if sends == "p" else h_NM.T)
-        bases = orthogonalize_all([state[view.spec.name][keeps] for view in views], self.epsilon)
+        bases = orthogonalize_all([state[view.spec.name][keeps] for view in views])
         own = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         sums = yield from sum_each(own, comm)
         for view, matrix, basis, own_factor, total in zip(views, matrices, bases, own, sums, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -44,8 +43,6 @@ class ATOMO(LowRankCompressor):
         Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", 2018, arXiv 1806.04090,
         algorithms 1 and 2, spectral. There atoms are sampled independently, and their number varies.
     """
-
-    epsilon: float = field(default=1e-8, init=False)  # nothing is orthonormalized
 
     name: ClassVar[str] = "atomo"
     fixed_size: ClassVar[bool] = True

@@ -17,7 +17,7 @@ from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_ke
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
+from lowbit_strategy.methods._base.residuals import zero_residuals
 from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration
 

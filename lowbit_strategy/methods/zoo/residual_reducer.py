@@ -8,7 +8,7 @@ import torch
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import zero_residuals
+from lowbit_strategy.methods._base.residuals import zero_residuals
 
 
 class ResidualReducer(Reducer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import lowbit_strategy
 from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
@@ -34,7 +33,6 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (QSGD, {"bits": True}, "bits must be an integer, got True"),
     (QSGD, {"return_bits": "4"}, "return_bits must be an integer or None, got '4'"),
     (LoCo, {"beta": "high"}, "beta must be a number, got 'high'"),
-    (PowerSGD, {"warm_start": 1}, "warm_start must be True or False, got 1"),
     (PowerSGD, {"exempt": (3,)}, "exempt must be a tuple, each element a string or a function, got"),
     (QSGD, {"return_bits": 0}, "return_bits must be an integer from 2 to 8"),
     (QSGD, {"block_size": 100}, "block_size must be a power of two"),
@@ -51,7 +49,6 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (PowerSGD, {"rank": 0}, "rank must be a positive integer"),
     (PowerSGD, {"start_step": -1}, "start_step must be 0 or a positive integer"),
     (PowerSGD, {"min_compression_rate": 0.0}, "min_compression_rate must be positive"),
-    (PowerSGD, {"epsilon": -1.0}, "epsilon must not be negative"),
     (ErrorFeedback, {"decay": 0.0}, r"decay must be in \(0, 1\]"),
     (ErrorFeedback, {"compressor": "qsg"}, "unknown compressor 'qsg'; did you mean 'qsgd'"),
     (ErrorFeedback, {"compressor": {"bits": 3}}, "needs the compressor's name under 'compressor'"),
@@ -122,9 +119,6 @@ def test_a_rank_larger_than_some_matrix_leaves_that_one_dense() -> None:
     assignment = PowerSGD(rank=8).assign(TensorSpec("narrow", (4, 4000)))
     assert assignment.kind == "exempt"
     assert "would not make it much smaller" in assignment.reason
-    reducer = PowerSGD(rank=8).method(TensorSpec("narrow", (4, 4000)))
-    with pytest.raises(ValueError, match="rank 8 is larger than narrow allows, a matrix of 4 x 4000"):
-        reducer.init([TensorSpec("narrow", (4, 4000))], torch.device("cpu"))
 
 
 def test_powersgd_starts_dense() -> None:
@@ -188,10 +182,9 @@ def test_presets_are_hashable_and_equal_to_themselves() -> None:
         assert name == name.lower()
 
 
-@pytest.mark.parametrize(("name", "option"), [("gspar", "residual"), ("atomo", "epsilon")])
-def test_an_option_that_does_nothing_is_not_taken(name: str, option: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} has no option '{option}'"):
-        from_options(name, {option: getattr(PRESETS[name], option)})
+def test_an_option_that_does_nothing_is_not_taken() -> None:
+    with pytest.raises(ValueError, match="gspar has no option 'residual'"):
+        from_options("gspar", {"residual": "float32"})
 
 
 @pytest.mark.parametrize("name", ["gradiveq", "topk", "powersgd", "naturalcompression", "dense", "partition", "ef21"])

@@ -185,7 +185,7 @@ def test_what_lies_outside_a_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="which holds 64"):
         native_blocks.encode_(x, wire, whole, fmt, feedback=Feedback(residual[:64], scale, 0.8), **options)
     with pytest.raises(TypeError, match="bfloat16"):
-        native_blocks.encode_(x, wire, whole, fmt, feedback=Feedback(residual, scale.float(), 0.8), **options)
+        encode_(x, wire, whole, fmt, feedback=Feedback(residual, scale.float(), 0.8), **options)
 
 
 def test_the_public_op_reaches_the_extension_and_names_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
