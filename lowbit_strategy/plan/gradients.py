@@ -14,7 +14,8 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.model.param_groups import Layout, ParamGroup
-from lowbit_strategy.plan.messages import Level, Message, TransferGroup
+from lowbit_strategy.plan.levels import peer_level, peers_internode_fraction
+from lowbit_strategy.plan.messages import Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 
@@ -109,7 +110,7 @@ class ReductionPlan:
         if peers == 1:
             return []
         others, level = peers - 1, peer_level(self.topology)
-        internode_fraction = self.topology.peers_internode_fraction()
+        internode_fraction = peers_internode_fraction(self.topology)
         messages: list[Message] = []
         rows = self.coded_rows(names)
         for hop in ("uplink",) if self.is_sharded else ("uplink", "downlink"):
@@ -173,12 +174,7 @@ class ReductionPlan:
 def summed(what: str, numel: int, topology: Topology) -> Message:
     """An uncompressed float32 all-reduce of `numel` elements over the peers, which no method accounts for."""
     nbytes = 2 * (topology.num_peers - 1) * 4 * numel // topology.num_peers
-    return Message(peer_level(topology), what, 0, nbytes, internode_fraction=topology.peers_internode_fraction())
-
-
-def peer_level(topology: Topology) -> Level:
-    """Level of messages between the ranks that reduce one part."""
-    return "flat" if topology.node_size is None else "inter-node"
+    return Message(peer_level(topology), what, 0, nbytes, internode_fraction=peers_internode_fraction(topology))
 
 
 def peer_transfer(

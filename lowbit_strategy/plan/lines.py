@@ -50,7 +50,7 @@ def lines(plan: StepPlan) -> list[str]:
 def _levels(plan: StepPlan) -> list[str]:
     """What travels inside a node and what between nodes; nothing where there is one node."""
     topology = plan.topology
-    if not topology.has_nodes:
+    if topology.num_nodes == 1:
         return []
     near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
     kind = "exact gradients" if topology.coding is None else f"gradients, summed from {topology.coding.label}"
@@ -64,6 +64,6 @@ def _cost(plan: StepPlan, coding: WeightCoding) -> str:
     units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
     kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
     memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
-    ours = plan.topology.has_nodes and coding != Exact()  # FSDP2's own gathers are not counted by node
+    ours = plan.topology.num_nodes != 1 and coding != Exact()  # FSDP2's own gathers are not counted by node
     between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
     return f"{size(step_nbytes(units))}/step{between}, {memory}"

@@ -10,6 +10,7 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.param_groups import Layout, ModuleLayout, has_codes
+from lowbit_strategy.plan.levels import ring_internode_fraction, world_internode_fraction
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
 
@@ -118,7 +119,7 @@ def weight_transfers(
             )
             messages: tuple[Message, ...] = (far, near)
         else:
-            ring, direct = topology.ring_internode_fraction, topology.world_internode_fraction()
+            ring, direct = ring_internode_fraction(topology), world_internode_fraction(topology)
             internode_fraction = 0.0 if layout == "hsdp" else direct if ours else ring
             messages = (
                 Message(

@@ -122,28 +122,6 @@ class Topology:
             start += size
         return 0
 
-    @property
-    def has_nodes(self) -> bool:
-        """Whether there are several nodes, or a node's ranks are not consecutive."""
-        return self.num_nodes != 1
-
-    def peers_internode_fraction(self) -> float:
-        """The fraction that leaves the node of what this rank sends equally to all its peers."""
-        return self._leaving(range(self.rank % self.num_parts, self.world_size, self.num_parts))
-
-    def world_internode_fraction(self) -> float:
-        """The fraction that leaves the node of what this rank sends equally to all ranks."""
-        return self._leaving(range(self.world_size))
-
-    @property
-    def ring_internode_fraction(self) -> float:
-        """The same fraction in a ring, as in the framework's collectives: one rank of a node sends to the next."""
-        return 1.0 / (self.ranks_per_node or 1) if self.has_nodes else 0.0
-
-    def _leaving(self, members: range) -> float:
-        others = len(members) - 1
-        return (others - self.num_near(members, self.rank)) / others if others else 0.0
-
 
 def _runs(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes[:8])) + (" ..." if len(sizes) > 8 else "")
