@@ -14,15 +14,8 @@ from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.ranks.ranks import Topology
-from lowbit_strategy.second_moment.served import (
-    EVERY,
-    NUM_SUMS,
-    SKETCH_NUMEL,
-    few_bits,
-    methods_of_squares,
-    served,
-    turns,
-)
+from lowbit_strategy.second_moment.exchange_steps import EVERY, turns
+from lowbit_strategy.second_moment.served import NUM_SUMS, SKETCH_NUMEL, few_bits, methods_of_squares, served
 
 
 class NoSquares(Extra):

@@ -1,4 +1,4 @@
-"""Whose second moment is corrected, and when squares of its gradients travel."""
+"""Whose second moment is corrected, and how squares of its gradients travel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method
 
-EVERY = 32  # steps between two exchanges of a parameter's squares, after the first ones
-WINDOW = 8  # steps whose squares are added up for an exchange
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
 _LATE = 1 << 20  # in steps: after any warm-up
 _CODES = CodecPair(BlockCodec(uniform(4, 128)))
@@ -41,13 +39,6 @@ def few_bits(assignments: Mapping[str, Assignment]) -> bool:
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
     """The same of a compressor, at its start or after its last phase."""
     return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
-
-
-def turns(names: Sequence[str]) -> dict[str, int]:
-    """How many steps earlier each parameter is exchanged than the first ones, so that a part of the model adds up
-    squares at a time. They go by the model's order, whatever modules or buckets hold: neighbors travel together.
-    """
-    return {name: WINDOW * (EVERY // WINDOW * at // len(names)) for at, name in enumerate(names)}
 
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:

@@ -14,9 +14,7 @@ Adam divides by the root of ``v``, the average of squared gradients. What few bi
 
 from __future__ import annotations
 
-import functools
 import logging
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,100 +38,14 @@ from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.parameters import local_part, shaped
+from lowbit_strategy.second_moment.exchange_steps import WINDOW, steps_until_due, turns
 from lowbit_strategy.second_moment.mean_moment import NotExchanged, has_stepped, unsuitable
-from lowbit_strategy.second_moment.served import EVERY, SKETCH_NUMEL, WINDOW, methods_of_squares, served, turns
+from lowbit_strategy.second_moment.param_squares import BLOCK, ParamSquares, blocks_of, mean_squares
+from lowbit_strategy.second_moment.served import SKETCH_NUMEL, methods_of_squares, served
 
-BLOCK = 128
-KEPT = 0.75  # of what is known, at least, where there is something new
-ENERGY_KEPT = 0.8
-FLOOR = 0.01  # of the block's mean
-_GROWTH = 4  # steps without an exchange: a quarter of those so far, at most `EVERY`
 _KEY = "exp_avg_sq"
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-@functools.cache
-def _first_exchanges() -> tuple[tuple[int, ...], int]:
-    """Steps of the warm-up during which every parameter is exchanged, and the step after it."""
-    steps, step = [], 0
-    while step // _GROWTH < EVERY:
-        steps.append(step)
-        step += max(1, step // _GROWTH)
-    return tuple(steps), step
-
-
-def steps_until_due(age: int, turn: int) -> int:
-    """When a parameter's squares are exchanged that is reduced for the `age`-th time: 0, in this step; see `turns`."""
-    steps, end = _first_exchanges()
-    if age <= steps[-1]:
-        return steps[bisect_left(steps, age)] - age
-    first = max(age, end)
-    return first - age + -(first + turn) % EVERY
-
-
-@dataclass(slots=True)
-class _ParamStats:
-    """What is known of the squares of one parameter.
-
-    Args:
-        sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
-        decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
-        num_sums: How many steps, each with all its backward passes.
-        age: Steps in which it has been reduced before `last_step`.
-        last_step: The last step in which it was reduced.
-        gap: Steps since the exchange before.
-        exchanged: The step of that.
-        squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
-        decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
-        energies: float32 ``[2]``: of the ranks' mean gradient, and the mean of theirs, likewise.
-        average: float32 ``[blocks]``: what `v` would be of all elements of a block.
-        pending: What has been exchanged in this step, squares, decoded and energies, and the gap.
-    """
-
-    sums: Tensor | None = None
-    decoded_sums: Tensor | None = None
-    num_sums: int = 0
-    age: int = -1
-    last_step: int | None = None
-    gap: int = 0
-    exchanged: int | None = None
-    squares: Tensor | None = None
-    decoded: Tensor | None = None
-    energies: Tensor | None = None
-    average: Tensor | None = None
-    pending: tuple[Tensor, Tensor, Tensor, int] | None = None
-
-    def begin_pass(self, step: int) -> bool:
-        """Whether this backward pass is the first in its step. The first one after an exchange opens a window."""
-        if self.last_step == step:
-            return False
-        if self.exchanged is not None and self.exchanged == self.last_step:
-            self.sums, self.decoded_sums, self.num_sums, self.gap = None, None, 0, 0
-        self.age += 1
-        self.gap += 1
-        self.last_step = step
-        return True
-
-    def update(self, beta2: float) -> None:
-        """The optimizer has stepped. Statistics that are not finite are ignored."""
-        if self.pending is None:
-            return
-        squares, decoded, energies, gap = self.pending
-        self.pending = None
-        blocks = _blocks(squares)
-        squares = torch.maximum(blocks, FLOOR * blocks.mean(1, keepdim=True)).view(-1)[: squares.numel()]
-        if self.squares is None or self.decoded is None or self.energies is None:
-            self.squares = torch.zeros_like(squares, dtype=torch.bfloat16)
-            self.decoded, self.energies = torch.zeros_like(decoded), torch.zeros_like(energies)
-        is_usable = squares.isfinite().all() & decoded.isfinite().all() & energies.isfinite().all()
-        for old, new, least in (
-            (self.squares, squares, KEPT),
-            (self.decoded, decoded, KEPT),
-            (self.energies, energies, ENERGY_KEPT),
-        ):
-            kept = max(beta2**gap, least)
-            old.copy_(torch.where(is_usable, kept * old.float() + (1 - kept) * new, old))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +81,8 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         self._served: dict[Comm, _Served] = {}
         self._names: dict[int, str] = {}
         self.name_parameters()
-        self._kept: dict[str, _ParamStats] = {}  # as before reductions that may be rolled back
-        self._known: dict[str, _ParamStats] = {}
+        self._kept: dict[str, ParamSquares] = {}  # as before reductions that may be rolled back
+        self._known: dict[str, ParamSquares] = {}
         self.has_left = False
         sync.follow(self)
         sync.listeners.add(self, StepPhase.OBSERVE)
@@ -229,11 +141,11 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         if own is None or own.context is not bucket.context:
             own = self._bind_context(bucket.context)
         step = self._sync.step_context()
-        added, sketches = list[tuple[ParamView, _ParamStats, bool]](), dict[str, Tensor]()
+        added, sketches = list[tuple[ParamView, ParamSquares, bool]](), dict[str, Tensor]()
         for param in bucket.params if comm.world_size > 1 else ():
             if (turn := own.turns.get(param.name)) is None:
                 continue
-            known = self._known.setdefault(param.name, _ParamStats())
+            known = self._known.setdefault(param.name, ParamSquares())
             is_first = known.begin_pass(step.index)
             if (left := steps_until_due(known.age, turn)) >= WINDOW:
                 continue
@@ -246,7 +158,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         yield from stages
         divisor = comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
         for view, known, is_first in added:
-            decoded = _mean_squares(_own(view, view.out, comm.rank)).div_(divisor**2)
+            decoded = mean_squares(_own(view, view.out, comm.rank)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
             known.num_sums += is_first or known.num_sums == 0
         if sketches:
@@ -312,22 +224,22 @@ class SecondMoment(Follower, BucketObserver, StepListener):
                 known.update(beta2)
                 self._correct_(known, param, state[_KEY], beta2)
 
-    def _correct_(self, known: _ParamStats, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
+    def _correct_(self, known: ParamSquares, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
         name = self._names[id(param)]
         spec, num_ranks = self._sync.specs[name], self._sync.state.ranks_of(name).peers.world_size
         v_N = _flat_part(second_moment, spec)
         if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
-            known.average = _blocks(v_N.float()).mean(1)
+            known.average = blocks_of(v_N.float()).mean(1)
         else:
             assert param.grad is not None
-            known.average.lerp_(_mean_squares(_flat_part(param.grad, spec)), 1 - beta2)
+            known.average.lerp_(mean_squares(_flat_part(param.grad, spec)), 1 - beta2)
         if known.squares is None or known.decoded is None or known.energies is None:
             return
         exact, own = known.energies
         share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / num_ranks, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
         without = torch.where(known.decoded > 0, 0.0, known.average)  # unknown blocks: the same for all elements
-        blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])
+        blocks = torch.addcmul(without[:, None], blocks_of(known.squares).float(), ratio[:, None])
         part = local_part(second_moment)
         part.copy_(shaped(blocks.view(-1)[: v_N.numel()], replace(spec, shape=tuple(part.shape))))
 
@@ -358,7 +270,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        fields = [field for field in _ParamStats.__slots__ if field != "pending"]  # it is for the current step
+        fields = [field for field in ParamSquares.__slots__ if field != "pending"]  # it is for the current step
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
         return {"known": known, "layout": self._layout(), "has_left": self.has_left}
 
@@ -379,7 +291,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         device = self._sync.device
         for name, kept in state["known"].items():
             known: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kept.items()}
-            self._known[name] = _ParamStats(**known)
+            self._known[name] = ParamSquares(**known)
 
 
 def _own(view: ParamView, values: Tensor, rank: int) -> Tensor:
@@ -407,14 +319,3 @@ def _sketch(view: ParamView, step: StepContext) -> Tensor:
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def _blocks(x_N: Tensor) -> Tensor:
-    """``[blocks, BLOCK]``, the last one filled up with zeros."""
-    padding = -x_N.numel() % BLOCK
-    return (F.pad(x_N, (0, padding)) if padding else x_N).view(-1, BLOCK)
-
-
-def _mean_squares(x_N: Tensor) -> Tensor:
-    """float32 ``[blocks]``."""
-    return torch.linalg.vector_norm(_blocks(x_N), dim=1, dtype=torch.float32).square_().div_(BLOCK)

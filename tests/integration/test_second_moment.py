@@ -20,8 +20,7 @@ from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.running import plan_of
-from lowbit_strategy.second_moment.served import EVERY, turns
-from lowbit_strategy.second_moment.squares import steps_until_due
+from lowbit_strategy.second_moment.exchange_steps import EVERY, steps_until_due, turns
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, all_but, scenarios

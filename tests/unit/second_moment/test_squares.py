@@ -10,7 +10,8 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.second_moment.squares import SecondMoment, steps_until_due
+from lowbit_strategy.second_moment.exchange_steps import steps_until_due
+from lowbit_strategy.second_moment.squares import SecondMoment
 from testing.worlds.one_tensor import gaussian
 from testing.worlds.simulated import SimulatedWorld
 
