@@ -36,7 +36,7 @@ class DivergenceError(RuntimeError):
 
 
 class DivergenceCheck(Part):
-    """Whether to compare: not where replicas come and go, which agree on what they share when they meet."""
+    """Whether to compare. Replicas that come and go do not, since they agree on their shared state when they meet."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._compares = options.check_digest and not options.comes_and_goes
@@ -52,7 +52,7 @@ def is_due(num_steps: int) -> bool:
 
 
 class Comparison(StepListener):
-    """Compares parameters over the ranks after steps, and in rounds what they share after turns."""
+    """Compares parameters across ranks after steps and, in rounds, the shared weights after turns."""
 
     def __init__(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         self._sync, self._module = sync, module
@@ -78,17 +78,17 @@ class Comparison(StepListener):
 
     @torch.no_grad()
     def compare(self, step_index: int) -> None:
-        """Call on all ranks.
+        """Compare across ranks. Call it on all ranks.
 
         Raises:
-            DivergenceError: On every rank of those that should hold the same, if it differs.
+            DivergenceError: On every rank that should have the same values, if they differ.
         """
         for tensors, comm in self.alike():
             if each := differing(tensors, comm, self._sync.device):
                 raise DivergenceError(_message(step_index, each))
 
     def alike(self) -> list[tuple[Mapping[str, Tensor], Comm]]:
-        """What must agree, by name, in the same order on all ranks, and over which."""
+        """The tensors that must be equal, by name, in the same order on all ranks, and the ranks to compare."""
         sync = self._sync
         if sync.rounds is not None:
             return [(sync.rounds.shared, sync.ranks.peers)]
@@ -100,7 +100,7 @@ class Comparison(StepListener):
 
 
 def _all_of(ranks: Ranks, device: torch.device) -> Comm:
-    """The ranks over which gradients are a mean; call on all of them. Under DDP they have the same parameters."""
+    """The ranks that average gradients. Call it on all of them. Under DDP they have the same parameters."""
     if ranks.intra_node is None:
         return ranks.peers
     if ranks.world.world_size == ranks.world_size:

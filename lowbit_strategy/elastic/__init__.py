@@ -1,4 +1,4 @@
-"""Replicas that join and leave, in local steps between them: a part that can be left out."""
+"""Replicas that join and leave, with local steps between meetings: an optional part."""
 
 from lowbit_strategy.elastic.options import Elastic as Elastic
 from lowbit_strategy.elastic.sampler import ElasticSampler as ElasticSampler

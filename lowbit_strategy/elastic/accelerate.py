@@ -1,4 +1,4 @@
-"""An accelerator as one of the replicas that join and leave: its group, its samples, the others' steps."""
+"""Runs an accelerator as one of several replicas that join and leave: its group, its samples, the others' steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class ReplicaBinding:
-    """A binding's part where replicas come and go. It wraps more of the accelerator's methods:
+    """The part of a binding if replicas come and go. It wraps more of the accelerator's methods:
 
     | of the accelerator | becomes |
     |---|---|
@@ -28,11 +28,10 @@ class ReplicaBinding:
     | `backward` | samples are counted first |
 
     Args:
-        binding: The accelerator's.
+        binding: The accelerator's binding.
 
     Attributes:
-        on_healed: Called when this replica has got the others' state, with the number of optimizer steps that the run
-            has taken.
+        on_healed: Called when this replica has received the others' state, with the run's number of optimizer steps.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -69,7 +68,7 @@ class ReplicaBinding:
         self.on_healed(replica.sync.step_index)
 
     def _with_own_samples(self, loader: Any) -> Any:
-        """Instead of a loader that is about to be prepared: if it shuffles, replicas get different samples.
+        """Replace a loader that is about to be prepared: if it shuffles, replicas get different samples.
 
         Accelerate divides a replica's samples among its ranks.
         """
@@ -94,18 +93,18 @@ class ReplicaBinding:
         """A model is about to be prepared.
 
         Raises:
-            ValueError: There is one already.
+            ValueError: There already is one.
         """
         if models:
             raise ValueError("elastic serves one model per Accelerator: give a second one its own Accelerator")
 
     def make_own_group(self) -> None:
-        """A process group of this process alone, for the comparisons and checkpoints that take all ranks."""
+        """Make a process group of this process alone, for comparisons and checkpoints that need all ranks."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def join(self) -> None:
-        """Meet the others, if this replica has not yet: before the first sample is drawn."""
+        """Meet the others, unless this replica has done so, before the first sample is drawn."""
         for session in self._binding.sessions:
             if session.replica is not None and not session.replica.has_joined:
                 session.resume()

@@ -1,10 +1,11 @@
-"""What replicas agree on and hand over when they meet; torchft's `Manager` votes inside one, and compares step numbers.
+"""What replicas agree on and hand over when they meet. torchft's `Manager` votes inside a replica, and compares step
+numbers.
 
-With it one replica commits while another does not, and two with other weights after the same number of steps continue
-as two runs. Here a synchronization is committed in two steps: all have received everything (they are prepared), and all
-know it. If a member is lost in between, some know and some do not. So each member has a history, a number that names
-all synchronizations committed so far, and a prepared one knows what it would become. When members meet again, those who
-have committed tell the others by their history.
+With that, one replica may commit while another does not, and two replicas with different weights after the same number
+of steps continue as two runs. Here a synchronization is committed in two steps: all have received everything (they are
+prepared), and all know it. If a member is lost in between, some know and some do not. So each member has a history, a
+number that identifies all synchronizations committed so far, and a prepared member knows what its history would become.
+When members meet again, the histories show who has committed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ class MemberState:
     """What one member reports when members meet; integers only.
 
     Args:
-        clock: Agreements so far, of all members that it has met; 0: it is new.
-        history: History of the synchronizations that it has committed.
-        prepared: What `history` becomes if the one that it is prepared for was committed; `NO_HISTORY`: it is not.
+        clock: Number of agreements so far among all members that it has met; 0: it is new.
+        history: Identifies the synchronizations that it has committed.
+        prepared: What `history` becomes if the synchronization for which it is prepared was committed; `NO_HISTORY`: it
+            is not prepared.
         digest: Digest of all that members share: anchors, outer optimizer, averaged buffers.
         steps: Optimizer steps.
-        trained: Samples since the next fragment was last synchronized.
-        due: It is ready to synchronize; otherwise it only joins.
+        trained: Samples trained since the next fragment was last synchronized.
+        due: Whether it is ready to synchronize; if not, it only joins.
         group: Digest of the members to which its residuals belong.
         position: How far the stream of samples has been used.
-        is_new: Its buffers and frozen parameters have not been compared since it started or healed.
+        is_new: Whether its buffers and frozen parameters have not been compared since it started or healed.
     """
 
     clock: int
@@ -58,14 +60,14 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The same on all members.
+    """The result of a meeting, the same on all members.
 
     Args:
-        helper: The member whose state is everyone's.
-        clock: Agreements so far, with this one.
-        history: The helper's.
-        to_commit: Members that are prepared for the helper's history: they commit what they have.
-        to_heal: Members that have another state: they get the helper's.
+        helper: The member whose state everyone uses.
+        clock: Number of agreements, including this one.
+        history: The helper's history.
+        to_commit: Members that are prepared for the helper's history, and commit what they have.
+        to_heal: Members that have another state, and get the helper's.
         diverged: Those of them with the helper's history, but other weights.
         steps: Optimizer steps that count for all.
         position: Where the stream of samples continues.
@@ -92,7 +94,7 @@ def gathered_states(comm: Comm, mine: MemberState) -> list[MemberState]:
 
 
 def merge_ranks(states: Sequence[MemberState]) -> MemberState:
-    """What a replica reports, from its ranks in order, which differ in their shards and samples."""
+    """The report of a replica, made from its ranks in order, which differ in shards and samples."""
     digests = ",".join(str(each.digest) for each in states)
     return replace(
         states[0],
@@ -128,26 +130,27 @@ def agree(states: Sequence[MemberState]) -> Agreement:
 
 
 def history_after(history: int, clock: int) -> int:
-    """What a history becomes when the synchronization of agreement number `clock` is committed; never `NO_HISTORY`."""
+    """The history after the synchronization of agreement number `clock` is committed; never `NO_HISTORY`."""
     return hash32(hash32(history) + clock) or 1
 
 
 def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
-    """Each member's weight, 1 on average; exactly 1 if all have trained equally many samples, or none."""
+    """Each member's weight, 1 on average; exactly 1 if all have trained the same number of samples, or none."""
     total = sum(trained)
     return tuple(each * len(trained) / total if total else 1.0 for each in trained)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MembersChange:
-    """The members are others than at the synchronization before.
+    """The members have changed since the previous synchronization.
 
     Args:
         step: Optimizer steps completed before.
-        members: The names of all, in the order of ranks.
-        joined: Those that are new; at first all.
-        lost: Those that are gone.
-        seconds: From the end of a round, or the start, until all that are left had met and had the same state.
+        members: The names of all members, in rank order.
+        joined: The new members; at first all.
+        lost: The members that are gone.
+        seconds: Seconds from the end of a round, or the start, until all remaining members had met and had the same
+            state.
     """
 
     step: int
@@ -167,7 +170,7 @@ class MembersChange:
 
 
 def send(state: Any, comm: MemberComm, rank: int) -> None:
-    """Dicts, lists, numbers, texts, None and tensors, to one member, as torch saves them: torchft pickles them, and
+    """Send dicts, lists, numbers, texts, None and tensors to one member, in torch's format. torchft pickles them, and
     loading a pickle may run code.
 
     Raises:

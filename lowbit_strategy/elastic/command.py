@@ -22,10 +22,10 @@ def lighthouse(
         float, typer.Option(min=0.1, help="Seconds that replicas wait in a round for one that lives and is slower.")
     ] = 600.0,
 ) -> None:
-    """Run torchft's lighthouse, until it is interrupted. Its page shows who is there.
+    """Run torchft's lighthouse until it is interrupted. Its page shows the replicas.
 
-    It keeps nothing that matters: if it is lost, replicas wait, and go on once it has been started again. Give each run
-    one of its own. Nobody who reaches the port is asked who they are: keep it in a private network.
+    It keeps no important state: if it is lost, replicas wait, and continue once it has been started again. Give each
+    run its own lighthouse. It does not authenticate anyone who reaches the port, so keep it in a private network.
     """
     from lowbit_strategy.elastic.lighthouse import start_lighthouse
 

@@ -1,4 +1,4 @@
-"""Asking the lighthouse who is there: torchft's `Manager` raises once that is lost."""
+"""Asks the lighthouse which replicas there are. torchft's `Manager` raises if the lighthouse is lost."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _log = logging.getLogger("lowbit_strategy")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a replica tells the lighthouse, and with it all others, about itself.
+    """What a replica tells the lighthouse, and so all others, about itself.
 
     Args:
-        name: The user's; replicas are ordered by it.
+        name: The user's name for it; replicas are ordered by name.
         store: Address of its store.
-        fits: Digest of all that must be the same on all replicas.
-        process: A new one whenever it is started.
+        fits: Digest of everything that must be the same on all replicas.
+        process: A value that is new whenever the replica is started.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Identity:
     @classmethod
     def parse(cls, text: str) -> Identity:
         """Raises:
-        ValueError: It is of another program.
+        ValueError: The text comes from another program.
         """
         parts = text.split("|")
         if len(parts) != 4:
@@ -65,13 +65,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """What the lighthouse has answered.
+    """The answer of the lighthouse.
 
     Args:
         number: Number of this set of replicas.
-        round_index: The largest number of earlier meetings that a replica had.
-        store: Address of that replica's store, where all connect.
-        replicas: Every replica's identity, in the order of ranks.
+        round_index: The largest number of earlier meetings of any replica.
+        store: Address of that replica's store, to which all connect.
+        replicas: Every replica's identity, in rank order.
     """
 
     number: int
@@ -81,10 +81,10 @@ class Quorum:
 
 
 class Registration:
-    """This replica's registration at the lighthouse while its process lives; one for all of its ranks.
+    """The registration of this replica at the lighthouse while its process lives, one for all of its ranks.
 
     Args:
-        options: The user's.
+        options: The user's options.
         identity: What it tells about itself.
         address: Address of this machine, as the others reach it.
 
@@ -121,12 +121,12 @@ class Registration:
         """Wait until all live replicas have asked.
 
         Args:
-            round_index: How often this replica has met others.
-            num_failures: Exchanges that have failed since one has succeeded.
+            round_index: Number of times that this replica has met others.
+            num_failures: Exchanges that have failed since the last one that succeeded.
             deadline: How long to wait for a lighthouse that does not answer.
 
         Raises:
-            ConnectionError: It does not answer in time.
+            ConnectionError: The lighthouse does not answer in time.
             SystemExit: This process has been asked to end.
         """
         missing = (
@@ -164,7 +164,7 @@ class Registration:
                 deadline.wait(missing)
 
     def end(self) -> None:
-        """The others stop waiting for this replica."""
+        """Make the others stop waiting for this replica."""
         with contextlib.suppress(RuntimeError):
             self._server.shutdown()
 
@@ -174,7 +174,7 @@ class Registration:
 
 
 class Patience:
-    """A wait with a limit, which logs now and then what it waits for.
+    """A wait with a time limit, which now and then logs what it waits for.
 
     Args:
         seconds: The limit.
@@ -189,7 +189,7 @@ class Patience:
 
     def wait(self, what: str) -> None:
         """Raises:
-        ConnectionError: It has taken too long.
+        ConnectionError: The wait has taken too long.
         """
         self.check()
         now = time.monotonic()
@@ -203,11 +203,11 @@ class Patience:
 
 
 def start_lighthouse(bind: str, *, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> Any:
-    """torchft's, in this process: it answers all replicas once the last live one has asked.
+    """Start torchft's lighthouse in this process. It answers all replicas once the last live one has asked.
 
     Args:
         bind: Address and port to listen on.
-        min_replicas: With fewer, all wait.
+        min_replicas: If there are fewer replicas, all wait.
         join_timeout: Seconds that replicas wait in a round for a slower one.
         heartbeat_timeout: Seconds without a heartbeat after which a replica is lost.
     """
@@ -253,9 +253,9 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
 
     Args:
         call: May take long.
-        why_not: Why the call can no longer be answered; empty: it can. May raise.
+        why_not: Returns why the call can no longer be answered; empty: it can. May raise.
         every: Seconds between two calls of it.
-        num_looks: How many in a row must give a reason.
+        num_looks: Number of consecutive reasons that end the wait.
 
     Raises:
         RuntimeError: The call can no longer be answered.
@@ -309,7 +309,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def has_ended(address: str) -> bool:
-    """Whether the connection to ``host:port`` is refused; a host that does not answer may be slow."""
+    """Whether the connection to ``host:port`` is refused; a host that does not answer may only be slow."""
     host, _, port = address.rpartition(":")
     return isinstance(_failure(host, int(port), _REFUSAL_S), ConnectionRefusedError)
 

@@ -1,4 +1,4 @@
-"""A Trainer whose run is one of the replicas that join and leave. Independent of the Lightning namespace."""
+"""Runs a Trainer as one of several replicas that join and leave. It works in both Lightning namespaces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowbit_strategy.local_steps import lightning as local_steps
 
 
 def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
-    """Training begins, and the replica has not met the others: the trainer will follow their steps, has its own
-    samples, and SIGTERM ends it while it waits for them.
+    """Training begins, and the replica has not met the others. The trainer will follow their steps, gets its own
+    samples, and ends on SIGTERM while it waits for them.
     """
     local_steps.begin(trainer, session, signals)
     loop, replica = trainer.fit_loop.epoch_loop, session.replica
@@ -32,7 +32,7 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
 
 
 def _catch_up(trainer: Any, steps: int) -> None:
-    """The Trainer counts from the others' step, and so do schedules of the learning rate that go by steps."""
+    """Let the Trainer, and learning-rate schedules by steps, count from the others' step."""
     loop = trainer.fit_loop.epoch_loop
     missing = steps - trainer.global_step
     if missing <= 0:
@@ -48,7 +48,7 @@ def _catch_up(trainer: Any, steps: int) -> None:
 
 
 def with_own_samples(dataloader: Any, trainer: Any) -> Any:
-    """Lightning's sampler for the ranks of one replica would give every replica the same samples."""
+    """Replace Lightning's sampler for one replica's ranks, which would give every replica the same samples."""
     sampler: Any = getattr(dataloader, "sampler", None)
     if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
         return dataloader

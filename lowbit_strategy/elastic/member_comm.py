@@ -1,4 +1,4 @@
-"""The transport of members that may be lost in the middle of an exchange."""
+"""The transport between members that may be lost in the middle of an exchange."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lowbit_strategy.collectives.comm import Comm, Pending, UnderWay
 
 
 class ExchangeFailedError(RuntimeError):
-    """A member has been lost in an exchange, or does not answer."""
+    """A member was lost in an exchange or does not answer."""
 
 
 class MemberComm(Comm):
-    """The collectives of a gloo group that is made again when members change, the same as those of `GroupComm`.
+    """The collectives of `GroupComm` for a gloo group that is made again when members change.
 
     Args:
         members: The group.
@@ -50,12 +50,12 @@ class MemberComm(Comm):
         return self._begin("broadcast", [x], options)
 
     def send(self, x: Tensor, target: int) -> Pending:
-        """Sends `x` to one member, which receives it."""
+        """Send `x` to one member, which must receive it."""
         self.sent_nbytes += x.nbytes
         return self._begin("send", [x], target, 0)
 
     def receive(self, x: Tensor, source: int) -> Pending:
-        """What one member sends."""
+        """Receive what one member sends."""
         return self._begin("recv", [x], source, 0)
 
     def _begin(self, operation: str, *values: Any) -> Pending:

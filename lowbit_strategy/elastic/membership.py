@@ -1,4 +1,6 @@
-"""Finding and connecting replicas: to torchft's `Manager` any replica is a member, of any model, options or name."""
+"""Finds and connects replicas that fit. torchft's `Manager` takes any replica as a member, whatever its model, options
+or name.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,15 @@ T = TypeVar("T")
 
 
 class RefusedError(RuntimeError):
-    """This replica does not fit those that are training."""
+    """This replica does not fit the replicas that are training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The replicas of a round.
+    """The replicas in a round.
 
     Args:
-        replicas: All replicas in the order of ranks.
+        replicas: All replicas in rank order.
         comm: Connects the ranks that have the same index in their replica as this one.
     """
 
@@ -70,17 +72,17 @@ class Members:
 
 
 class Membership:
-    """This replica among the others. All ranks of the replica call the methods, which may wait for other replicas: the
-    first rank asks the lighthouse, and all act on its answer.
+    """The membership of this replica. All of its ranks call the methods, which may wait for other replicas: the first
+    rank asks the lighthouse, and all act on its answer.
 
     Args:
         options: The user's.
-        facts: What must be the same on all replicas, as plain values by the names that a user knows.
-        replica: The ranks of this replica, on the CPU, in a group of their own without a timeout.
+        facts: What must be the same on all replicas, as plain values by names that a user knows.
+        replica: The ranks of this replica, on the CPU, in a separate group without a timeout.
 
     Attributes:
         asked_to_end: Whether a framework has noted SIGTERM, on which it acts at the next batch.
-        end: What a wait raises then.
+        end: The error that a wait then raises.
 
     Raises:
         ImportError: torchft is not installed.
@@ -106,12 +108,12 @@ class Membership:
         """Wait for all live replicas, and connect to them unless they are the same as before.
 
         Args:
-            round_index: How often members have met; 0: this replica has not met any.
+            round_index: Number of times that members have met; 0: this replica has not met any.
 
         Raises:
             RefusedError: This replica does not fit the others, or another has its name.
             ConnectionError: The lighthouse does not answer, or there are too few replicas, for `Elastic.patience`.
-            SystemExit: SIGTERM has come, before or meanwhile.
+            SystemExit: SIGTERM has arrived.
         """
         with noting_sigterm() as self._noted:
             while True:
@@ -129,10 +131,11 @@ class Membership:
                 return self._members
 
     def together(self, work: Callable[[], T]) -> T:
-        """The result of `work`, an exchange with other replicas, once all ranks of this one have completed it.
+        """Return the result of `work`, an exchange with other replicas, once all ranks of this replica have completed
+        it.
 
         Raises:
-            ExchangeFailedError: On all of them, if it has failed on one.
+            ExchangeFailedError: On all of its ranks, if it has failed on one.
         """
         error, results = None, []
         try:
@@ -155,7 +158,7 @@ class Membership:
         return bool(decided)
 
     def fail(self, error: Exception) -> None:
-        """An exchange has failed, or connecting has: all connect again at the next rendezvous."""
+        """An exchange or connecting has failed: connect again at the next rendezvous."""
         self._num_failures += 1
         self._members = None
         self._abort()
@@ -179,7 +182,7 @@ class Membership:
     # -- inside the replica ---------------------------------------------------------------------------------------
 
     def _by_first(self, find: Callable[[], T]) -> T:
-        """What `find` returns on the replica's first rank, or the error that it raises, on all ranks."""
+        """Return on all ranks what `find` returns on the replica's first rank, or raise its error."""
         found: T | None = None
         error: BaseException | None = None
         if self.replica.rank == 0:
@@ -219,7 +222,7 @@ class Membership:
         return identity
 
     def _found(self, round_index: int) -> Quorum:
-        """Enough replicas that train the same as this one."""
+        """Wait for enough replicas that train the same as this one."""
         assert self._registration is not None
         deadline = Patience(self.options.patience, self._check_end)
         self._check_end()
@@ -234,7 +237,7 @@ class Membership:
             )
 
     def _fitting(self, quorum: Quorum) -> tuple[Identity, ...]:
-        """Those that train the same as this one, in the order of ranks.
+        """The replicas that train the same as this one, in rank order.
 
         Raises:
             RefusedError: This replica is new, and does not fit the one that has met others most often.
@@ -287,7 +290,7 @@ class Membership:
 
     @as_failed_exchange()
     def _connect(self, quorum: Quorum) -> Members:
-        """This rank to those of the same index in the other replicas."""
+        """Connect this rank to the ranks of the same index in the other replicas."""
         self._abort()
         # the store keeps old keys, and a restarted lighthouse counts from the beginning
         place = f"lowbit/{quorum.number}/{quorum.round_index}/{self.replica.rank}"

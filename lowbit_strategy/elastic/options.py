@@ -20,26 +20,26 @@ LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 
 @configuration
 class Elastic(RoundMembers):
-    """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
+    """Replicas that come and go while a model is trained with local steps. torchft finds out which replicas there are.
 
-    A replica is one process, or a node of ranks that share one model, whose framework knows no other ranks. Members
-    are determined at the start of each exchange only:
+    A replica is one process, or a node whose ranks share one model; its framework knows no other ranks. Members are
+    determined only at the start of each exchange:
 
     1. every replica asks the lighthouse, which answers when all live replicas have asked
-    2. if they are others than before, they connect; each keeps what it has not sent yet
-    3. a new replica gets anchors, outer optimizer and step from another one, and residuals of zero
-    4. they exchange, and apply the result only when all have received everything: an exchange that fails, because a
-       replica is lost, changes nothing and is repeated with those left
+    2. if members have changed, they connect again; each keeps what it has not sent yet
+    3. a new replica gets anchors, outer optimizer and step from another one, and starts with residuals of zero
+    4. they exchange, and apply the result only when all have received everything. An exchange that fails because a
+       replica is lost changes nothing, and is repeated with the remaining ones
 
     Args:
         lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: from the environment
             variable TORCHFT_LIGHTHOUSE.
-        min_replicas: With fewer, all wait.
+        min_replicas: If there are fewer replicas, all wait.
         name: This replica's name in messages and reports; replicas are ordered by name. None: host and process id of
             its first rank.
-        address: This machine's address, where other replicas reach it. None: the one from which it reaches the
+        address: The address at which other replicas reach this machine. None: the one from which it reaches the
             lighthouse.
-        timeout: Seconds that a message may take; then a replica that has stopped counts as lost.
+        timeout: Seconds that a message may take. After that, a replica that has stopped counts as lost.
         connect_timeout: Seconds that replicas have to connect to each other.
         patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
 

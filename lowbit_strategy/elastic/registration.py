@@ -1,4 +1,4 @@
-"""A replica becomes known to the others."""
+"""Registers a replica with the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_TIMEOUT = timedelta(days=30)
 
 
 class RoundsOfReplicas(Part):
-    """A rule whose members are found again for every fragment."""
+    """Local steps whose members are found again for every fragment."""
 
     in_rounds: ClassVar[bool] = True
 
@@ -42,7 +42,7 @@ class RoundsOfReplicas(Part):
 def registered(
     elastic: Elastic, prepared: PreparedModel, module: nn.Module, group: dist.ProcessGroup | None
 ) -> PreparedModel:
-    """This replica becomes known to the others, which it meets in `Session.resume`; call on all of its ranks.
+    """Register this replica with the others, which it meets in `Session.resume`. Call it on all of its ranks.
 
     Raises:
         ValueError: There are several ranks, and the model is not sharded over them.
@@ -70,7 +70,7 @@ def registered(
 
 
 def _facts(prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:
-    """What is the same on all replicas."""
+    """What must be the same on all replicas."""
     settings = settings_of(prepared.options) | {"shard_size": prepared.topology.node_size}
     same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
     same |= to_plain("outer", prepared.options.outer)

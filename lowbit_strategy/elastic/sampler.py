@@ -1,4 +1,4 @@
-"""Which samples a replica trains, though the number of replicas changes."""
+"""Chooses the samples of a replica while the number of replicas changes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils.data import Dataset, DistributedSampler
 class ElasticSampler(DistributedSampler[int]):
     """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
 
-    When replicas meet they agree on how far the stream has been used. From there rank r of all W takes every W-th
-    sample, starting with number r, until they meet again; then the stream continues after the farthest one. Nothing is
-    repeated. Samples that a slower replica skipped, or a lost one had, are not made up for.
+    When replicas meet, they agree on how far the stream has been used. From there, rank r of all W takes every W-th
+    sample, starting with number r, until they meet again; then the stream continues after the farthest sample used.
+    Nothing is repeated. Samples that a slower replica skipped, or that a lost one had, are not made up for.
 
-    It is a `DistributedSampler`, which frameworks do not replace. Each replica's epoch has the length of the dataset,
-    for any number of replicas, so a framework's plans by epochs hold. The stream continues across epochs. Ranks that
-    share one model share its samples and its epoch.
+    It is a `DistributedSampler`, so frameworks do not replace it. Each replica's epoch has the length of the dataset,
+    whatever the number of replicas, so a framework's plans by epochs hold. The stream continues across epochs. Ranks
+    that share one model share its samples and its epoch.
 
     Args:
         dataset: Dataset of a known length, the same on all replicas.
-        shuffle: Permute it, otherwise as it is.
+        shuffle: Whether to permute the dataset.
         seed: Seed of the permutations; the same on all replicas.
         rank: Rank in its replica.
         num_ranks: Ranks of the replica; 1 on all of them if the framework divides its samples among them, as Accelerate
@@ -55,7 +55,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     @property
     def position(self) -> int:
-        """How far the stream has been used, to this replica's knowledge."""
+        """How far the stream has been used, as far as this replica knows."""
         return self._start + self._drawn * self._world_size
 
     def go_on(self, start: int, place: int, num_members: int) -> None:
@@ -63,8 +63,8 @@ class ElasticSampler(DistributedSampler[int]):
 
         Args:
             start: How far the stream has been used.
-            place: This replica's, among all.
-            num_members: How many replicas there are.
+            place: This replica's place among all replicas.
+            num_members: Number of replicas.
         """
         self._start, self._drawn = start, 0
         self._rank, self._world_size = place * self.num_replicas + self.rank, num_members * self.num_replicas

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer whose run is one of the replicas that join and leave."""
+"""Runs a Hugging Face Trainer as one of several replicas that join and leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from lowbit_strategy.elastic.schedule import advance_schedule
 
 
 def adapt(trainer: Any) -> None:
-    """Its samples are the replicas', the lowest replica writes checkpoints, and one that joins catches up."""
+    """Adapt a trainer: samples are divided among replicas, the lowest replica writes checkpoints, and one that joins
+    catches up.
+    """
     trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
     trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, trainer._save_checkpoint)
     wrap_method(trainer, "train", functools.partial(_train, trainer))
@@ -29,7 +31,7 @@ def _save_if_lowest(trainer: Any, save: Callable[..., None], *args: Any, **kwarg
 
 
 def _catch_up(trainer: Any, steps: int) -> None:
-    """The Trainer counts from the others' step, and so does its schedule of the learning rate."""
+    """Let the Trainer and its learning-rate schedule count from the others' step."""
     missing = steps - trainer.state.global_step
     if missing <= 0:
         return

@@ -1,4 +1,4 @@
-"""The bytes that a step sends are those that were planned."""
+"""Checks that a step sends exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class Promise(NamedTuple):
-    """What a bucket sends.
+    """The bytes that a bucket will send.
 
     Args:
-        nbytes: To the byte, where its methods are codecs.
+        nbytes: Number of bytes, exact if its methods are codecs.
         padding_nbytes: Other methods may pad each parameter to 16 bytes on both hops.
         fixed: Whether the bytes do not depend on values.
     """
@@ -36,7 +36,7 @@ class Promise(NamedTuple):
 
 @dataclass(slots=True)
 class _Count:
-    """What a bucket has sent."""
+    """The bytes that a bucket has sent."""
 
     bucket: Bucket
     nbytes: int = 0
@@ -61,7 +61,7 @@ class ByteCheck(BucketObserver, StepListener):
         sync.listeners.add(self, StepPhase.RECORD)
 
     def begin_step(self) -> None:
-        """Called by the engine. What an earlier step has left, whose gradients were thrown away, is forgotten."""
+        """Called by the engine. Forget what an earlier step left whose gradients were thrown away."""
         self._counts = []
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
@@ -74,7 +74,7 @@ class ByteCheck(BucketObserver, StepListener):
         """Called by the engine.
 
         Raises:
-            RuntimeError: More or less was sent than planned.
+            RuntimeError: The number of bytes sent differs from the plan.
         """
         promises = [self._promise(count.bucket) for count in self._counts]
         sent, promised = sum(count.nbytes for count in self._counts), sum(each.nbytes for each in promises)
@@ -97,7 +97,7 @@ class ByteCheck(BucketObserver, StepListener):
 
 
 def promised(bucket: Bucket) -> Promise:
-    """What one bucket is to send."""
+    """The bytes that one bucket will send."""
     context, names = bucket.context, bucket.ordered_names
     reduction = ReductionPlan(context.methods, context.specs, Topology(context.comm.world_size))
     messages = reduction.messages(names, bucket.layout.num_marked)
@@ -106,7 +106,7 @@ def promised(bucket: Bucket) -> Promise:
 
 
 def _counted(stages: Stages, count: _Count) -> Iterator[Pending | None]:
-    """`stages`, which send between two yields and not in between."""
+    """Count what `stages` send, which happens only between two yields."""
     comm = count.bucket.context.comm
     while True:
         before = comm.sent_nbytes
@@ -123,7 +123,7 @@ class WeightCheck:
     """The same for FSDP2's weights.
 
     Args:
-        weights: The model's; nothing has been gathered by them before.
+        weights: The model's weights, which have not been gathered before.
     """
 
     def __init__(self, weights: WeightSync) -> None:
@@ -136,7 +136,7 @@ class WeightCheck:
 
     def end_step(self) -> None:
         """Raises:
-        RuntimeError: More or fewer bytes were sent than was promised.
+        RuntimeError: The number of bytes sent differs from the promise.
         """
         promised = framing = 0
         for name, costs in self._costs.items():

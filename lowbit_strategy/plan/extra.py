@@ -13,12 +13,12 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class Extra:
-    """What ranks send and keep for a purpose other than gradients. This base class stands for nothing.
+    """What ranks send and keep for a purpose other than gradients. This base class sends and keeps nothing.
 
     A `Follower` of gradients has it as `extra`, and an option's part as `WithExtra`.
 
     Attributes:
-        purpose: What memory is for, in a few words.
+        purpose: The purpose of the memory, in a few words.
         given_up: How a run without it differs, and what that costs, in words; None: it cannot be given up.
     """
 
@@ -32,7 +32,7 @@ class Extra:
         specs: Mapping[str, TensorSpec],
         topology: Topology,
     ) -> tuple[TransferGroup, ...]:
-        """What a step sends, on average."""
+        """The transfers of a step, on average."""
         return ()
 
     def kept_nbytes(
@@ -43,7 +43,7 @@ class Extra:
         *,
         copies: bool,
     ) -> int:
-        """Memory for what is kept. `copies`: it is copied before a step changes it."""
+        """Bytes of memory for what is kept. `copies`: whether it is copied before a step changes it."""
         return 0
 
     def lines(self, plan: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a plan adds to the start-up report: bytes, and with `fitting` memory."""
+"""The lines that a plan adds to the start-up report: bytes and, with `fitting`, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY = "lowbit_strategy.fitting.memory:lines"
 
 
 def lines_of(sync: GradientSync, ranks: Ranks) -> list[str]:
-    """The lines of a run, about the parameters that `ranks` reduce."""
+    """The lines about the parameters that `ranks` reduce in a run."""
     return lines(plan_of(sync, ranks=ranks))
 
 
@@ -48,7 +48,7 @@ def lines(plan: StepPlan) -> list[str]:
 
 
 def _levels(plan: StepPlan) -> list[str]:
-    """What travels inside a node and what between nodes; nothing where there is one node."""
+    """What is sent inside a node and between nodes; empty if there is one node."""
     topology = plan.topology
     if topology.num_nodes == 1:
         return []
@@ -60,7 +60,7 @@ def _levels(plan: StepPlan) -> list[str]:
 
 
 def _cost(plan: StepPlan, coding: WeightCoding) -> str:
-    """What FSDP2's weights cost a rank in a step of one forward and one backward pass."""
+    """The cost of FSDP2's weights to a rank in a step of one forward and one backward pass."""
     units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
     kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
     memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"

@@ -1,4 +1,4 @@
-"""What travels: messages, and the transfers that are sent as one."""
+"""Messages, and the transfers that group them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ EXACT_WEIGHTS = "exact weights"  # the framework's own gather
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank sends in one collective, or in several of one method that wait for each other.
+    """What one rank sends in one collective, or in several consecutive collectives of one method.
 
     Args:
         level: The ranks that exchange it: all (``flat``), those of a node, or those with the same part on all nodes.
-        what: What is sent, in a word.
-        nbytes: Bytes that this rank sends to others, as the method promises them.
-        framing_nbytes: Sent in addition: headers, padding.
-        in_series: Collectives, each of which waits for the one before.
-        fixed: Whether the bytes do not depend on values.
-        internode_fraction: How much of it leaves the node, from 0 to 1.
+        what: The content, in a word.
+        nbytes: Bytes that this rank sends to others, as promised by the method.
+        framing_nbytes: Additional bytes for headers and padding.
+        in_series: Number of collectives, each of which waits for the one before it.
+        fixed: Whether the number of bytes is independent of values.
+        internode_fraction: The fraction that leaves the node, from 0 to 1.
     """
 
     level: Level
@@ -39,17 +39,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a round.
+    """What is sent together: a DDP bucket, a module that FSDP2 shards, or a bucket of a round.
 
     Args:
-        name: What reports call it.
-        numel: Elements of its parameters, wholly.
-        messages: Each waits for the one before it.
-        repeats: How often it travels per step (of a round: per round), on average.
+        name: Its name in reports.
+        numel: Elements of its whole parameters.
+        messages: Its messages, each of which waits for the one before it.
+        repeats: How often it is sent per step, or per round, on average.
         buffer_nbytes: Memory for its messages while they are under way.
-        encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
-        brief_nbytes: Memory that only one transfer has at a time: what travels inside a node while all wait for it, and
-            between two hops the mean of what this rank owns.
+        encoded_numel: Elements that this rank encodes and decodes for it, on all hops together.
+        brief_nbytes: Memory that only one transfer needs at a time: for what is sent inside a node while all wait for
+            it and, between two hops, for the mean of what this rank owns.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TransferGroup:
 
     @property
     def in_series(self) -> int:
-        """Collectives that wait for each other, each time that it travels."""
+        """Number of consecutive collectives each time that it is sent."""
         return sum(message.in_series for message in self.messages)
 
     def nbytes(self, *levels: Level) -> int:
-        """Promised bytes each time that it travels, on these levels; none given: on all."""
+        """Promised bytes each time that it is sent, on these levels; on all levels if none is given."""
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
 
 

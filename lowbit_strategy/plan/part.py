@@ -1,4 +1,4 @@
-"""What plans do in every run, asked or not: bytes are checked, and what a step takes and sends is reported."""
+"""The part of plans in every run: it checks bytes, and reports what a step takes and sends."""
 
 from __future__ import annotations
 

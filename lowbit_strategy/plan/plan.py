@@ -1,4 +1,4 @@
-"""A plan: everything that a set-up sends in a step, on one rank."""
+"""A plan: everything that one rank sends in a step."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from lowbit_strategy.ranks.ranks import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one rank sends, and everything that its bytes and memory follow from.
+    """What one rank sends, and everything that determines its bytes and memory.
 
     Args:
         topology: The ranks.
         layout: What wraps the model.
         specs: What this rank reduces of every parameter.
-        assignments: Method and kind of each, and why: what is exempt or of high precision.
-        reduced: What is reduced as one, in the order in which backward produces it.
+        assignments: Method and kind of each parameter, with reasons: compressed, high-precision or exempt.
+        reduced: What is reduced together, in the order of backward.
         gradients: Transfers of every step, for each of `reduced`.
         weights: Transfers of every step: FSDP2's modules, in their order.
-        rounds: Messages of a round, where ranks meet in rounds.
+        rounds: Messages of a round, if ranks meet in rounds.
         extra: Transfers in addition to gradients, per step or round, on average.
-        companion: What `extra` is for.
-        round_plan: What `rounds` are of; None: every step reduces its gradients.
+        companion: The purpose of `extra`.
+        round_plan: The plan of a round; None: every step reduces its gradients.
         coding: Coding of weights, if FSDP2 shards them.
         modules: The units that FSDP2 gathers.
-        device_type: Where gradients are coded.
-        copies: Whether what methods keep is copied before it changes.
+        device_type: Type of the device on which gradients are coded.
+        copies: Whether methods' state is copied before it changes.
     """
 
     topology: Topology
@@ -63,7 +63,7 @@ class StepPlan:
 
     @property
     def scatter(self) -> bool:
-        """Whether peers reduce-scatter, and not all-reduce."""
+        """Whether peers do a reduce-scatter instead of an all-reduce."""
         return self.layout == "fsdp"
 
     @property
@@ -73,7 +73,7 @@ class StepPlan:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes sent to peers in a step, or in a round; without framing."""
+        """Bytes sent to peers in a step or round, without framing."""
         return step_nbytes((self.rounds or self.gradients) + self.extra, "flat", "inter-node")
 
     @property
@@ -83,12 +83,12 @@ class StepPlan:
 
     @property
     def intra_node_nbytes(self) -> int:
-        """Bytes of gradients sent inside the node in a step, before and after the exchange between nodes."""
+        """Gradient bytes sent inside the node in a step, before and after the exchange between nodes."""
         return step_nbytes(self.gradients, "intra-node")
 
     @property
     def in_series(self) -> int:
-        """Collectives of a step's gradients, or of a round, that wait for each other, the longest bucket's."""
+        """Number of consecutive collectives in the longest bucket of a step or round."""
         return max((transfer.in_series for transfer in self.rounds or self.gradients), default=0)
 
     def uncompressed_nbytes(self, itemsize: int) -> int:
@@ -114,16 +114,16 @@ def make_plan(
 ) -> StepPlan:
     """Args:
     specs: Parameters, or this rank's parts of them.
-    assignments: What each parameter gets (`assign_all`).
+    assignments: The assignment of each parameter (`assign_all`).
     topology: The ranks.
     layout: What wraps the model.
-    reduced: What is reduced as one, in the order of backward; None: buckets as DDP's of float32 gradients.
+    reduced: What is reduced together, in the order of backward; None: buckets like DDP's for float32 gradients.
     coding: Coding of weights, under FSDP2.
-    modules: What FSDP2 gathers as one, under FSDP2.
-    round_plan: What ranks send in rounds, where gradients stay on their rank.
-    device_type: Where gradients are coded.
+    modules: What FSDP2 gathers together, under FSDP2.
+    round_plan: What ranks send in rounds, if gradients stay on their rank.
+    device_type: Type of the device on which gradients are coded.
     extra: What ranks exchange in addition to gradients.
-    copies: Whether what methods keep is copied before it changes; None: where gradients are reduced.
+    copies: Whether methods' state is copied before it changes; None: if gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
     if reduced is None:

@@ -1,4 +1,4 @@
-"""What of a plan follows from a model that is prepared, before there is an engine."""
+"""The part of a plan that follows from a prepared model, before there is an engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class WithExtra(Protocol):
     """A `Part` for which ranks exchange or keep more than gradients."""
 
     def extra(self, prepared: PreparedModel) -> Extra:
-        """What ranks will exchange and keep for it."""
+        """What ranks will exchange and keep for this part."""
 
     def given_up(self) -> Part:
-        """What is left if it cannot be had and nobody has asked for it."""
+        """What to use instead if the part cannot work and the user has not asked for it."""
 
 
 def extra_of(prepared: PreparedModel) -> Extra:
@@ -26,10 +26,10 @@ def extra_of(prepared: PreparedModel) -> Extra:
 
 
 def without_extra(prepared: PreparedModel) -> tuple[Part, ...]:
-    """Its parts if that is given up."""
+    """The parts that remain if that is given up."""
     return tuple(part.given_up() if isinstance(part, WithExtra) else part for part in prepared.parts)
 
 
 def copies_residuals(prepared: PreparedModel) -> bool:
-    """Whether they are copied before each reduction; rounds throw nothing away unless replicas leave."""
+    """Whether residuals are copied before each reduction. Rounds throw nothing away unless replicas leave."""
     return prepared.options.rollback and (not prepared.in_rounds or prepared.options.comes_and_goes)

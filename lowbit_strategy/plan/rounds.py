@@ -1,4 +1,4 @@
-"""What is sent in rounds of several optimizer steps, where not every step reduces its gradients."""
+"""What is sent in rounds of several optimizer steps, in which not every step reduces gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 class RoundPlan(Protocol):
-    """A round, as numbers, and what reports call its parts.
+    """A round as numbers, and the names of its parts in reports.
 
     A `RoundRule` has that of its first round as `planned()`, and `Rounds` that of the current one as `planned(ranks)`.
     """
 
     @property
     def label(self) -> str:
-        """A few words for reports: who meets, and when."""
+        """A few words for reports: which ranks meet, and when."""
 
     @property
     def sends(self) -> str:
-        """What is sent in the place of a gradient."""
+        """What is sent instead of a gradient."""
 
     @property
     def keeps(self) -> str:
@@ -40,10 +40,10 @@ class RoundPlan(Protocol):
     def transfers(
         self, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
     ) -> tuple[TransferGroup, ...]:
-        """What a round sends."""
+        """The transfers of a round."""
 
     def kept_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Memory for what is kept."""
+        """Bytes of memory for what is kept."""
 
     def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Temporary memory of a turn, without messages."""
+        """Temporary bytes of memory in a turn, without messages."""

@@ -1,4 +1,4 @@
-"""What a step of a run sends and keeps, read from its engine."""
+"""Reads from an engine what a step sends and keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 
 def plans_of(sync: GradientSync) -> list[StepPlan]:
-    """What a step sends and keeps, for each set of ranks that reduces parameters."""
+    """The plans of a step, one for each set of ranks that reduces parameters."""
     return [plan_of(sync, ranks=ranks) for ranks in sync.all_ranks]
 
 
@@ -26,8 +26,8 @@ def plan_of(
     *,
     ranks: Ranks | None = None,
 ) -> StepPlan:
-    """What a step sends and keeps, as it is, or with other methods and another coding of weights. Of the parameters
-    that `ranks` reduce; None: of most.
+    """The plan of a step for the parameters that `ranks` reduce (None: the engine's `ranks`), as it is, or with other
+    methods and another coding of weights.
     """
     weights, ranks, ranks_of = sync.weights, ranks or sync.ranks, sync.state.ranks_of
     rounds: Any = sync.rounds

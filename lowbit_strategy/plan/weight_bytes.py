@@ -1,4 +1,4 @@
-"""The messages of FSDP2's weights, and what is kept of them."""
+"""The messages of FSDP2's weights, and the memory for what is kept."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lowbit_strategy.ranks.ranks import Topology
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeightCost:
-    """What a module's weights cost a rank.
+    """The cost of a module's weights to a rank.
 
     Args:
-        gather_nbytes: Sent to others each time that they are gathered over the network, without framing.
-        framing_nbytes: A header and the padding of every parameter, each time that codes are sent; at most.
-        exact_nbytes: Sent to others where they travel as they are.
-        num_gathers: How often they are gathered in a step of one forward and one backward pass.
-        kept_nbytes: Memory for what stays between gathers.
-        buffer_nbytes: Memory for messages: the own one, and those received unless they are what is kept.
-        row_framing_nbytes: Bytes of one rank's codes, to the byte; 0 where none travel.
+        gather_nbytes: Bytes sent to others in each gather over the network, without framing.
+        framing_nbytes: At most this many bytes for a header and the padding of every parameter, each time that codes
+            are sent.
+        exact_nbytes: Bytes sent to others if weights are sent as they are.
+        num_gathers: Number of gathers in a step of one forward and one backward pass.
+        kept_nbytes: Bytes of memory for what stays between gathers.
+        buffer_nbytes: Memory for messages: this rank's, and the received ones unless these are kept.
+        row_framing_nbytes: Exact bytes of one rank's codes; 0 if none are sent.
     """
 
     gather_nbytes: int
@@ -43,7 +44,7 @@ class ModuleWeightCost:
 
 
 def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeightCost:
-    """What one module's weights cost a rank, where `world_size` ranks share them."""
+    """The cost of one module's weights to a rank, if `world_size` ranks share them."""
     others, itemsize = world_size - 1, layout.dtype.itemsize
     rows = [dim0_row_numel(spec.shape, world_size) for spec in layout.specs]
     exact = sum(rows) * itemsize
@@ -70,12 +71,12 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
 
 
 def sharing_ranks(topology: Topology, layout: Layout) -> int:
-    """Ranks that shard the model together, under FSDP2."""
+    """The number of ranks that shard the model together, under FSDP2."""
     return topology.num_parts if layout == "hsdp" else topology.world_size
 
 
 def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout) -> int:
-    """Memory for what stays between gathers, of a whole model."""
+    """Bytes of memory for what stays between gathers, of a whole model."""
     num_ranks = sharing_ranks(topology, layout)
     return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
 
@@ -83,7 +84,7 @@ def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topol
 def weight_transfers(
     coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout
 ) -> tuple[TransferGroup, ...]:
-    """Transfers of a whole model's weights, module by module. With two levels each goes between nodes first."""
+    """Transfers of a whole model's weights, module by module. With two levels each is first sent between nodes."""
     num_ranks = sharing_ranks(topology, layout)
     if num_ranks == 1:
         return ()
