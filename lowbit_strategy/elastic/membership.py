@@ -1,6 +1,4 @@
-"""Finds and connects replicas that fit. torchft's `Manager` takes any replica as a member, whatever its model, options
-or name.
-"""
+"""Finds and connects replicas that fit. torchft's `Manager` takes any replica, whatever its model or options."""
 
 from __future__ import annotations
 

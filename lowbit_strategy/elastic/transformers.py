@@ -11,9 +11,7 @@ from lowbit_strategy.elastic.schedule import advance_schedule
 
 
 def adapt(trainer: Any) -> None:
-    """Adapt a trainer: samples are divided among replicas, the lowest replica writes checkpoints, and one that joins
-    catches up.
-    """
+    """Divide samples among replicas; the lowest replica writes checkpoints, and one that joins catches up."""
     trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
     trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, trainer._save_checkpoint)
     wrap_method(trainer, "train", functools.partial(_train, trainer))

@@ -1,4 +1,4 @@
-"""Which weights and buffers a model has on one rank: its own, or those that all ranks share."""
+"""Switches a model's weights and buffers on one rank between its own and those that all ranks share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class AnchoredModel:
-    """A model that is trained locally, in fragments.
+    """A model that is trained with local steps, in fragments.
 
     Args:
         fragments: Its parameters, each with an anchor.
         buffers: Buffers of the model.
-        sync: Is told where weights change outside of optimizer steps.
+        sync: The engine, which is told when weights change outside optimizer steps.
         inside: The ranks of a replica; None: it is one rank.
     """
 
@@ -52,23 +52,23 @@ class AnchoredModel:
 
     @property
     def own_weights(self) -> dict[str, Tensor]:
-        """This rank's, also inside `shared`."""
+        """This rank's weights, also inside `shared`."""
         return self.params if self._aside is None else self._aside[0]
 
     def state_of_buffers(self) -> dict[str, dict[str, Tensor]]:
-        """The shared ones, this rank's own of those (also inside `shared`), and what is not averaged."""
+        """The shared buffers, this rank's values of them (also inside `shared`), and what is not averaged."""
         own = self.buffers.own if self._aside is None else self._aside[1]
         return {"shared": self.buffers.shared, "own": own, "private": self.buffers.private}
 
     def compare_buffers(self) -> None:
-        """Averages what differs between ranks, and warns about what has no mean. Called on all ranks."""
+        """Average what differs between ranks, and warn about what cannot be averaged. Called on all ranks."""
         comm = self._sync.ranks.peers
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
         self.buffers.take_differing(found, warns=self._sync.ranks.logs)
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """The model has the anchors and the averaged buffers inside; may be nested."""
+        """A context in which the model has the anchors and the averaged buffers; may be nested."""
         if self._aside is not None:
             yield
             return
@@ -85,19 +85,19 @@ class AnchoredModel:
                 self._aside = None
 
     def keep(self) -> None:
-        """Lets this rank continue from what the model has now; called inside `shared`."""
+        """Let this rank continue from what the model has now. Called inside `shared`."""
         self._aside = None
 
     @torch.no_grad()
     def use(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` into the model; parameters without an entry stay."""
+        """Copy `weights` into the model; parameters without an entry are unchanged."""
         for name, param in self.params.items():
             if name in weights:
                 param.copy_(weights[name])
         self._changed()
 
     def use_shared(self) -> None:
-        """The model has the anchors and the averaged buffers from now on."""
+        """Give the model the anchors and the averaged buffers from now on."""
         for fragment in self.fragments:
             fragment.pull_(0.0)
         self._changed()
@@ -108,7 +108,7 @@ class AnchoredModel:
             self._sync.weights.invalidate()
 
     def differs(self, anchors: Mapping[str, Tensor]) -> bool:
-        """Whether the model has other weights than `anchors`, on any rank of this replica."""
+        """Whether the model's weights differ from `anchors` on any rank of this replica."""
         kept = {name: param for name, param in self.params.items() if name in anchors}
         here = any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in kept.items())
         differs = torch.tensor(int(here), device=self._sync.device)
@@ -124,7 +124,7 @@ class AnchoredModel:
 
     @torch.no_grad()
     def rebase_on_mean(self, names: Iterable[str]) -> None:
-        """Sets these anchors to the mean over the ranks. Called on all ranks."""
+        """Set these anchors to the mean over the ranks. Called on all ranks."""
         peers = self._sync.ranks.peers.with_own_counter()  # beside the engine's counters
         for name in names:
             total = self.anchors[name].contiguous()
@@ -134,24 +134,24 @@ class AnchoredModel:
 
 
 class Differing(NamedTuple):
-    """What differs between ranks: its new value, None without a mean, and whether it is averaged from now on."""
+    """What differs between ranks: the new value (None without a mean), and whether it is averaged from now on."""
 
     value: Tensor | None
     averaged: bool
 
 
 class AveragedBuffers:
-    """What a model has in addition to trained parameters: averaged over ranks, or each rank's own.
+    """What a model has besides trained parameters: values that are averaged over ranks, and values of each rank.
 
     * Floating-point buffers, such as BatchNorm's, are averaged. Their change since the last average is sent, so one
       that never changes, such as a mask with infinite entries, stays the same bit for bit.
-    * Frozen parameters are watched: one that differs between ranks (a teacher that follows the rank's student) is
-      averaged from then on. The others cost nothing.
-    * Anything else, such as counts, has no mean: it stays this rank's own, and is saved with its weights.
+    * Frozen parameters are watched: one that differs between ranks (such as a teacher that follows the rank's student)
+      is averaged from then on. The others cost nothing.
+    * Anything else, such as counts, cannot be averaged: it stays this rank's own, and is saved with its weights.
 
     Args:
-        beside: Gives buffers and frozen parameters by name, the same names on all ranks. Called whenever they are
-            needed: a model may replace its buffers.
+        beside: Returns buffers and frozen parameters by name, with the same names on all ranks. Called whenever they
+            are needed, since a model may replace its buffers.
 
     Attributes:
         shared: What is shared, by name.
@@ -167,12 +167,12 @@ class AveragedBuffers:
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """The model's current values of what is averaged, live."""
+        """The model's current values of what is averaged, as live tensors."""
         return self._live(self.shared)
 
     @property
     def private(self) -> dict[str, Tensor]:
-        """The rest, live, without frozen parameters that have not changed since all ranks agreed."""
+        """The other live values, without frozen parameters that have not changed since all ranks agreed."""
         now, beside = self._digests(), self._beside()
         as_agreed = [name for name, digest in now.items() if digest == self._agreed.get(name)]
         same = {name for name in as_agreed if isinstance(beside[name], nn.Parameter)}
@@ -183,7 +183,7 @@ class AveragedBuffers:
         return {name: local_part(beside[name]) for name in names if name in beside}
 
     def _watched(self) -> dict[str, Tensor]:
-        """All that is not averaged and may have to be, live."""
+        """Live values that are not averaged now but may have to be."""
         return self._live(name for name in self._beside() if name not in {*self.shared, *self._reported})
 
     def _digests(self) -> dict[str, int]:
@@ -193,7 +193,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def align(self, comm: Comm, device: torch.device) -> None:
-        """Local steps begin, on all ranks: averaged buffers that differ between them start at the mean.
+        """Local steps begin on all ranks: averaged buffers that differ start at the mean.
 
         Args:
             comm: The ranks that have the same part of the model.
@@ -208,13 +208,13 @@ class AveragedBuffers:
     def differing(
         self, comm: Comm, device: torch.device, known: Sequence[int], *, floats_only: bool = False
     ) -> dict[str, Differing]:
-        """What else differs between ranks, by name; nothing is changed yet. Called on all ranks.
+        """Find what else differs between ranks, by name, without changing anything. Called on all ranks.
 
         Args:
             comm: See `align`.
             device: See `align`.
-            known: Ranks that count. Where they agree, the others, which are new, get their value.
-            floats_only: Do not compare what has no mean.
+            known: Ranks that count. If they agree, the others, which are new, get their value.
+            floats_only: Do not compare what cannot be averaged.
         """
         watched, found = self._watched(), {}
         mine = {name: x for name, x in watched.items() if x.is_floating_point() or not floats_only}
@@ -232,7 +232,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def take_differing(self, found: Mapping[str, Differing], *, warns: bool = False) -> None:
-        """Values replace this rank's own; means are averaged from now on. `warns`: once of each that has no mean."""
+        """Replace this rank's values; means are averaged from now on. `warns`: warn once about those without a mean."""
         for name, (value, averaged) in found.items():
             if value is not None:
                 own = self._live([name])[name]
@@ -252,8 +252,8 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
-        """float32, flat, for each buffer: this rank's minus the shared one. NaN counts as unchanged: a batch that
-        overflowed must not spoil the other ranks' statistics.
+        """For each buffer, this rank's value minus the shared one, as flat float32. NaN counts as unchanged, so that a
+        batch that overflowed does not spoil the other ranks' statistics.
         """
         buffers = self.own
         pairs = [(buffers[name], shared) for name, shared in self.shared.items()]
@@ -264,7 +264,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def take_(self, mean_change_N: Tensor, mix: float) -> None:
-        """Add the mean of all ranks' `changes` to the shared buffers; the own ones keep a share `mix` of themselves."""
+        """Add the mean of all ranks' `changes` to the shared buffers; this rank's keep a fraction `mix`."""
         at, buffers = 0, self.own
         for name, shared in self.shared.items():
             change = mean_change_N[at : at + shared.numel()].view_as(shared)

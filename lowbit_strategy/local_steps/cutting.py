@@ -1,4 +1,4 @@
-"""How parameters are cut into fragments and buckets."""
+"""Cuts parameters into fragments and buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_FACTS = 4  # numbers of a header in addition to the sample and one per rank
 
 
 def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
-    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
+    """Cut consecutive parameters into at most `num_fragments` parts of about equal size, none of them empty."""
     total = sum(spec.numel for spec in specs)
     parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
     before = 0

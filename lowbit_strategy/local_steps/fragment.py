@@ -1,4 +1,4 @@
-"""A fragment of a model: parameters that synchronize together, what travels then, and the optimizers of the anchor."""
+"""A fragment of a model: parameters that synchronize together, their messages, and the optimizers of the anchor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lowbit_strategy.model.parameters import local_part, shaped
 
 class Fragment:
     """Args:
-        specs: Specs of the fragment's parameters, those of each of `GradientSync.all_ranks`.
-        params: All parameters by name; of a sharded one the local shard is synchronized.
+        specs: Specs of the fragment's parameters, for each of `GradientSync.all_ranks`.
+        params: All parameters by name; of a sharded parameter the local shard is synchronized.
 
     Attributes:
         anchors: The weights that all ranks share: float32, by name, views of one flat tensor.
         sample: Positions of the elements from which the drift of ranks is measured.
-        buckets: For each bucket, of which there is at least one: which of `GradientSync.all_ranks` reduce it, its
-            layout, its slice of the pseudo-gradient.
+        buckets: The buckets, at least one: each has the index in `GradientSync.all_ranks` of the ranks that reduce it,
+            its layout, and its slice of the pseudo-gradient.
     """
 
     def __init__(self, specs: Sequence[Sequence[TensorSpec]], params: Mapping[str, Tensor]) -> None:
@@ -62,7 +62,7 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradient(self) -> Tensor:
-        """float32 ``[numel]``: the anchor, rounded to the type of the weights, minus the weights."""
+        """The anchor, rounded to the weights' dtype, minus the weights: float32 ``[numel]``."""
         x_N = torch.empty_like(self._anchor)
         weights = self.params
         for name, part in self.views(x_N).items():
@@ -99,18 +99,18 @@ def _buckets(specs: Sequence[Sequence[TensorSpec]]) -> list[tuple[int, BucketLay
 
 @dataclass(slots=True)
 class FragmentSync:
-    """One synchronization of a fragment: what this rank has sent, and once it has arrived, what all ranks get.
+    """One synchronization of a fragment: what this rank has sent and, once it has arrived, the result for all ranks.
 
-    A header travels before the pseudo-gradient, summed over ranks without compression: ``[done?, asks?, loss,
+    A header is sent before the pseudo-gradient and summed over ranks without compression: ``[done?, asks?, loss,
     ||s||^2, finite? of each rank, s, changes of buffers]``, with s a sample of the pseudo-gradient. Reading it waits
     for the device.
 
     Args:
-        place: The fragment's among all.
-        fragment: What is synchronized.
+        place: The fragment's place among all fragments.
+        fragment: The fragment that is synchronized.
         x: The pseudo-gradient; once it has arrived, the mean.
         header: float32, flat.
-        world_size: Number of the ranks that synchronize.
+        world_size: Number of ranks that synchronize.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
         weights: Each rank's weight, 1 on average; empty: all 1.
@@ -128,7 +128,7 @@ class FragmentSync:
     arrivals: Sequence[Pending] = ()
 
     def wait(self) -> None:
-        """Waits until all of it has arrived."""
+        """Wait until all of it has arrived."""
         wait_for_all(self.arrivals)
 
     @property
@@ -138,18 +138,18 @@ class FragmentSync:
 
     @property
     def asked(self) -> bool:
-        """Whether any rank wants all to do something together afterwards."""
+        """Whether any rank wants all ranks to do something together afterwards."""
         return bool(self.header[1])
 
     @property
     def loss(self) -> float | None:
-        """The mean of all ranks'; None if a rank does not know its own, or it is not finite."""
+        """The mean of all ranks' losses; None if a rank does not know its loss, or it is not finite."""
         loss = float(self.header[2]) / self.world_size
         return loss if math.isfinite(loss) else None
 
     @property
     def left_out(self) -> list[int]:
-        """Ranks whose weights were not finite: they sent zeros."""
+        """Ranks whose weights were not finite, which sent zeros."""
         finite_W = self.header[NUM_FACTS : NUM_FACTS + self.world_size]
         return [rank for rank, finite in enumerate(finite_W.tolist()) if not finite]
 
@@ -187,11 +187,11 @@ class FragmentSync:
 
 
 class AnchorOptimizer:
-    """The outer optimizer, of named tensors.
+    """The outer optimizer of named tensors.
 
     Args:
-        rule: Gives the optimizer.
-        tensors: What it steps, by name.
+        rule: The rule that makes the optimizer.
+        tensors: The tensors that it steps, by name.
     """
 
     def __init__(self, rule: OuterRule, tensors: Mapping[str, Tensor]) -> None:
@@ -233,15 +233,16 @@ def _like(value: Any, tensor: Tensor) -> Any:
 
 
 class EagerUpdate:
-    """Applies this rank's contribution before the all-reduce completes: how far its weights are ahead of the anchors.
+    """Applies this rank's contribution before the all-reduce completes, and tracks how far its weights are ahead of the
+    anchors.
 
-    The outer optimizer is linear in its gradients, so the published step with
-    ``own(t) / W + mean(t - 1) - own(t - 1) / W`` from each rank's own point is the sum of two: the anchor, which all
-    all ranks move by the means that have arrived, and an offset, the last step of a second optimizer that sees this
-    rank's ``own / W`` alone. The anchors stay the same on all ranks.
+    The outer optimizer is linear in its gradients, so the published step with ``own(t) / W + mean(t - 1) - own(t - 1) /
+    W`` from each rank's own point is a sum of two: the anchor, which all ranks move by the means that have arrived, and
+    an offset, which is the last step of a second optimizer that sees only this rank's ``own / W``. The anchors stay the
+    same on all ranks.
 
     Args:
-        rule: Gives the second optimizer.
+        rule: The rule that makes the second optimizer.
         fragments: Fragments of the model.
         world_size: W, the ranks of the mean.
     """
@@ -253,7 +254,7 @@ class EagerUpdate:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Weights are the anchors, and nothing has been sent yet."""
+        """Start again: weights are the anchors, and nothing has been sent yet."""
         self._optimizer.restart()
         torch._foreach_zero_(list(self._offsets.values()))
 
@@ -267,7 +268,7 @@ class EagerUpdate:
 
     @contextlib.contextmanager
     def moving_with(self, fragment: Fragment) -> Iterator[None]:
-        """The anchor moves inside. What this rank has trained since it sent the fragment continues from the new one."""
+        """A context in which the anchor moves. What this rank trained since sending continues from the new anchor."""
         for name, anchor in fragment.anchors.items():
             self._offsets[name].add_(anchor)  # where its weights started
         yield

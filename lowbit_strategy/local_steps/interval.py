@@ -12,7 +12,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Interval(ABC):
-    """Gives the length of each round when it begins."""
+    """Decides the length of each round when it begins."""
 
     @property
     @abstractmethod
@@ -26,8 +26,8 @@ class Interval(ABC):
         Args:
             step: Optimizer steps completed.
             learning_rate: Learning rate of the inner optimizer; None: unknown.
-            rising: Whether it rose in the last step: a warm-up.
-            progress: The mean loss of the last known round over that of the first one; None: unknown.
+            rising: Whether it rose in the last step, as in a warm-up.
+            progress: The mean loss of the last known round divided by that of the first one; None: unknown.
         """
 
     def check_options(self, options: Any) -> None:  # noqa: B027 (most go with all)
@@ -80,8 +80,8 @@ class Quadratic(Interval):
 class AdaComm(Interval):
     """AdaComm: ``every = ceil(start * sqrt(loss / first loss))``: rounds become shorter as the loss falls.
 
-    Early in training long rounds cost little; near the end ranks must agree. The loss is the mean over all ranks of the
-    batches of the last round but one. If it is not positive, rounds keep their first length.
+    Early in training long rounds cost little; near the end ranks must agree. The loss is the mean over all ranks'
+    batches in the second-to-last round. If it is not positive, rounds keep their first length.
 
     Args:
         start: Optimizer steps of the first rounds.
@@ -112,7 +112,7 @@ class AdaComm(Interval):
 
 @configuration
 class Seconds(Interval):
-    """Rounds by time: machines of different speeds take as many steps as they can. Needs ``elastic``.
+    """Rounds by time, in which machines of different speeds take as many steps as they can. Needs ``elastic``.
 
     Args:
         seconds: Length of a round, on each replica's clock.
@@ -153,7 +153,7 @@ class Stepwise(Interval):
         lengths: Pairs of a first step and a length, in order, starting from step 0: ``((0, 5), (1000, 30))``.
 
     Raises:
-        ValueError: They are not in order, do not begin at 0, or a length is not positive.
+        ValueError: They are out of order, do not begin at 0, or a length is not positive.
     """
 
     lengths: tuple[tuple[int, int], ...]

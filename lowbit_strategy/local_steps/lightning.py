@@ -1,4 +1,4 @@
-"""Local steps under a Trainer. Independent of the Lightning namespace."""
+"""Local steps under a Trainer, for both Lightning namespaces."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
     """Training begins; `Session.resume` comes next.
 
-    1. The last thing of a fit, before any callback learns that training has ended, is `Session.finish`.
-    2. The Trainer looks at the SIGTERM of this rank, or of the ranks that have one model together: to ask all others
-       before every batch would make them wait for each other, and hang where one has fewer batches.
-    3. Callbacks that average weights see what all ranks share, not what one rank has trained since.
+    1. `Session.finish` is called last in a fit, before any callback learns that training has ended.
+    2. The Trainer looks at the SIGTERM of this rank, or of the ranks that share one model. Asking all others before
+       every batch would make them wait for each other, and hang if one has fewer batches.
+    3. Callbacks that average weights see the shared weights, not what one rank has trained since.
     """
     loop = trainer.fit_loop
     loop.on_run_end = partial(_finish, session, type(loop).on_run_end.__get__(loop))
@@ -38,7 +38,7 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
 
 
 def with_own_samples(dataloader: Any, trainer: Any) -> Any:
-    """The ranks are those that the framework knows, and so are their samples."""
+    """Return the loader unchanged: the framework knows all ranks."""
     return dataloader
 
 
@@ -59,7 +59,7 @@ def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) ->
 
 
 def _terminated(trainer: Any, signals: DeferredSignals) -> bool:
-    """Whether this rank has been told to end, whatever the others are doing."""
+    """Whether this rank has been told to end, whatever the others do."""
     if not signals.has_received(TERMINATE):
         return False
     if trainer.strategy.launcher is not None:
@@ -75,7 +75,7 @@ def _finish(session: Session, on_run_end: Callable[[], Any]) -> Any:
 
 
 def _with_anchors(session: Session, moment: Callable[..., Any], may_change: bool, *args: Any, **kwargs: Any) -> None:
-    """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
+    """Run a callback with the anchors. `may_change`: training continues from weights that the callback may set."""
     with session.shared_weights(validates=False):
         moment(*args, **kwargs)
         if may_change and isinstance(session.pace, LocalSteps):

@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer, on one rank: when fragments synchronize, and how anchors and weights move."""
+"""Local steps with an outer optimizer on one rank: when fragments synchronize, and how the anchors move."""
 
 from __future__ import annotations
 
@@ -40,37 +40,38 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class OuterSync:
-    """Local steps on one rank: fragments synchronize one after another, and the outer optimizer moves their anchors.
+    """Local steps on one rank. Fragments synchronize one after another, and the outer optimizer moves their anchors.
 
-    A fragment's synchronization, on all ranks, each when it comes to it:
+    A fragment's synchronization, on each rank when it reaches it:
 
-    1. a header (`FragmentSync`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient,
-       changes of buffers, and whether the rank's weights are finite. A rank where they are not sends zeros
+    1. a header of about a kilobyte (`FragmentSync`) is summed over ranks without compression: a sample of the
+       pseudo-gradient, changes of buffers, and whether the rank's weights are finite. If they are not, the rank sends
+       zeros
     2. the pseudo-gradient goes through `GradientSync.reduce`
-    3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor with the mean over the ranks that were
-       finite, and the weights follow. A rank that was not continues from the anchors of all fragments
+    3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor with the mean over the finite ranks, and
+       the weights follow. A rank that was not finite continues from the anchors of all fragments
 
     The order of fragments is the same on all ranks and nothing else here is collective, so ranks may train at different
-    speeds, and one that has no more data takes part until all are done (`finish`).
+    speeds, and a rank without more data takes part until all are done (`finish`).
 
     Args:
         sync: Reduces pseudo-gradients. Its steps are counted here.
         params: All parameters by the names that `sync` knows, in the order in which they are cut into fragments.
-        rule: When, and by which optimizer.
-        buffers: Gives the model's buffers and frozen parameters by name; see `AveragedBuffers`.
-        reducer: Brings fragments to the other ranks.
+        rule: Decides when, and by which optimizer.
+        buffers: Returns the model's buffers and frozen parameters by name; see `AveragedBuffers`.
+        reducer: Sends fragments to the other ranks.
         inside: The ranks of a replica, which decide together; None: it is one rank.
 
     Attributes:
-        every: Optimizer steps of each coming round, instead of the rule's; None: as the rule has it.
+        every: Optimizer steps of each coming round, in place of the rule's; None: as the rule says.
         turns: When which fragment is sent.
         num_syncs: Fragment synchronizations completed.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
         asked: Whether a rank has asked in a completed one; the same on all ranks.
-        finished: Whether `finish` has been called since the last step: the model is the user's.
+        finished: Whether `finish` has been called since the last step; then the model belongs to the user.
         on_left_out: Called after this rank was left out of a synchronization, with the anchors in the model.
         weights: Each rank's weight, 1 on average; empty: all 1.
-        replica: This, where replicas join and leave; otherwise None.
+        replica: This object, if replicas join and leave; otherwise None.
     """
 
     revocable: ClassVar[bool] = False
@@ -111,22 +112,22 @@ class OuterSync:
         sync.reduce_for(self)
 
     def join(self) -> None:
-        """Meets the other ranks before training: all are there from the start."""
+        """Meet the other ranks before training. Here all are present from the start."""
 
     def leave(self) -> None:
-        """Training is over on this rank."""
+        """Training has ended on this rank."""
 
     def attached(self, session: Session, module: nn.Module) -> None:
         """The session around the model is complete."""
 
     def check_extendable(self) -> None:
         """Raises:
-        RuntimeError: No parameters can be added.
+        RuntimeError: Parameters cannot be added.
         """
 
     @property
     def anchors(self) -> dict[str, Tensor]:
-        """float32, by name: what all ranks share."""
+        """The shared weights by name, float32."""
         return self.model.anchors
 
     @property
@@ -147,13 +148,14 @@ class OuterSync:
         return self.turns.round_length
 
     def planned(self, ranks: Ranks) -> LocalRoundPlan:
-        """The current round of the parameters that `ranks` reduce; the first of them send the header."""
+        """The plan of the current round for the parameters that `ranks` reduce; the first `Ranks` send the header."""
         return replace(self.rule.planned(self.round_length), has_header=ranks is self.sync.ranks)
 
     @property
     def drift(self) -> float | None:
-        """How far ranks had drifted apart before the last synchronization: the root mean square of their distances from
-        the mean, in units of the mean movement; from a sample. None before the first. Reading it waits for the device.
+        """How far ranks had drifted apart before the last synchronization, from a sample: the root mean square of their
+        distances from the mean, in units of the mean movement. None before the first one. Reading it waits for the
+        device.
         """
         if self._spread is None:
             return None
@@ -163,12 +165,12 @@ class OuterSync:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
-        """A backward pass begins. `loss`: of its batch, always in the same unit, for rounds whose length follows it."""
+        """A backward pass begins. `loss`: its batch's loss, always in the same unit, for rounds that depend on it."""
         if loss is not None and isinstance(self.rule.every, Interval):
             self.turns.losses.observe(loss)  # does not wait for the device
 
     def after_step(self, learning_rate: float | None = None) -> None:
-        """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
+        """The inner optimizer has stepped, or a loss scaler has skipped the step. Call it on all ranks.
 
         Args:
             learning_rate: Learning rate of the inner optimizer.
@@ -185,10 +187,11 @@ class OuterSync:
             self._apply_if_due()
 
     def finish(self) -> None:
-        """This rank trains no more: steps since the last synchronization are averaged into the anchors.
+        """End training on this rank: steps since the last synchronization are averaged into the anchors.
 
-        Call on all ranks, each when it is done. Until all are, this rank takes part in the others' synchronizations;
-        then each fragment has a last one, which takes the mean of the weights without the outer optimizer.
+        Call it on each rank when it is done. Until all ranks are done, this rank takes part in the others'
+        synchronizations. Then each fragment has a last one, which takes the mean of the weights without the outer
+        optimizer.
         """
         if self.finished:
             return
@@ -236,14 +239,14 @@ class OuterSync:
         return self._in_flight
 
     def _header(self, facts: Tensor, sample: Tensor, changes: Sequence[Tensor], finite: Tensor) -> Tensor:
-        """See `FragmentSync`. `facts`: the first of them."""
+        """Make the header; see `FragmentSync`. `facts`: its first numbers."""
         peers = self.sync.ranks.peers
         finite_W = torch.zeros(peers.world_size, device=sample.device)
         finite_W[peers.rank] = finite
         return torch.cat([facts, torch.dot(sample, sample).view(1), finite_W, sample, *changes])
 
     def _agreed(self, x_N: Tensor) -> Tensor:
-        """What all ranks of this replica say alike: 1 if all is finite, whether a rank asks, the mean loss (or NaN)."""
+        """What this replica's ranks report together: 1 if all is finite, whether one asks, the mean loss (or NaN)."""
         loss = self.turns.losses.take()
         facts = torch.tensor([0.0, self.asks(), torch.nan], device=x_N.device)
         if x_N.numel():
@@ -264,10 +267,10 @@ class OuterSync:
             self.apply()
 
     def apply(self, *, final: bool = False, average: bool = False) -> None:
-        """Apply the fragment in flight, if there is one, on all ranks at the same point.
+        """Apply the fragment in flight, if there is one. Call it on all ranks at the same point.
 
         Args:
-            final: The weights become the anchor; no share of the rank's own is kept.
+            final: The weights become the anchor, without keeping a part of the rank's own.
             average: Take the mean of the weights, without the outer optimizer.
         """
         if self._in_flight is None:
@@ -308,7 +311,7 @@ class OuterSync:
             self._optimizer.step(means)
 
     def _warn_of(self, left_out: Sequence[int], *, all_of_them: bool) -> None:
-        """Log, on one rank, that these ranks' weights were not finite."""
+        """Log on one rank that these ranks' weights were not finite."""
         if not self.sync.ranks.logs:
             return
         which = "rank" if self.inside is None else "replica"
@@ -323,18 +326,18 @@ class OuterSync:
     # -- which weights the model has --------------------------------------------------------------------------------
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model has the anchors inside; may be nested. Once training has ended it stays as it is."""
+        """A context in which the model has the anchors; may be nested. Once training has ended it changes nothing."""
         return contextlib.nullcontext() if self.finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
-        """Continues from other weights, if the ranks were given any; called inside `shared_weights`, on all ranks."""
+        """Continue from other weights, if the ranks were given any. Called inside `shared_weights`, on all ranks."""
         if self.model.differs(self.anchors):
             self.model.keep()
             self.rebase()
 
     def rebase(self) -> None:
-        """The weights, equal on all ranks, become the anchors: a new run, or the end of a synchronous part. The outer
-        optimizer starts afresh.
+        """The weights, equal on all ranks, become the anchors, at the start of a run or the end of a synchronous part.
+        The outer optimizer starts again.
         """
         self._in_flight = None
         self._optimizer.restart()
@@ -346,12 +349,12 @@ class OuterSync:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Wait for what is in flight without applying it; before the state is read."""
+        """Wait for what is in flight without applying it, before the state is read."""
         if self._in_flight is not None:
             self._in_flight.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank's state, its own weights included; tensors are the live ones."""
+        """All of this rank's state, including its own weights, as live tensors."""
         in_flight = self._in_flight
         self.arrive()
         return {
@@ -369,15 +372,15 @@ class OuterSync:
         }
 
     def owns(self, state: Mapping[str, Any]) -> bool:
-        """Whether this rank saved `state`, where its rank number cannot tell."""
+        """Whether this rank saved `state`, if its rank number cannot tell."""
         return True
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
         """Args:
         state: From `state_dict`.
-        own: It is this rank's own. If not (another number of ranks), or under another rule, only what all ranks share
-            is taken: anchors, outer optimizer. A new round starts from the anchors.
+        own: Whether it is this rank's own. If not (another number of ranks), or under another rule, only the shared
+            state is used (anchors, outer optimizer), and a new round starts from the anchors.
         """
         same_rule = state.get("rule") == to_plain("outer", self.rule)
         same_optimizer = state.get("optimizer class") == self._optimizer.kind
@@ -408,6 +411,6 @@ class OuterSync:
             self._eager.load_state_dict(state["eager"])
 
     def _continue_round(self, state: Mapping[str, Any]) -> None:
-        """Continues the round at the fragment at which it was saved."""
+        """Continue the round at the fragment at which it was saved."""
         self.turns.load_state_dict(state)
         self.num_syncs, self.every = state["num_turns"], state["wanted"]

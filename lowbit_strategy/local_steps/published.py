@@ -1,5 +1,5 @@
 """The published outer rules, and their names in strategies, configuration files and commands: local SGD and its
-relatives, which average weights; DiLoCo, whose outer optimizer has momentum, and with fragments its streaming form.
+relatives, which average weights; and DiLoCo, whose outer optimizer has momentum, with its streaming form.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class LocalSGD(OuterRule):
 
 @configuration
 class OverlapLocalSGD(LocalSGD):
-    """Each rank is pulled towards the previous anchor at the end of a round, then sends its weights.
+    """Each rank is pulled toward the previous anchor at the end of a round, then sends its weights.
 
     1. ``weights = mix * weights + (1 - mix) * anchor``
-    2. while the next round is trained, the ranks' weights travel
+    2. the ranks' weights travel while the next round is trained
     3. ``v = momentum * v + mean(weights) - anchor``, ``anchor = anchor + v``
 
     Args:
         momentum: Momentum of the anchor, in [0, 1).
-        delay: Left at 0: bytes travel until the next fragment is sent.
-        mix: Share of a rank's own weights in step 1, above 0.
+        delay: Must be 0, since bytes travel until the next fragment is sent.
+        mix: Fraction of a rank's own weights in step 1, above 0.
 
     References:
         Wang et al., "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD",
@@ -97,10 +97,10 @@ _VALUES = BlockFormat(bits=2, block_size=64, scale_rule="mean_abs", codebook=(-1
 
 @configuration
 class SparseLoCo(LocalSGD):
-    """The largest 64th of every 4,096 elements, 2 bits each; the residual decays by 0.95 per round.
+    """Sends the largest 64th of every 4,096 elements with 2 bits each; the residual decays by 0.95 per round.
 
-    Every rank's message goes to all ranks, as published: their mean is exact. The residual replaces outer momentum,
-    which would only move the few elements that were sent.
+    Every rank's message goes to all ranks, as published, so their mean is exact. The residual replaces outer momentum,
+    which would move only the few elements that were sent.
 
     Args:
         lr: Learning rate of the outer SGD.
@@ -132,9 +132,9 @@ class DiLoCo(OuterRule):
     rank's own weights with the anchor.
 
     Args:
-        lr: Learning rate of the outer optimizer. 1 without momentum is the mean of the weights.
-        momentum: Momentum of the outer optimizer, in [0, 1). More: faster, less stable.
-        nesterov: Nesterov's momentum.
+        lr: Learning rate of the outer optimizer. 1 without momentum gives the mean of the weights.
+        momentum: Momentum of the outer optimizer, in [0, 1). Larger: faster, less stable.
+        nesterov: Whether to use Nesterov's momentum.
 
     Raises:
         ValueError: A field is out of range.
@@ -160,17 +160,18 @@ class DiLoCo(OuterRule):
 
 @configuration
 class EagerDiLoCo(DiLoCo):
-    """`DiLoCo` whose bytes travel during the next round; W ranks, ``d(t)`` the own pseudo-gradient of round t.
+    """`DiLoCo` whose bytes travel during the next round. With W ranks and this rank's pseudo-gradient ``d(t)`` of round
+    t:
 
     1. after round t the mean of round t - 1 has arrived: ``D = d(t) / W + mean(t - 1) - d(t - 1) / W``
     2. each rank's outer optimizer steps with D from where its round began; ``d(t)`` is sent
     3. the next round is trained while it travels
 
-    Only the other ranks' share is a round old, which loses less than a delay of everything. The shared anchor, for
+    Only the other ranks' part is a round old, which loses less than delaying everything. The shared anchor, for
     validation and checkpoints, follows the means that have arrived.
 
     Args:
-        delay, mix: Left at 0.
+        delay, mix: Must be 0.
 
     References:
         Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
@@ -231,16 +232,16 @@ _INTERVALS: dict[str, type[Interval]] = {
 
 
 def as_outer(value: object, field: str = "outer") -> OuterRule:
-    """An outer rule, its name, or a mapping: ``{name: diloco, every: 30}``.
+    """Return an outer rule, given one, its name, or a mapping: ``{name: diloco, every: 30}``.
 
     Raises:
-        ValueError: None of them, or an unknown name or option.
+        ValueError: `value` is none of these, or has an unknown name or option.
     """
     return convert(value, OuterRule, field, Source.CODE)
 
 
 def made_rule(value: Any, source: Source) -> OuterRule:
-    """An outer rule of its name, or of a mapping."""
+    """Make an outer rule from its name or a mapping."""
     base, options = named(value, OUTER_RULES, "outer rule")
     preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     return call(type(base), preset | options, source)

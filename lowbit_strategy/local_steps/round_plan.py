@@ -19,13 +19,13 @@ class LocalRoundPlan:
     """A round of local steps.
 
     Args:
-        label: The rule's.
+        label: The rule's label.
         every: Optimizer steps of the round.
         fragments: Parts of the model that take turns.
-        steps_under_way: Optimizer steps during which their messages may travel, those of all fragments.
+        steps_under_way: Optimizer steps during which the messages of all fragments may travel.
         moment_nbytes: Bytes of the outer optimizer's state per element.
-        eager: A rank applies its own share of what it has sent at once.
-        has_header: A fragment's header travels with these parameters.
+        eager: Whether a rank immediately applies its own part of what it has sent.
+        has_header: Whether a fragment's header is sent with these parameters.
     """
 
     sends: ClassVar[str] = "pseudo-gradient"
@@ -42,7 +42,7 @@ class LocalRoundPlan:
     def transfers(
         self, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], topology: Topology
     ) -> tuple[TransferGroup, ...]:
-        """Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
+        """The transfers of a round. Averaged buffers such as BatchNorm's travel with a header and are not counted."""
         transfers = []
         for at, fragment in enumerate(self._fragments(specs)):
             sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
@@ -55,12 +55,12 @@ class LocalRoundPlan:
         return tuple(transfers)
 
     def kept_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Anchors, what the outer optimizer keeps once it has stepped, and a pseudo-gradient."""
+        """Memory for anchors, the outer optimizer's state once it has stepped, and a pseudo-gradient."""
         numel = sum(spec.numel for spec in specs.values())
         return round(numel * (4 + self.moment_nbytes)) + self._largest_fragment_nbytes(specs)
 
     def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """This rank's own share of the mean, where it does not wait for the others'."""
+        """Memory for this rank's part of the mean, if it does not wait for the others."""
         return self._largest_fragment_nbytes(specs) if self.eager else 0
 
     def _fragments(self, specs: Mapping[str, TensorSpec]) -> list[list[TensorSpec]]:

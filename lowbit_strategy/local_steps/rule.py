@@ -1,4 +1,4 @@
-"""Outer rules: how long ranks train separately, and which optimizer moves the anchor."""
+"""Outer rules decide how long ranks train separately, and which optimizer moves the anchor."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
 class OuterRule(RoundRule):
     """Local steps between synchronizations.
 
-    The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Between its turns
-    a fragment is trained by each rank separately. In its turn, on every rank:
+    The model is cut into `fragments`, whose turns are spread over a round of `every` optimizer steps. Between turns
+    each rank trains a fragment separately. In a turn, on every rank:
 
     1. ``d = anchor - weights``, the pseudo-gradient, in float32
-    2. the mean of ``d`` over the ranks, reduced like a gradient: same compressor, residual and exchange
+    2. the mean of ``d`` over the ranks is reduced like a gradient: same compressor, residual and exchange
     3. the outer optimizer steps the anchor with it, the same on all ranks
     4. ``weights = mix * weights + (1 - mix) * anchor``
 
-    Steps 3 and 4 come `delay` optimizer steps after step 2 began; ranks train while the bytes travel.
+    Steps 3 and 4 happen `delay` optimizer steps after step 2 began; ranks train while the bytes travel.
 
     Args:
         every: Optimizer steps of a round, or a rule for them (`Quadratic`, `AdaComm`, `Stepwise`); with ``elastic``
-            also seconds, as in ``"30s"``. Larger: fewer bytes, ranks drift further apart.
+            also seconds, as in ``"30s"``. Larger: fewer bytes, but ranks drift further apart.
         fragments: Parts of the model that take turns. More: shorter messages, spread evenly over the round.
         delay: Optimizer steps between sending a fragment and applying the result, at most a turn's length. Larger:
-            hides slower links, with an older anchor.
-        mix: Share of a rank's own weights that is kept when the anchor arrives, in [0, 1).
+            hides slower links, but the anchor is older.
+        mix: Fraction of a rank's own weights that is kept when the anchor arrives, in [0, 1).
         synchronous: Optimizer steps at the start in which gradients are synchronized, through the same compressor.
-            Early in training weights move fastest, and separate ranks drift furthest apart. The compressor's residual
-            is dropped afterwards: its units are those of gradients.
-        synchronous_compressor: Compressor of gradients in the synchronous part; None: that of pseudo-gradients.
+            Early in training weights move fastest, and separate ranks drift furthest apart. The compressor's residual,
+            which is in units of gradients, is dropped afterwards.
+        synchronous_compressor: Compressor of gradients in the synchronous part; None: the compressor of
+            pseudo-gradients.
 
     References:
         `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
@@ -126,7 +127,7 @@ class OuterRule(RoundRule):
         return ", ".join(parts)
 
     def planned(self, every: int | None = None) -> LocalRoundPlan:
-        """A round, for plans. `every`: its optimizer steps; None: those of the first one."""
+        """Plan a round of `every` optimizer steps; None: as many as the first round has."""
         make: type[LocalRoundPlan] = leaves.load("lowbit_strategy.local_steps.round_plan:LocalRoundPlan", "a plan")
         return make(
             label=self.label,
@@ -138,7 +139,7 @@ class OuterRule(RoundRule):
         )
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> EveryStep:
-        """`options`: of `LocalSteps`."""
+        """`options`: see `LocalSteps`."""
         make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
         made: EveryStep = make(module, sync, self, **options)
         return made
@@ -190,7 +191,7 @@ class OuterRule(RoundRule):
 
     def check(self, assignments: Mapping[str, Assignment], num_meshes: int = 1) -> None:
         """Raises:
-        ValueError: The compressor does not go with this rule, or with parameters on several meshes.
+        ValueError: The compressor does not go with this rule or with parameters on several meshes.
         """
         for assignment in assignments.values():
             if self.fragments * num_meshes > 1 and assignment.method.whole_model:
@@ -202,7 +203,7 @@ class OuterRule(RoundRule):
                 )
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        """The outer optimizer of these tensors, whose gradients will be mean pseudo-gradients."""
+        """Make the outer optimizer of these tensors, whose gradients will be mean pseudo-gradients."""
         return SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov and self.momentum > 0.0)
 
     @property
@@ -223,23 +224,24 @@ class OuterRule(RoundRule):
         return turn_length if self.travels_a_turn else self.delay
 
     def compressor(self) -> Compressor:
-        """Compressor of pseudo-gradients if the user chooses none: the publication's, if it has one."""
+        """The compressor of pseudo-gradients if the user chooses none: the paper's, if it has one."""
         return _FOUR_BITS
 
     def round_length(
         self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None
     ) -> int:
-        """Optimizer steps of the round that begins; arguments as of `Interval.at`."""
+        """Optimizer steps of the round that begins; for the arguments see `Interval.at`."""
         if isinstance(self.every, int):
             return self.every
         return self.every.at(step, learning_rate, rising=rising, progress=progress)
 
 
 def _check_keeps_weights(optimizer: Any) -> None:
-    """Steps are local: what ranks validate, save and end with are the anchors, which they share.
+    """Check that the optimizer does not exchange weights: with local steps, ranks validate, save and end with the
+    anchors.
 
     Raises:
-        ValueError: The optimizer, or one inside of it, puts other weights into the model for that: this rank's own.
+        ValueError: The optimizer, or one inside it, would put this rank's own weights into the model for that.
     """
     inner: Any = optimizer
     while inner is not None:

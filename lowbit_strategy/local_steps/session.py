@@ -1,4 +1,4 @@
-"""Local steps of one attached model: where a step ends, DDP's part in it, what each rank saves for itself."""
+"""Local steps of one attached model: when a step ends, what DDP does, and what each rank saves."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LocalSteps(EveryStep):
     Args:
         module: The model, the same on all ranks of `sync`.
         sync: Engine of the model; nothing else uses its group between steps.
-        rule: When ranks synchronize, and how.
-        make_outer: Makes what synchronizes.
+        rule: Decides when and how ranks synchronize.
+        make_outer: Makes the object that synchronizes.
 
     Attributes:
         outer: Synchronizes; None in a rule's synchronous part.
@@ -88,8 +88,8 @@ class LocalSteps(EveryStep):
         self._bound = optimizers, scaler
 
     def own(self) -> dict[str, Any]:
-        """The optimizers and the scaler by name: their state differs between ranks, and is saved with the ranks'
-        weights. If there are none, as in a custom loop, those that have stepped count.
+        """The optimizers and the scaler by name. Their state differs between ranks, and is saved with the ranks'
+        weights. If none are known, as in a custom loop, those that have stepped count.
         """
         optimizers, scaler = self._bound
         parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(optimizers())}
@@ -113,19 +113,19 @@ class LocalSteps(EveryStep):
             self.outer.begin_backward(loss)
 
     def weights_replaced(self) -> None:
-        """Continues from the weights that the model has now; called inside `shared_weights`, on all ranks."""
+        """Continue from the weights that the model has now. Called inside `shared_weights`, on all ranks."""
         if self.outer is not None:
             self.outer.rebase_if_changed()
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Buffers of the model, and its frozen parameters."""
+        """The model's buffers and frozen parameters."""
         buffers = ((canonical_name(name), buffer) for name, buffer in self._module.named_buffers())
         found = (*buffers, *named_parameters(self._module))
         return {name: tensor for name, tensor in found if name not in self._params}
 
     def wrapped_by(self, model: DistributedDataParallel) -> None:
-        """DDP around the model, which must not touch gradients and buffers while steps are local; replaced by the
-        adapter if other parameters are trained before. Only weakly referenced: when it is gone, everything is closed.
+        """Note the DDP wrapper, which must not touch gradients and buffers while steps are local. The adapter replaces
+        it if other parameters are trained before. It is only weakly referenced; when it is gone, everything is closed.
         """
         self._ddp_of = weakref.ref(model)
         _before_forward(model, self)
@@ -141,14 +141,14 @@ class LocalSteps(EveryStep):
         return outer
 
     def _begin_local(self) -> None:
-        """DDP gives up its part, which it may get back."""
+        """Stop DDP's part, which it may get back."""
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
             self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # only of a static graph
         self._keep_local()
 
     def _keep_local(self) -> None:
-        """DDP does not touch gradients and buffers. Lightning turns it on again in each manual step."""
+        """Keep DDP from touching gradients and buffers, since Lightning turns it on again in each manual step."""
         if self.outer is not None and (ddp := self._ddp_of()) is not None:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = False
@@ -156,7 +156,7 @@ class LocalSteps(EveryStep):
             ddp._static_graph_delay_allreduce_enqueued = True  # or it would reduce at the end of the next backward pass
 
     def _follow_loaded_step(self) -> None:
-        """The loaded state may be of the synchronous part: gradients are synchronized again."""
+        """The loaded state may belong to the synchronous part; then gradients are synchronized again."""
         if self.outer is None or self.rule.is_local(self.sync.step_index):
             return
         self.outer = None
@@ -177,16 +177,16 @@ class LocalSteps(EveryStep):
         return outer
 
     def _forget_moments(self) -> None:
-        """This rank's weights were not finite, so neither are its optimizers' moments: they start afresh."""
+        """Reset the optimizers' moments, which are not finite because this rank's weights were not."""
         for part in self.own().values():
             if isinstance(state := getattr(part, "state", None), MutableMapping):
                 state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and `sync` knows them. Ranks may differ in them.
+        """More parameters are trained, and `sync` knows them. They may differ between ranks.
 
         Raises:
-            RuntimeError: With replicas that come and go: the others would not know them.
+            RuntimeError: Replicas come and go, and the others would not know these parameters.
         """
         if self.outer is not None:
             self.outer.check_extendable()
@@ -232,7 +232,7 @@ class LocalSteps(EveryStep):
             self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
 
     def _before_validation(self) -> None:
-        """Warn, once, if ranks have trained since the last validation without synchronizing: it sees old weights."""
+        """Warn once if ranks have trained since the last validation without synchronizing: it sees old weights."""
         if self.outer is None:
             return
         now = (self.sync.step_index, self.outer.num_syncs)
@@ -251,7 +251,7 @@ class LocalSteps(EveryStep):
             )
 
     def close(self) -> bool:
-        """Returns whether the worker has stopped."""
+        """Return whether the worker has stopped."""
         self.is_in_use = False
         if self.outer is not None:
             self.outer.leave()
@@ -292,7 +292,7 @@ class LocalSteps(EveryStep):
         }
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
-        """Kept until `resume`, when the framework has loaded the model and the optimizers."""
+        """Keep the states until `resume`, when the framework has loaded the model and the optimizers."""
         rest = iter(states)
         state = next(rest)
         if not own and state["outer"] is not None:
@@ -347,9 +347,7 @@ class LocalSteps(EveryStep):
 
 
 def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
-    """The ranks that have one replica together: those that share it by FSDP2, or by any other dim of its mesh. Call on
-    all ranks; None: it is one rank.
-    """
+    """The ranks that share one replica, by FSDP2 or another mesh dim; None: one rank. Call it on all ranks."""
     if ranks.world.world_size == ranks.world_size or ranks.comes_and_goes:
         return ranks.intra_node
     group = ranks.world.group
@@ -360,8 +358,8 @@ def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
 
 
 def _cut_again(sync: GradientSync, own: Mapping[str, Any], everyone: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    """`own` with anchors and their moments cut as this rank's parts are now. Ranks saved their parts, which are the
-    same on all replicas: those of the first ranks that have all of a parameter are put together.
+    """Return `own` with anchors and their moments cut like this rank's current parts. Ranks saved their parts, which
+    are the same on all replicas, so those of the first ranks that have all of a parameter are joined.
     """
     specs = {name: sync.specs[name] for name in own["anchors"] if name in sync.specs}
     if all(own["anchors"][name].shape == spec.shape for name, spec in specs.items()):

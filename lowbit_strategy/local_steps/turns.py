@@ -95,7 +95,7 @@ class Turns:
 
 
 class RoundLosses:
-    """This rank's losses since its last synchronization, and the ranks' mean at the first one and the last one."""
+    """This rank's losses since its last synchronization, and the ranks' mean loss at the first and at the last one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,7 +112,7 @@ class RoundLosses:
         self._own.append(torch.as_tensor(loss, device=self._device).detach().float().mean())
 
     def take(self) -> Tensor | None:
-        """This rank's mean since the last call; None: unknown."""
+        """This rank's mean loss since the last call; None: unknown."""
         own, self._own = self._own, []
         return torch.stack(own).mean() if own else None
 
@@ -130,6 +130,6 @@ class RoundLosses:
         return {"own": list(self._own), "means": [self._first, self._last]}
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: it was saved by this rank."""
+        """`own`: whether this rank saved it."""
         self._first, self._last = state["means"]
         self._own = [each.to(self._device) for each in state["own"]] if own else []
