@@ -47,7 +47,7 @@ def three_ways(rank: int, world_size: int, folder: str, options: dict[str, Any])
     never = after(until_interrupted(rank, options))
 
     training = until_interrupted(rank, options)
-    waiting = sum(name in training.sync.state.carryover for name in training.sync.specs)
+    waiting = len(training.sync.state.carryover.waiting)
     path = Path(folder) / "checkpoint"
     assert training.session is not None
     with training.session.save(path) as stamp:

@@ -274,7 +274,7 @@ class AutoChoice(Choice):
 
     def _unsent(self) -> bool:
         """Whether anything waits for gradients that have not come."""
-        return any(name in self.sync.state.carryover for name in self.sync.specs)
+        return bool(self.sync.state.carryover.waiting)
 
     def _settle_own(self) -> None:
         assert self._own is not None

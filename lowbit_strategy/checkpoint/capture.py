@@ -272,7 +272,7 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
     same = entry["numbers"] == sync.state.store(name).numbers(name) and entry["memory_order"] == memory_order
     if same and _copy_into(sync.state.tensors(name), entry["tensors"]):
         if entry["carryover"] is not None:
-            sync.state.carryover.keep(name, entry["carryover"])
+            sync.state.carryover.add(name, entry["carryover"])
     elif (unsent := _unsent(entry, memory_order)) is not None:
         _carry_over_(sync, name, unsent)
 

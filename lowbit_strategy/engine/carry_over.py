@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
+from lowbit_strategy.engine.interfaces import Tally
 from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 
 
@@ -36,7 +37,7 @@ class _Leftover:
         return values if self.factor == 1.0 else values.mul_(self.factor)
 
 
-class CarryOver:
+class CarryOver(Tally):
     """Leftover residuals by parameter name, in units of the gradient, stored in as few bytes as before.
 
     Each one is added once, to a gradient that is not all zero. If that gradient is thrown away, it is added again
@@ -51,19 +52,11 @@ class CarryOver:
         self.waiting: dict[str, _Leftover] = {}
         self._added: dict[str, _Leftover] = {}  # to gradients that may still be thrown away
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.waiting
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory for the leftovers that wait."""
-        return sum(tensor.nbytes for each in self.waiting.values() for tensor in each.tensors.values())
-
     def get(self, name: str) -> Tensor | None:
         """A copy of the leftover, float32 ``[numel]``; None: nothing is left over."""
         return self.waiting[name].read() if name in self.waiting else None
 
-    def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
+    def add(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
         """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: a store whose state says the
         same.
         """
@@ -91,18 +84,16 @@ class CarryOver:
         values = self._added[name].read()
         view.x.add_(view.rows(values) if view.spec.sharded else values)
 
-    def commit(self, names: Iterable[str]) -> None:
-        """What was added to these parameters' gradients has been used."""
+    def commit(self, names: Collection[str]) -> None:
         for name in names:
             self._added.pop(name, None)
 
-    def roll_back(self, names: Iterable[str]) -> None:
-        """These parameters' gradients were thrown away: what was added to them waits for the next ones."""
+    def roll_back(self, names: Collection[str]) -> None:
+        """What was added to these parameters' gradients waits for the next ones."""
         self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
 
     @contextmanager
-    def taken_back(self, names: Iterable[str]) -> Iterator[None]:
-        """A context in which what was added to these parameters' gradients waits again."""
+    def taken_back(self, names: Collection[str]) -> Iterator[None]:
         added, waiting = self._added, self.waiting
         self.waiting = waiting | {name: added[name] for name in names if name in added}
         yield

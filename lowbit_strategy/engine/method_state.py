@@ -189,7 +189,7 @@ class MethodState:
         If its method keeps no residual, it is added to the next gradient, and stored until then as `store` has it.
         """
         if not self.store(name).import_unsent_(name, unsent):
-            self.carryover.keep(name, unsent, store)
+            self.carryover.add(name, unsent, store)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from torch.optim import Optimizer
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.engine.copies import Copies, average_, copy_
+from lowbit_strategy.engine.interfaces import Tally
 from lowbit_strategy.engine.method_state import MethodState
-
-
-class Tally:
-    """State that follows reductions. The methods here do nothing; subclasses override those that they need."""
-
-    def keep(self, names: Collection[str]) -> None:
-        """These parameters are about to be reduced, and the reduction may be rolled back."""
-
-    def commit(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters have been used."""
-
-    def roll_back(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters are thrown away."""
-
-    def set_aside(self, names: Collection[str]) -> None:
-        """The gradients of these parameters were cleared; what becomes of their reductions is decided later."""
-        self.roll_back(names)
-
-    def settle(self, names: Collection[str], *, used: bool) -> None:
-        """It is now known whether the reductions that were set aside were `used`."""
-
-    def taken_back(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """A context, for checkpoints, in which these parameters' state is as before their reductions."""
-        return nullcontext()
 
 
 class Follower(Tally):
@@ -75,7 +52,7 @@ class Transactions:
         self.flags, self.keeps_copies = flags, keeps_copies
         self._state = state
         self.prepared: set[str] = set()
-        self.tallies: list[Tally] = []
+        self.tallies: list[Tally] = [state.carryover]
         self._begun: set[str] = set()  # of those prepared: the state before is in `_copies`
         self._copies = Copies(state)
         self._aside: dict[str, tuple[int, StateTensors]] = {}  # how many passes, and the mean of what they left
@@ -99,7 +76,6 @@ class Transactions:
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
         closed = self._close(names)
-        self._state.carryover.commit(closed)
         for tally in self.tallies:
             tally.commit(closed)
 
@@ -156,7 +132,6 @@ class Transactions:
         after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.prepared}
         self._restore(after)
         with ExitStack() as others:
-            others.enter_context(self._state.carryover.taken_back(after))
             for tally in self.tallies:
                 others.enter_context(tally.taken_back(after))
             yield
@@ -175,7 +150,6 @@ class Transactions:
             if name in self.prepared and self._state.assignments[name].method.rests(self._state.specs[name])
         ]
         closed = self._close(resting)
-        self._state.carryover.roll_back(closed)
         for tally in self.tallies:
             tally.roll_back(closed)
         self._take_back(names)
@@ -196,9 +170,7 @@ class Transactions:
     def _restored(self, names: Iterable[str] | None) -> set[str]:
         """Restore the state from before these parameters' open reductions, and close them. Return which were open."""
         self._restore(self.prepared if names is None else self.prepared.intersection(names))
-        closed = self._close(names)
-        self._state.carryover.roll_back(closed)
-        return closed
+        return self._close(names)
 
     def _close(self, names: Iterable[str] | None) -> set[str]:
         closed = self.prepared.copy() if names is None else self.prepared.intersection(names)

@@ -15,17 +15,12 @@ from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, Hybrid
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, take_over_replication
+from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, set_mesh, take_over_replication
 from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.telemetry.step_times import clock_of
 
-_SET = (  # by attaching, on the parameter groups of FSDP2
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "mesh_info",
-    "post_forward_mesh_info",
-)
+_SET = ("_all_gather_comm", "_reduce_scatter_comm")  # by attaching, on the parameter groups of FSDP2
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
 _HOLDER = "lowbit_wiring"  # on the instance: who remembers it. Kept elsewhere it would keep the model alive
 
@@ -50,13 +45,15 @@ class FSDPWiring:
         self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync.device, clock_of(sync))
         self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
         self._taken: WeightCoding | None = None
-        self._stock: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
+        self._stock: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, Any], dict[str, Any]]]
+        self._stock = weakref.WeakKeyDictionary()
         for each in groups:
             group = each.param_group
             if (earlier := vars(group).get(_HOLDER)) is not None:
                 earlier._release()
             values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
-            self._stock[group] = values, {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
+            wrapped = {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
+            self._stock[group] = group.mesh_info, values, wrapped
             setattr(group, _HOLDER, self)
 
     def take(self, weights: WeightCoding | None) -> None:
@@ -99,10 +96,10 @@ class FSDPWiring:
         self._restore()
 
     def _restore(self) -> None:
-        for group, (values, wrapped) in self._stock.items():
+        for group, (mesh_info, values, wrapped) in self._stock.items():
+            set_mesh(group, mesh_info)
             for name, value in values.items():
                 setattr(group, name, value)
-            _set_post_forward_mesh(group, group.post_forward_mesh_info)
             for name in _WRAPPED:
                 vars(group).pop(name, None)
             vars(group).update(wrapped)
@@ -117,13 +114,6 @@ class FSDPWiring:
         """Restore the model as it was before. Return True once threads have stopped."""
         self._release()
         return self.stop()
-
-
-def _set_post_forward_mesh(group: Any, info: Any) -> None:
-    group.post_forward_mesh_info = info
-    for param in group.fsdp_params:
-        if param.post_forward_mesh_info is not None:
-            param.post_forward_mesh_info = info
 
 
 def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.engine.engine import in_backward
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.hooks.runners import BucketWorker
 from lowbit_strategy.telemetry.step_times import StepClock
@@ -28,27 +27,19 @@ class OverlappedReducer:
         self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._on_done: list[Callable[[], None]] = []
-        self._waits = False  # at the end of the current backward pass
 
     def run(
         self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Reduce into `result`, then call `on_done`. If `blocking`, or outside backward, return when this is done."""
+        """Reduce into `result`, then call `on_done`. If `blocking`, return when this is done."""
         if self._worker is None:
             wait_for_all(stages)
             on_done()
             return
         self._futures.append(self._worker.submit(stages, result=result, last=False))
         self._on_done.append(on_done)
-        if blocking or not in_backward():
+        if blocking:
             self.finish()
-        elif not self._waits:
-            self._waits = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        self._waits = False
-        self.finish()
 
     def finish(self) -> None:
         """Wait until nothing is in flight. Call it on all ranks at the same point."""

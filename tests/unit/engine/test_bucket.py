@@ -149,7 +149,7 @@ def test_the_innermost_observer_measures_the_methods_alone() -> None:
 
 def test_a_leftover_residual_is_added_before_anyone_reduces() -> None:
     sync = engine(Dense(), SPECS)
-    sync.state.carryover.keep("b", torch.full((1200,), 2.0))
+    sync.state.carryover.add("b", torch.full((1200,), 2.0))
     recorder = Recorder(traces=True)
     sync.listeners.add(recorder, StepPhase.OBSERVE)
     grads = gradients(0, SPECS)

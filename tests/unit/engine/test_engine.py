@@ -208,7 +208,7 @@ def test_forgetting_is_starting_anew_with_the_same_methods() -> None:
     sync, fresh = engine(EXACT), engine(EXACT)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    sync.state.carryover.keep("bias", torch.ones(37))
+    sync.state.carryover.add("bias", torch.ones(37))
     sync.forget()
     sync.step_index = 0
     for step in range(2):

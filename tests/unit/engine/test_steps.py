@@ -107,10 +107,10 @@ def test_regrouping_holds_one_parameter_in_float32_at_a_time() -> None:
 
 def test_leftovers_are_kept_where_gradients_are() -> None:
     carryover = CarryOver(torch.device("cpu"))
-    carryover.keep("p", torch.ones(3))
+    carryover.add("p", torch.ones(3))
     assert carryover.get("p").device.type == "cpu"
     carryover = CarryOver(torch.device("meta"))  # a checkpoint is read on the CPU
-    carryover.keep("p", torch.ones(3))
+    carryover.add("p", torch.ones(3))
     assert carryover.get("p").device.type == "meta"
 
 
