@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -141,4 +141,6 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:
-    return vars(options) | to_plain("weights", options.weights)
+    """All options as plain values, by dotted names."""
+    named = [(field.name, getattr(options, field.name)) for field in fields(options)]
+    return {name: value for option in named for name, value in to_plain(*option).items()}

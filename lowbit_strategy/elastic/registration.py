@@ -19,7 +19,7 @@ from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.rule import OuterRule
-from lowbit_strategy.model.handshake import fingerprint, to_plain
+from lowbit_strategy.model.handshake import fingerprint
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.groups import new_group
 
@@ -73,8 +73,6 @@ def _facts(prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:
     """What must be the same on all replicas."""
     settings = settings_of(prepared.options) | {"shard_size": prepared.topology.node_size}
     same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
-    same |= to_plain("outer", prepared.options.outer)
-    for own in ("elastic", "memory"):
-        same.pop(own, None)
+    same = {name: value for name, value in same.items() if name.partition(".")[0] not in ("elastic", "memory")}
     frozen = ((name, param) for name, param in named_parameters(module) if not param.requires_grad)
     return same | {"frozen parameters": [(name, tuple(param.shape)) for name, param in frozen]}

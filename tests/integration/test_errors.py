@@ -57,7 +57,7 @@ _DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "policy": (
         mlp,
         lambda: {"on_missing_residual": ("error", "reset")[_rank()]},
-        "in on_missing_residual: reset instead of error.",
+        "in on_missing_residual: 'reset' instead of 'error'.",
     ),
 }
 

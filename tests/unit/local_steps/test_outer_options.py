@@ -16,6 +16,7 @@ from lowbit_strategy import (
     ExDyna,
     OverlapLocalSGD,
 )
+from lowbit_strategy.attach.prepare import settings_of
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.doctor.dry_run import Planned, plan
@@ -96,6 +97,11 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     )
     assert 8 * report.plan.sent_nbytes / report.plan.every / numel < bits
     assert "per round of 30 steps" in report.render()
+
+
+def test_ranks_compare_what_a_rule_is_made_of() -> None:
+    ours, theirs = (settings_of(SyncOptions(outer=DiLoCo(every=every))) for every in (3, 4))
+    assert [name for name in ours if ours[name] != theirs[name]] == ["outer.every"]
 
 
 def test_a_rule_has_the_same_compressor_by_every_name() -> None:
