@@ -9,7 +9,7 @@ collective, also coded, so all ranks must differentiate in the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.comm import Comm, GroupComm, finished, scatter_uneven
+from lowbit_strategy.collectives.comm import Comm, GroupComm, Pending, scatter_uneven
 from lowbit_strategy.collectives.layout import round_up, row_length
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
@@ -334,7 +334,17 @@ def _gather(x_N: Tensor, code: _Coder, comm: Comm, numels: Sequence[int], seed: 
 def _transport(wires: Sequence[Tensor], comm: Comm, sizes: Sequence[int | None]) -> list[Tensor]:
     """Bytes to and from every rank. Sizes that the receiver cannot know are sent first."""
     known = [size for size in sizes if size is not None]
-    return finished(scatter_uneven(wires, comm, known if len(known) == len(sizes) else None))
+    return _finished(scatter_uneven(wires, comm, known if len(known) == len(sizes) else None))
+
+
+def _finished(stages: Generator[Pending, None, list[Tensor]]) -> list[Tensor]:
+    """Run all stages, wait for each one, and return the result."""
+    while True:
+        try:
+            next(stages).wait()
+        except StopIteration as done:
+            received: list[Tensor] = done.value
+            return received
 
 
 def _sum(parts: Sequence[Tensor], code: _Coder, comm: Comm, op: Operation, seed: int) -> Tensor:

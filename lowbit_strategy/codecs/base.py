@@ -20,10 +20,8 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _SEED = 0x5EED
-FEW_BITS = 3  # codes of one and two bits, and ternary ones, have fewer
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 StateTensors = dict[str, Tensor]  # of a method: tensors by name
 
 
@@ -99,12 +97,6 @@ class Codec(ABC):
     @abstractmethod
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         """Decode W rows and add them in float32 in row order: float32 [numel]."""
-
-    @property
-    def is_coarse(self) -> bool:
-        """Whether a value takes fewer than `FEW_BITS` bits on the wire, including its part of the scales."""
-        numel = 64 * self.block_size
-        return 8 * self.wire_nbytes(numel) < FEW_BITS * numel
 
     # -- one hop of a method --------------------------------------------------------------------------------------
 
@@ -182,8 +174,12 @@ class DenseCodec(BucketCodec):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be one of float32, bfloat16, got {self.dtype!r}")
+
+    @property
+    def fmt(self) -> DenseFormat:
+        return DenseFormat(self.dtype)
 
     @property
     def label(self) -> str:
@@ -194,18 +190,15 @@ class DenseCodec(BucketCodec):
         return math.inf if self.dtype == "float32" else None
 
     def wire_nbytes(self, numel: int) -> int:
-        return numel * _DTYPES[self.dtype].itemsize
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return x_N.to(_DTYPES[self.dtype]).contiguous().view(torch.uint8)  # sparse methods code a message's values so
+        return self.fmt.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
+        encode_(x, wire, segments, self.fmt, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        decode_sum_(wire_WB, out, segments, DenseFormat(self.dtype), alpha=alpha)
+        decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
 
 
 class StatefulCodec(Codec):

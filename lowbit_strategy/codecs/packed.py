@@ -35,7 +35,6 @@ class Packed:
     Attributes:
         source: The original segments.
         segments: The same segments with ``x_offset`` in the packed buffer.
-        padded_segments: The same segments with their padding.
         numel: Elements of the packed buffer, padding included.
     """
 
@@ -46,9 +45,6 @@ class Packed:
         *starts, self.numel = accumulate(self.lengths, initial=0)
         rows = [row._replace(x_offset=start) for row, start in zip(source.rows, starts, strict=True)]
         self.segments = Segments(rows)
-        self.padded_segments = Segments(
-            [row._replace(numel=length) for row, length in zip(rows, self.lengths, strict=True)]
-        )
         self._on_device: dict[torch.device, _Blocks] = {}
 
     @property

@@ -46,16 +46,6 @@ def wait_for_all(stages: Iterable[Pending | None]) -> None:
             pending.wait()
 
 
-def finished(stages: Generator[Pending, None, T]) -> T:
-    """Run all stages of a reduction, wait for each one, and return its result."""
-    while True:
-        try:
-            next(stages).wait()
-        except StopIteration as done:
-            result: T = done.value
-            return result
-
-
 class Comm(ABC):
     """The collectives among `world_size` ranks; this rank is `rank`.
 

@@ -103,8 +103,7 @@ class TensorSpec:
             return round_up(-(-self.numel // world_size), block_size)
         if self.part_row_numel is not None and self.part_row_numel * world_size >= self.numel:  # a rank may try alone
             return self.part_row_numel
-        rows = -(-self.shape[0] // world_size) if self.shape else 1
-        return rows * math.prod(self.shape[1:])
+        return dim0_row_numel(self.shape, world_size)
 
 
 @functools.lru_cache(maxsize=256)  # the layers of a model are equal, and a part has a range per node

@@ -121,7 +121,8 @@ class SparseLayout:
     ) -> tuple[Tensor, Tensor]:
         """The values of one message as bytes, and what they decode to."""
         if isinstance(codec, DenseCodec):  # the bytes of a concatenation are the concatenated bytes
-            return codec.encode(values, seed=seed), values.to(getattr(torch, codec.dtype)).float()
+            sent = values.to(codec.fmt.torch_dtype)
+            return sent.view(torch.uint8), sent.float()
         wires, decoded = [], []
         for name, part in zip(self.names, values.split(list(counts)), strict=True):
             if part.numel():
@@ -192,7 +193,7 @@ class SparseLayout:
 
     def _decode(self, wire: Tensor, sizes_V: Sequence[int], codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):
-            return wire.clone().view(getattr(torch, codec.dtype)).float()  # a clone is aligned
+            return wire.clone().view(codec.fmt.torch_dtype).float()  # a clone is aligned
         values, at = [torch.empty(0, dtype=torch.float32, device=wire.device)], 0
         for k in sizes_V:
             if k:

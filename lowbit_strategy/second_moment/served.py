@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowbit_strategy.codecs.base import StatefulCodec
+from lowbit_strategy.codecs.base import Codec, StatefulCodec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
@@ -13,6 +13,7 @@ from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compress
 from lowbit_strategy.methods._base.method import Method
 
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
+FEW_BITS = 3  # codes of one and two bits, and ternary ones, have fewer
 _LATE = 1 << 20  # in steps: after any warm-up
 _CODES = CodecPair(BlockCodec(uniform(4, 128)))
 
@@ -30,10 +31,18 @@ def few_bits(assignments: Mapping[str, Assignment]) -> bool:
     """
     uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
     return any(
-        uplink.codec.is_coarse and not uplink.arenas().keys().isdisjoint(("residual", "estimate"))
+        _is_coarse(uplink.codec) and not uplink.arenas().keys().isdisjoint(("residual", "estimate"))
         for uplink in uplinks
         if isinstance(uplink, StatefulCodec)
     )
+
+
+def _is_coarse(codec: Codec) -> bool:
+    """Whether a value that is sent has fewer than `FEW_BITS` bits, including its share of scales."""
+    while (inner := getattr(codec, "values", None) or getattr(codec, "codec", None)) is not None:
+        codec = inner  # what a rotation codes, or the values of the elements that are chosen
+    numel = 64 * codec.block_size
+    return 8 * codec.wire_nbytes(numel) < FEW_BITS * numel
 
 
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:

@@ -82,16 +82,12 @@ def quantize_residual(e_KB: Tensor, dither_KB: Tensor | float = 0.0) -> tuple[Te
 
     Residuals are finite: the largest of them lose their last bits instead of being lost.
     """
-    codes_KB, scale_K = residual_codes(e_KB, _RESIDUAL_GRID, dither_KB)
-    return (codes_KB.to(torch.int16) - _RESIDUAL_GRID.qmax).to(torch.int8), scale_K
-
-
-def residual_codes(e_KB: Tensor, grid: BlockFormat, dither_KB: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """The same on any uniform grid: codes, uint8 [K, B], of which ``grid.qmax`` is zero, and scales."""
+    grid = _RESIDUAL_GRID
     raw_K = e_KB.abs().amax(-1) * torch.tensor(1.0 / grid.qmax, dtype=torch.float32)
     scale_K = round_up_bfloat16(raw_K).clamp(max=grid.max_scale)
     scale_K = torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
-    return quantize(e_KB, scale_K, grid, dither_KB), scale_K
+    codes_KB = quantize(e_KB, scale_K, grid, dither_KB)
+    return (codes_KB.to(torch.int16) - grid.qmax).to(torch.int8), scale_K
 
 
 def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:

@@ -55,10 +55,6 @@ class ChunkCodec(BucketCodec):
     def nearest(self) -> ChunkCodec:
         return ChunkCodec(self.density, nearest(self.values))
 
-    @property
-    def is_coarse(self) -> bool:
-        return self.values.is_coarse
-
     def wire_nbytes(self, numel: int) -> int:
         kept = self.num_kept(numel)
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec, StateTensors, StepContext
-from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods.zoo.kernels.rotation import rotate
 
@@ -50,10 +50,6 @@ class RotatedCodec(BucketCodec):
     def label(self) -> str:
         return f"{self.codec.label}, rotated by {self.rotation_size}"
 
-    @property
-    def is_coarse(self) -> bool:
-        return self.codec.is_coarse
-
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.rotation_size) * self.rotation_size)
 
@@ -66,10 +62,16 @@ class RotatedCodec(BucketCodec):
     ) -> None:
         packed = pack_segments(segments, self.rotation_size)
         rotated_KN = self.transformed(packed.collect(x).view(-1, self.rotation_size))
-        self.codec.encode_(rotated_KN.view(-1), wire, packed.padded_segments, {}, step, flag)
+        self.codec.encode_(rotated_KN.view(-1), wire, _padded(packed), {}, step, flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         packed = pack_segments(segments, self.rotation_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
-        self.codec.decode_sum_(wire_WB, rotated, packed.padded_segments, {}, alpha)
+        self.codec.decode_sum_(wire_WB, rotated, _padded(packed), {}, alpha)
         packed.spread_(self.transformed(rotated.view(-1, self.rotation_size), inverse=True).view(-1), out)
+
+
+def _padded(packed: Packed) -> Segments:
+    """The packed segments with their padding."""
+    rows = zip(packed.segments.rows, packed.lengths, strict=True)
+    return packed.segments.kept("padded", lambda: Segments([row._replace(numel=length) for row, length in rows]))
