@@ -183,7 +183,7 @@ def compress(
     bare, group, shard_size = _synchronized(model)
     sync_options = SyncOptions(**options)
     if sync_options.comes_and_goes:
-        raise ValueError("compress serves ranks that stay: for others call prepare and attach_replica")
+        raise ValueError("compress supports only ranks that stay: for others call prepare and attach_replica")
     if sync_options.shard_size is None:
         sync_options = replace(sync_options, shard_size=shard_size)
     compressor = sync_options.default_compressor if compressor is None else as_compressor(compressor)

@@ -60,10 +60,10 @@ class Binding:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
         if (present := binding_of(accelerator)) is not None and not present._of_section:
-            raise ValueError("this Accelerator has a LowBitPlugin already: attach one only")
+            raise ValueError("this Accelerator already has a LowBitPlugin: attach only one")
         if accelerator._models or accelerator._optimizers or (present is not None and present._models.attached):
             raise ValueError(
-                "this Accelerator has prepared a model or an optimizer already, which would stay uncompressed:"
+                "this Accelerator has already prepared a model or an optimizer, which would stay uncompressed:"
                 " attach the plugin right after making the Accelerator, before accelerator.prepare"
             )
         if present is not None:
@@ -107,7 +107,7 @@ class Binding:
     def _make_room(self) -> None:
         """Undo the binding: nothing has been prepared, and the script attaches its own plugin."""
         if self.accelerator.is_main_process:
-            inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
+            inform("the script's own LowBitPlugin is used, not the lowbit_config section")
         for name in self._added:
             delattr(self.accelerator, name)
         for hook in self._hooks:

@@ -63,8 +63,8 @@ class TrainingClock:
         sees_epochs = accelerator.gradient_state.in_dataloader and accelerator.even_batches
         if counts_epochs and self.epoch is None and self.steps_per_epoch is None and not sees_epochs:
             raise ValueError(
-                f"{type(controller).__name__} counts in epochs, and it is unknown when one ends: training does not go"
-                " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
+                f"{type(controller).__name__} counts in epochs, and it is unknown when an epoch ends: training does"
+                " not use a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
                 ' steps (unit="steps"), or give steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
             )
         if "fraction" in units and self.num_steps is None:

@@ -168,7 +168,7 @@ class ModelControl(StepListener):
             ValueError: There is a monitor already.
         """
         if self.observer is not None:
-            raise ValueError("this model has a monitor already: give one, with the smaller every_n_steps")
+            raise ValueError("this model already has a monitor: give one, with the smaller every_n_steps")
         every = options.every_n_steps
         self.options = options
         self.observer = Observer(

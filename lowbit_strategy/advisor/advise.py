@@ -150,7 +150,7 @@ def _number(params: str | None, model: str | None, hf_config: Path | None) -> fl
         return None
     number = count(params)
     if number > _TOO_MANY:
-        raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
+        raise ValueError(f"--params {params}: no model has that many parameters: give at most {_TOO_MANY:g}")
     return number
 
 

@@ -242,7 +242,7 @@ def read_bench(path: Path) -> Bench:
     if content["version"] != __version__:
         raise ValueError(
             f"{path} was measured with lowbit_strategy {content['version']}, this is {__version__}, whose codecs may"
-            " be of another speed: measure again with lowbit bench"
+            " have another speed: measure again with lowbit bench"
         )
     try:
         return convert(content, Bench, "it")

@@ -129,13 +129,13 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
     """
     if in_backward():
         raise RuntimeError(
-            "an optimizer has stepped inside of the backward pass, before DistributedDataParallel has averaged the"
+            "an optimizer has stepped inside the backward pass, before DistributedDataParallel has averaged the"
             " gradients: each rank would train on its own. Step after backward, or shard the model with fully_shard,"
             " where hooks of parameters are called with averaged gradients"
         )
     if not model.require_backward_grad_sync:
         raise RuntimeError(
-            "an optimizer has stepped inside of no_sync(): each rank has trained on its own gradients, and nothing was"
+            "an optimizer has stepped inside no_sync(): each rank has trained on its own gradients, and nothing was"
             " sent or compressed. Leave no_sync() before the last backward pass of a step. If ranks are to train by"
             " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
             " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"

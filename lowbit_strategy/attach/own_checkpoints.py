@@ -48,7 +48,7 @@ def _warn(session: Session, what: str, instead: str) -> None:
     session.noticed_own_checkpoint = True
     _log.warning(
         "the optimizer's state was %s without the session: if that was a checkpoint, it has no residuals, and training"
-        " goes on from it with residuals of zero. Call %s",
+        " continues from it with residuals of zero. Call %s",
         what,
         instead,
     )

@@ -37,7 +37,7 @@ def _known() -> Iterable[RoundRule]:
     return leaves.load(target, "outer").values() if leaves.is_present(target) else ()
 
 
-register_other_names(leaves.RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
+register_other_names(leaves.RULES, "it is an outer rule, outer={0!r} with a compressor or alone (strategy {0}_ddp)")
 register_conversion(
     RoundRule,
     Conversion(

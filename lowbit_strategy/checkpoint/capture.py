@@ -186,8 +186,8 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
         if all((column, at) == (ranks.column, ranks.rank % count) for column, (at, count), ranks in theirs):
             return saved
     raise ValueError(
-        "the residuals next to the checkpoint are of a model in fewer parts: resume with the tensor-parallel size that"
-        ' it was saved with, or pass on_missing_residual="reset" to go on with residuals of zero'
+        "the residuals next to the checkpoint belong to a model in fewer parts: resume with the tensor-parallel size"
+        ' that it was saved with, or pass on_missing_residual="reset" to continue with residuals of zero'
     )
 
 
@@ -251,8 +251,8 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
     ]
     if parts:
         raise ValueError(
-            f"the residuals next to the checkpoint are of another model ({'; '.join(parts)}): load the checkpoint into"
-            ' the model that wrote it, or pass on_missing_residual="reset" to go on with residuals of zero'
+            f"the residuals next to the checkpoint belong to another model ({'; '.join(parts)}): load the checkpoint"
+            ' into the model that wrote it, or pass on_missing_residual="reset" to continue with residuals of zero'
         )
 
 
@@ -301,7 +301,7 @@ def _change_world_size(
         if old != new:
             _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)
         else:
-            _log.warning("the ranks are grouped into nodes or replicas otherwise: compression residuals %s", what)
+            _log.warning("the ranks are grouped into other nodes or replicas: compression residuals %s", what)
     if policy == "reset":
         return
     totals: dict[str, Tensor] = {}

@@ -37,7 +37,7 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
     except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
         for key, module in modules.items():
             if difference := _difference(_shapes(Path(path), key), module):
-                raise ValueError(f"the checkpoint {path} is of another model: {difference}") from error
+                raise ValueError(f"the checkpoint {path} belongs to another model: {difference}") from error
         raise
 
 

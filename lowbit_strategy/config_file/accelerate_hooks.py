@@ -73,7 +73,7 @@ def serve_files(module: Any) -> None:
 
 def _refuse_section(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if SECTION in args[0]:
-        raise ValueError(f"compute_environment {args[0]['compute_environment']} cannot be served: use LOCAL_MACHINE")
+        raise ValueError(f"compute_environment {args[0]['compute_environment']} is not supported: use LOCAL_MACHINE")
     return wrapped(*args, **kwargs)
 
 
@@ -183,7 +183,7 @@ def _check_training() -> None:
         if any(name in sys.modules for name in _OTHER_WAYS):
             return
         raise RuntimeError(
-            "the script trains without an Accelerator, so nothing of it would be compressed: make one,"
+            "the script trains without an Accelerator, so nothing would be compressed: make one,"
             " accelerator = Accelerator(), and prepare model and optimizer with it (the Hugging Face Trainer does)"
         )
     from lowbit_strategy.accelerate.binding import binding_of

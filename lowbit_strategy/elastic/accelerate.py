@@ -77,7 +77,7 @@ class ReplicaBinding:
             return loader
         if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler or sampler.replacement:
             _log.warning(
-                "lowbit_strategy: elastic leaves this %s as it is: see to it that replicas have different samples",
+                "lowbit_strategy: elastic leaves this %s as it is: make sure that replicas have different samples",
                 type(loader).__name__,
             )
             return loader
@@ -123,7 +123,7 @@ def _log_steps(steps: int) -> None:
     if steps == 0:
         return
     _log.warning(
-        "lowbit_strategy: this replica goes on where the others are, after optimizer step %d: let your loop go by"
+        "lowbit_strategy: this replica continues where the others are, after optimizer step %d: let your loop go by"
         " accelerator.lowbit.sync.step_index, and bring schedules there in accelerator.lowbit.replica.on_healed",
         steps,
     )

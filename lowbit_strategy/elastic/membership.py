@@ -261,7 +261,7 @@ class Membership:
             if str(other) < str(self.identity) or self._store_of(other).check([_MET]):
                 raise RefusedError(
                     f"a replica of the name {other.name!r} is there already, at {other.store}: checkpoints and state go"
-                    " by names, so give each replica one of its own (Elastic(name=...)). To replace that one end it"
+                    " by names, so give each replica its own (Elastic(name=...)). To replace that one, end it"
                     " first"
                 )
 

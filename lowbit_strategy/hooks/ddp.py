@@ -209,13 +209,13 @@ def refuse_other_hooks(model: DistributedDataParallel) -> None:
     """
     if model.mixed_precision is not None:
         raise RuntimeError(
-            "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, in the"
-            " place of which compression would come: leave it out, and use autocast or the framework's precision"
+            "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, which"
+            " compression would replace: leave it out, and use autocast or the framework's precision"
         )
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
         raise RuntimeError(
-            f"the model has a communication hook already ({name}), and DDP calls one: do not register it"
+            f"the model already has a communication hook ({name}), and DDP calls one: do not register it"
         )
 
 

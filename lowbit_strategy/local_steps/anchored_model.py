@@ -244,8 +244,8 @@ class AveragedBuffers:
         self._agreed = self._digests()
         if names and warns:
             _log.warning(
-                "%s%s differ between ranks and have no mean, as they are no floating point numbers: each rank goes on"
-                " with its own. A checkpoint has those of the first rank, and each rank's own beside the residuals",
+                "%s%s differ between ranks and have no mean, as they are not floating-point numbers: each rank"
+                " continues with its own. A checkpoint has those of the first rank, and each rank's own next to the residuals",
                 ", ".join(names[:3]),
                 f" and {len(names) - 3} more" if names[3:] else "",
             )

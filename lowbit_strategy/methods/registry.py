@@ -58,7 +58,7 @@ def preset(name: str) -> Compressor:
         if key in ENTRIES:
             leaves.load(ENTRIES[key].target, key)  # raises: its file is not there
         if key in _others:
-            raise ValueError(f"{name!r} is no compressor: {_others[key]}")
+            raise ValueError(f"{name!r} is not a compressor: {_others[key]}")
         known = sorted((*PRESETS, CHOOSER))
         raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     return PRESETS[key]

@@ -191,7 +191,7 @@ class WeightDelta(BlockWeights):
 
 WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "delta": WeightDelta}
 
-register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} beside a compressor (FSDP2)")
+register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} with a compressor (FSDP2)")
 
 _EXACT, _CODE = Exact(), WeightCode()
 

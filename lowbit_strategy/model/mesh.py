@@ -52,8 +52,8 @@ def mean_ranks(each: ShardedGroup) -> list[int]:
     ranks: list[int] = each.mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
-            f"{each.label} is on the mesh {each.mesh.mesh.tolist()}, whose ranks are not in order, so that groups of it"
-            " would number them otherwise: give DeviceMesh ranks that increase along both dims, as init_device_mesh"
+            f"{each.label} is on the mesh {each.mesh.mesh.tolist()}, whose ranks are not in order, so that its groups"
+            " would number them differently: give DeviceMesh ranks that increase along both dims, as init_device_mesh"
             " does"
         )
     return ranks
@@ -158,8 +158,8 @@ def _mesh_like(row: list[int], device_type: str) -> DeviceMesh:
     rows = [list(range(start, start + size)) for start in range(0, world_size - size + 1, size)]
     if row not in rows:
         raise ValueError(
-            f"the model is sharded over the ranks {row}, which do not follow each other, so that its replicas are"
-            " not known: give fully_shard the mesh of (replicas, ranks that shard one model)"
+            f"the model is sharded over the ranks {row}, which are not consecutive, so that its replicas are"
+            " unknown: give fully_shard the mesh of (replicas, ranks that shard one model)"
         )
     return DeviceMesh(device_type, rows, mesh_dim_names=("replicate", "shard"))
 

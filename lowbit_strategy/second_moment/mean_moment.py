@@ -115,7 +115,7 @@ def check_decay(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
             raise ValueError(
-                "second_moment=True with local steps needs a weight decay that is no part of the gradient, and"
+                "second_moment=True with local steps needs a weight decay that is not part of the gradient, and"
                 f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"
                 " second_moment out"
             )

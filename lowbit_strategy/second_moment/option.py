@@ -51,7 +51,7 @@ class SecondMomentOption(Part):
     def on_ranks(self, prepared: PreparedModel) -> PreparedModel:
         if self._chosen and prepared.topology.node_size is not None and not prepared.scatter:
             raise ValueError(
-                "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or"
+                "second_moment=True does not go with two levels, which these nodes have: give two_level=False, or"
                 ' FSDP2 with shard_size="node"'
             )
         return prepared

@@ -286,7 +286,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
             self.leave()
         if not own or state.get("layout", self._layout()) != self._layout():
             if state["known"] and self._sync.ranks.logs:
-                _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment starts over")
+                _log.warning("squares of gradients were kept for shards with another layout: second_moment starts over")
             return
         device = self._sync.device
         for name, kept in state["known"].items():

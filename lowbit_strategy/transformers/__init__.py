@@ -54,7 +54,7 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
     if not isinstance(trainer, Trainer):
         raise TypeError(f"attach takes a transformers Trainer, got a {type(trainer).__name__}: make the Trainer first")
     if trainer.accelerator._models and binding_of(trainer.accelerator) is None:
-        raise ValueError("this Trainer has trained already, uncompressed: call attach before trainer.train()")
+        raise ValueError("this Trainer has already trained, uncompressed: call attach before trainer.train()")
     if plugin is None:
         plugin = LowBitPlugin()
     chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))

@@ -132,7 +132,7 @@ def test_under_ddp() -> None:
         assert found["frozen ones assigned"] == "none"
         assert found["ignored"] == ["0.bias", "2.weight", "2.bias"]
         assert "DistributedDataParallel(mixed_precision=...) reduces gradients in" in found["mixed"]
-        assert "has a communication hook already (allreduce_hook)" in found["hooked"]
+        assert "already has a communication hook (allreduce_hook)" in found["hooked"]
 
 
 def _sharded(shard_size: int | None = None, compressor: Any = LOCO) -> tuple[Session, nn.Module]:

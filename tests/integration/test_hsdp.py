@@ -144,7 +144,7 @@ def test_resume_is_as_if_never_stopped(facts: list[Resumed]) -> None:
         assert rank.four.bits == facts[0].four.bits
         assert rank.four.losses[0] == rank.again.losses[0]
         assert (rank.four.peers, rank.four.steps) == (4, 6)
-    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in facts[0].log
+    assert "grouped into other nodes or replicas: compression residuals are averaged" in facts[0].log
 
 
 def accelerator(*, own: bool, shard_size: Any = "node") -> Accelerator:

@@ -300,9 +300,9 @@ def test_a_script_s_own_plugin_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = printed_with_the_section(_STEP + _OWN_PLUGINS, tmp_path, capsys)
     for bits, times in ((4, 1), (2, 1), (3, 1)):
         assert printed.count(f"bits {bits} True") == 2 * times
-    assert printed.count("the script's own LowBitPlugin is used, and not the lowbit_config section") == 3
-    assert printed.count("refused this Accelerator has a LowBitPlugin already: attach one only") == 2
-    assert printed.count("refused this Accelerator has prepared a model or an optimizer already") == 2
+    assert printed.count("the script's own LowBitPlugin is used, not the lowbit_config section") == 3
+    assert printed.count("refused this Accelerator already has a LowBitPlugin: attach only one") == 2
+    assert printed.count("refused this Accelerator has already prepared a model or an optimizer") == 2
     assert printed.count("trainer 2 4") == 2
     assert printed.count("callbacks 1") == 2
 

@@ -88,7 +88,7 @@ def refused(folder: Path) -> Facts:
 def test_what_trains_locally_in_its_own_way_is_named(facts: list[Facts]) -> None:
     for rank in facts:
         for loop in ("accelerate", "no_sync"):
-            assert "stepped inside of no_sync()" in rank[loop]
+            assert "stepped inside no_sync()" in rank[loop]
             assert "outer=LocalSGD(every=8)" in rank[loop]
         for loop in ("lightning", "accelerate"):
             assert "ScheduleFree exchanges the model's weights" in rank[f"free under {loop}"]
@@ -128,4 +128,4 @@ def stepped_in_backward(folder: Path) -> Facts:
 
 @scenarios(stepped_in_backward)
 def test_an_optimizer_that_steps_in_backward_is_refused_under_ddp(facts: list[Facts]) -> None:
-    assert all("stepped inside of the backward pass" in rank["error"] for rank in facts)
+    assert all("stepped inside the backward pass" in rank["error"] for rank in facts)

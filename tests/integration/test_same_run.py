@@ -218,7 +218,7 @@ class Same:
 
     def same(self, run: Print, without: Print, *, resumes: bool = False) -> bool:
         """DDP brings rank 0's buffers with each forward pass, so what the others had after the last one is their own.
-        Lightning's checkpoints have rank 0's; with local steps each rank goes on with its own.
+        Lightning's checkpoints have rank 0's; with local steps each rank continues with its own.
         """
         local = self.layout.options is not None and "outer" in self.layout.options
         own = local or (self.layout.fsdp and not resumes)

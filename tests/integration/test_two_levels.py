@@ -154,7 +154,7 @@ def test_resume_with_a_monitor_and_a_controller(facts: list[Resumed]) -> None:
         assert rank.flat.bits == facts[0].flat.bits
         assert rank.flat_peers == 4
         assert rank.flat.losses[0] == rank.whole.losses[4]
-    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in facts[0].log
+    assert "grouped into other nodes or replicas: compression residuals are averaged" in facts[0].log
     assert "one level, because two_level=False" in facts[0].log
     for line in facts[0].observed:
         assert line["between_nbytes"] == line["sent_nbytes"] > 0

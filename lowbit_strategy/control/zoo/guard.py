@@ -58,8 +58,8 @@ class Guard(Controller):
             heaviest = min(self.inner.levels, key=reference_nbytes)
             if reference_nbytes(self.fallback) <= reference_nbytes(heaviest):
                 raise ValueError(
-                    f"fallback {describe(self.fallback)} is no lighter than {describe(heaviest)}: choose one that sends"
-                    " more bytes"
+                    f"fallback {describe(self.fallback)} is not lighter than {describe(heaviest)}: choose one that"
+                    " sends more bytes"
                 )
 
     @property

@@ -58,7 +58,7 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
         return 0
     if progress.steps_per_epoch is None:
         raise ValueError(
-            "phases in epochs beside others need the number of steps in an epoch, which is not known:"
+            "phases in epochs together with others need the number of steps in an epoch, which is not known:"
             " give all phases in one unit"
         )
     return value * progress.steps_per_epoch

@@ -49,5 +49,5 @@ def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     torch.save({"state_dict": nn.Linear(4, 5).state_dict()}, path)
     model = nn.Linear(2, 3)
-    with pytest.raises(ValueError, match="is of another model"), explain_mismatch(path, {"state_dict": model}):
+    with pytest.raises(ValueError, match="belongs to another model"), explain_mismatch(path, {"state_dict": model}):
         raise RuntimeError("size mismatch")

@@ -126,7 +126,7 @@ def test_a_file_without_a_section_is_accelerate_s_own_business(handed: Handed, t
         (
             {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO", "lowbit_config": SECTION},
             [],
-            "AMAZON_SAGEMAKER cannot be served",
+            "AMAZON_SAGEMAKER is not supported",
         ),
     ],
 )

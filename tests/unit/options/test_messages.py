@@ -70,13 +70,13 @@ def test_unknown_options(make: Callable[[], object], message: str) -> None:
     [
         (
             lambda: LowBitDDPStrategy("diloco"),
-            "compressor: 'diloco' is no compressor: it is an outer rule, outer='diloco'",
+            "compressor: 'diloco' is not a compressor: it is an outer rule, outer='diloco'",
         ),
-        (lambda: fabric.LowBitDDPStrategy("sparseloco"), "'sparseloco' is no compressor: it is an outer rule"),
-        (lambda: plugin_from_section({"compressor": "diloco"}), "'diloco' is no compressor: it is an outer rule"),
+        (lambda: fabric.LowBitDDPStrategy("sparseloco"), "'sparseloco' is not a compressor: it is an outer rule"),
+        (lambda: plugin_from_section({"compressor": "diloco"}), "'diloco' is not a compressor: it is an outer rule"),
         (
             lambda: LowBitFSDPStrategy("delta"),
-            "'delta' is no compressor: it is a way of sending weights, weights='delta'",
+            "'delta' is not a compressor: it is a way of sending weights, weights='delta'",
         ),
         (
             lambda: plugin_from_section({"compresor": "loco"}),
