@@ -245,7 +245,8 @@ class AveragedBuffers:
         if names and warns:
             _log.warning(
                 "%s%s differ between ranks and have no mean, as they are not floating-point numbers: each rank"
-                " continues with its own. A checkpoint has those of the first rank, and each rank's own next to the residuals",
+                " continues with its own. A checkpoint has those of the first rank, and each rank's own"
+                " next to the residuals",
                 ", ".join(names[:3]),
                 f" and {len(names) - 3} more" if names[3:] else "",
             )

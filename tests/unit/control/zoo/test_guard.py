@@ -96,7 +96,7 @@ def test_a_restart_changes_nothing(restart_at: int) -> None:
 
 def test_bad_guards() -> None:
     bounds = Bounds(max_error=0.5)
-    with pytest.raises(ValueError, match="no lighter than"):
+    with pytest.raises(ValueError, match="not lighter than"):
         Guard(inner=Static(FOUR), bounds=bounds, fallback=TWO)
     with pytest.raises(ValueError, match="observe_every"):
         Guard(inner=Static(FOUR), bounds=bounds, observe_every=0)
