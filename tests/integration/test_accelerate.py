@@ -384,7 +384,7 @@ def refused(folder: Path) -> Facts:
 def test_bad_input(facts: list[Facts]) -> None:
     for rank in facts:
         assert "has already prepared a model or an optimizer" in rank["late"]
-        assert "has a LowBitPlugin already" in rank["twice"]
+        assert "already has a LowBitPlugin" in rank["twice"]
         assert "needs an accelerate.Accelerator, got Sequential" in rank["not an accelerator"]
         assert "attach(accelerator, fsdp_plugin=plugin)" in rank["fsdp in code"]
         assert "leave comm_hook out" in rank["hook"]

@@ -245,7 +245,7 @@ def refused(folder: Path) -> Facts:
 @scenarios(refused)
 def test_bad_input(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "has a LowBitPlugin already" in rank["twice"]
+        assert "already has a LowBitPlugin" in rank["twice"]
         assert "call attach before trainer.train()" in rank["late"]
         assert "attach takes a transformers Trainer, got a" in rank["model"]
         assert "attach takes a configuration such as LoCo(bits=4)" in rank["what"]
