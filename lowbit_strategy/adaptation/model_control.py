@@ -170,7 +170,7 @@ class ModelControl(StepListener):
         if self.observer is not None:
             raise ValueError("this model already has a monitor: give one, with the smaller every_n_steps")
         every = options.every_n_steps
-        self.options = options
+        self.options, self.begun = options, False  # its record begins with the next backward pass
         self.observer = Observer(
             self.sync,
             lambda step: step % every < self.sync.steps_per_reduction,

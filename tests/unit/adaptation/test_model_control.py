@@ -1,15 +1,17 @@
-"""A controller's factor on learning rates: in the steps of an optimizer, and nowhere else."""
+"""A controller's factor on learning rates: in the steps of an optimizer, and nowhere else. When a record begins."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lowbit_strategy import Dense
-from lowbit_strategy.adaptation.model_control import ModelControl
-from testing.worlds.single import engine
+from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
+from testing.record import read_record
+from testing.worlds.single import engine, gradients, reduce_step
 
 
 class Outer(torch.optim.SGD):
@@ -83,3 +85,19 @@ def test_rates_are_put_back_after_a_step_that_fails_or_is_skipped(control: Model
     with control.scaled(optimizer, lambda: None):
         """A scaler has found an overflow."""
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_monitor_that_joins_during_training_has_its_record(tmp_path: Path) -> None:
+    sync = engine(Dense())
+    control = ModelControl(sync)
+    control.begin_pass(None)
+    reduce_step(sync, gradients(0))
+    control.monitor(MonitorOptions(every_n_steps=1))
+    control.folder = tmp_path
+    control.begin_pass(torch.tensor(2.5))
+    reduce_step(sync, gradients(1))
+    sync.listeners.meet()
+    assert [(line["kind"], line["step"], line.get("loss")) for line in read_record(tmp_path)] == [
+        ("start", 1, None),
+        ("observation", 1, 2.5),
+    ]
