@@ -181,7 +181,8 @@ class Same:
     def by_hand(self) -> Print:
         model, world_size = self.model(), dist.get_world_size()
         options = SyncOptions(**(self.layout.options or {}))
-        prepared = prepare(model, COMPRESSOR, options, scatter=self.layout.fsdp)
+        if is_ours := self.layout.fsdp or self.layout.options is not None:
+            prepared = prepare(model, COMPRESSOR, options, scatter=self.layout.fsdp)
         if self.layout.fsdp:
             asked = options.shard_size
             size = self.layout.per_node if asked == "node" else asked or world_size
@@ -191,7 +192,7 @@ class Same:
             session = attach_fsdp(model, prepared, device=CPU)
         else:
             wrapped = DistributedDataParallel(model)
-            session = None if self.layout.options is None else attach_ddp(wrapped, prepared, device=CPU)
+            session = attach_ddp(wrapped, prepared, device=CPU) if is_ours else None
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
         if session is not None:
             session.bind(lambda: [optimizer], lambda: None)
