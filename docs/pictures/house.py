@@ -41,7 +41,7 @@ ROOMS = {
     "control": (0, 7.2, "controllers, metrics", "control metrics"),
     "methods": (1, 7.2, "LoCo, DGC, PowerSGD ...", "methods"),
     "functional": (2, 7.2, "collectives of any tensor", "functional"),
-    "collectives": (1, 8.2, "bytes over the wire", "collectives codecs"),
+    "collectives": (1, 8.2, "bytes over the wire", "collectives codecs lost_ranks"),
     "kernels": (2, 8.2, "PyTorch, C, Triton", "kernels"),
     "ground": (1, 9.2, "for all others", "options inform autoload leaves version"),
 }

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+from lowbit_strategy import leaves
 
 T = TypeVar("T")
 
@@ -31,6 +32,24 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 # the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
 # lets them have it before.
 atexit.register(time.sleep, _GRACE_S)
+
+
+_LOST_RANKS = "lowbit_strategy.lost_ranks:naming_lost_ranks"
+
+
+@functools.cache
+def _explanation() -> Callable[[dist.ProcessGroup | None, str, str], AbstractContextManager[None]]:
+    if leaves.is_present(_LOST_RANKS):
+        found: Callable[..., AbstractContextManager[None]] = leaves.load(_LOST_RANKS, "naming lost ranks")
+        return found
+    return lambda *_: nullcontext()
+
+
+def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str = "") -> AbstractContextManager[None]:
+    """If the exchange `what` fails inside, in the step `place`, name the ranks that did not take part. Without that
+    part of the package the transport's error says what it says.
+    """
+    return _explanation()(group, what, place)
 
 
 class Pending(Protocol):
@@ -262,7 +281,7 @@ def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the 
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError:
-        with naming_lost_ranks(group, what, ""):
+        with naming_lost_ranks(group, what):
             raise
     return values
 

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import GroupComm, Pending
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+from lowbit_strategy.collectives.comm import GroupComm, Pending, naming_lost_ranks
 
 _KINDS = ("all-to-all", "all-gather", "reduced", "uneven")
 _NUM_SIZES = 2**16  # that `_size_index` tells apart, up to a terabyte

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.collectives.comm import naming_lost_ranks, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.digest import digests

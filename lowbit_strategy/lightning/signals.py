@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+from lowbit_strategy.collectives.comm import naming_lost_ranks
 
 TERMINATE, REQUEUE = 1, 2  # bits of a message
-_naming_lost_ranks = functools.partial(naming_lost_ranks, None, "asking all ranks for signals", "")
+_naming_lost_ranks = functools.partial(naming_lost_ranks, None, "asking all ranks for signals")
 
 
 class DeferredSignals:

@@ -61,6 +61,9 @@ LEAVES = {  # one row per leaf
     "functional": Leaf(
         ("functional.py",), "import lowbit_strategy.functional", "No module named 'lowbit_strategy.functional'"
     ),
+    "lost ranks": Leaf(
+        ("lost_ranks.py",), "import lowbit_strategy.lost_ranks", "No module named 'lowbit_strategy.lost_ranks'"
+    ),
     "divergence": Leaf(
         ("divergence",),
         "from lowbit_strategy import DivergenceError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.lost_ranks import LostRankError, naming_lost_ranks
+from lowbit_strategy.lost_ranks import LostRankError, naming_lost_ranks
 from testing.processes.ranks import run_ranks
 
 

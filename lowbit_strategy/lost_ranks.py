@@ -22,7 +22,7 @@ _PATIENCE_S = 2.0  # a connection was lost: all others notice at once
 _PATIENCE_AFTER_TIMEOUT_S = 10.0  # ranks have begun to wait at different times
 _POLL_S = 0.05
 _LIBRARIES = tuple(filter(None, (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))))
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _NUM_FRAMES = 6
 _NO_MEMORY = "it ran out of memory"
 
