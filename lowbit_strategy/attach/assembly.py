@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import ONE_REPLICA, check_whole_model
+from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Choice, Chooser
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.handshake import handshake, settings_facts
 from lowbit_strategy.model.mesh import model_group
@@ -97,12 +98,13 @@ def make_session(
 ) -> Session:
     """Make the session around the engine of a model, which may be wrapped in DDP."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    choice: Choice | None = None
-    if isinstance(prepared.compressor, Chooser) and not sync.ranks.alone:
-        choice = prepared.compressor.begin(prepared, sync, hook)
-    begun = [part.attach(sync, module, prepared) for part in prepared.parts if not sync.ranks.alone]
-    pace = next((each for each in begun if each is not None), None)
-    session = Session(sync, module, prepared.options, hook=hook, pace=pace, choice=choice)
+    begun: list[EveryStep | None] = []
+    if not sync.ranks.alone:
+        if isinstance(prepared.compressor, Chooser):
+            begun.append(prepared.compressor.begin(prepared, sync, hook))
+        begun += [part.attach(sync, module, prepared) for part in prepared.parts]
+    pace = next((each for each in begun if each is not None), EveryStep())
+    session = Session(sync, module, prepared.options, pace, hook=hook)
     _report(sync)
     if isinstance(model, DistributedDataParallel):
         session.close_with(model)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 
 class EveryStep:
-    """Tells a session when ranks meet. Here they meet in every step; what lets them meet in rounds derives from this.
+    """Tells a session when ranks meet. Here they meet in every step. What lets them meet in rounds derives from this,
+    and what lets steps be the framework's own.
 
     Attributes:
         serves_replaced: Whether other parameters in the place of those that it was given are served.
@@ -47,6 +48,17 @@ class EveryStep:
 
     def begin_backward(self, loss: Tensor | None) -> None:
         """A backward pass begins, before this rank steps. `loss`: the loss of its batch, if known."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether steps are the framework's own, which bypass the engine."""
+        return False
+
+    def end_step(self) -> None:
+        """An optimizer step that counts is over, on all ranks."""
+
+    def after_load(self) -> None:
+        """A checkpoint's residuals have been loaded, on all ranks."""
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. None: there is only one optimizer."""

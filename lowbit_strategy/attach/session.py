@@ -34,7 +34,6 @@ from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Choice
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -50,9 +49,8 @@ class Session:
         sync: The engine.
         module: The model, without DDP around it.
         options: Those given to `prepare`.
-        hook: The hook of DDP, or of FSDP2 under HSDP.
-        pace: Decides when ranks meet; None: in every step.
-        choice: Picks the compressor during training; None: the compressor stays.
+        pace: Decides when ranks meet, and whether the engine reduces anything.
+        hook: The hook of DDP, or of FSDP2.
 
     Attributes:
         ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`.
@@ -63,15 +61,11 @@ class Session:
         sync: GradientSync,
         module: nn.Module,
         options: SyncOptions,
+        pace: EveryStep,
         *,
         hook: Hook | None = None,
-        pace: EveryStep | None = None,
-        choice: Choice | None = None,
     ) -> None:
-        self.sync = sync
-        self.options = options
-        self.pace = EveryStep() if pace is None else pace
-        self.choice = Choice() if choice is None else choice
+        self.sync, self.options, self.pace = sync, options, pace
         self._ranks = sync.all_ranks  # whose own groups `close` destroys
         self._let_go_of_owner: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
@@ -97,7 +91,7 @@ class Session:
 
     @property
     def is_baseline(self) -> bool:  # steps are the framework's own: chosen, or being timed
-        return self.choice.is_baseline
+        return self.pace.is_baseline
 
     @property
     def _is_in_ddp(self) -> bool:
@@ -214,7 +208,7 @@ class Session:
         if scaler is not None:
             self._scale.read(scaler)
         if self.is_baseline:
-            self._closed = self.choice.end_step
+            self._closed = self.pace.end_step
             return True
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
@@ -230,7 +224,7 @@ class Session:
             if synchronized:
                 self.pace.after_optimizer(optimizer)
             if counted:
-                self.choice.end_step()
+                self.pace.end_step()
 
         self._closed = self._closed or meet
         return counted
@@ -302,7 +296,7 @@ class Session:
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )
-        self.choice.after_load()
+        self.pace.after_load()
 
     @property
     def last_saved(self) -> int | None:
@@ -346,7 +340,7 @@ class Session:
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
-        self.choice.after_load()
+        self.pace.after_load()
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:
         """Synchronize newly trainable parameters too. Call it between steps, on all ranks together.

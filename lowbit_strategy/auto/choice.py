@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lowbit_strategy import leaves
+from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.auto.option import Auto
 from lowbit_strategy.auto.times import Timed, decide, has_changed
@@ -27,7 +28,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPWiring
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Choice
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
@@ -99,7 +99,7 @@ def num_timed(num_candidates: int) -> int:
     return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
-class AutoChoice(Choice):
+class AutoChoice(EveryStep):
     """The choice of one model's set-up on one rank.
 
     Args:

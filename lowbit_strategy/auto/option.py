@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from lowbit_strategy import leaves
-from lowbit_strategy.methods._base.chooser import Choice, Chooser
+from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -36,6 +36,5 @@ class Auto(Chooser):
 
     quality: Literal["same", "close"] = "same"
 
-    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Choice:
-        choice: Choice = leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring)
-        return choice
+    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Any:
+        return leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring)

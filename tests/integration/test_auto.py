@@ -70,8 +70,8 @@ def declining(folder: Path, kind: Kind) -> Facts:
         "losses": model.losses,
         "stock": stock.losses,
         "own": session.is_baseline,
-        "phase": session.choice.phase,
-        "steps": session.choice.trial_steps,
+        "phase": session.pace.phase,
+        "steps": session.pace.trial_steps,
         "hook": hooked(made),
         "sent": session.sync.ranks.peers.sent_nbytes,
         "lines": lines,
@@ -121,10 +121,10 @@ def choosing(folder: Path, kind: Kind) -> Facts:
     session = made.strategy.session
     return {
         "stock": stock.losses,
-        "chosen": session.choice.active.name,
+        "chosen": session.pace.active.name,
         "method": session.sync.compressor,
         "losses": model.losses,
-        "steps": session.choice.trial_steps,
+        "steps": session.pace.trial_steps,
         "print": fingerprint(model),
         "hook": hooked(made),
         "sent": session.sync.ranks.peers.sent_nbytes,
@@ -208,7 +208,7 @@ def conserving(folder: Path, kind: Kind) -> Facts:
                 train(model, session, range(STEPS))
             found[name] = full_parameters(model)
             if name == "auto":
-                found["phase"], found["own"] = session.choice.phase, session.is_baseline
+                found["phase"], found["own"] = session.pace.phase, session.is_baseline
                 found["unsent"] = [session.sync.state.export_unsent(name) is None for name in session.sync.specs]
             session.close()
     return found
@@ -250,7 +250,7 @@ def resumed(folder: Path, kind: Kind, stop: int) -> Facts:
             if path is None:
                 made.save_checkpoint(folder / "last.ckpt")
         strategy: Any = made.strategy
-        runs.append(strategy.session.choice)
+        runs.append(strategy.session.pace)
     return {"first": runs[0].phase, "then": runs[1].phase, "steps": runs[1].trial_steps, "print": fingerprint(model)}
 
 
@@ -270,12 +270,12 @@ def looking_again(folder: Path) -> Facts:
     with settled(0), mock.patch.object(running, "LOOK_EVERY", 3), listen() as lines:
         model, session = attached("ddp", Auto())
         train(model, session, range(OWN + TRIED))
-        phases.append(session.choice.phase)
-        session.choice._reference_s = 1e-9  # as if steps had been far faster then
-        session.choice._remaining = 3
+        phases.append(session.pace.phase)
+        session.pace._reference_s = 1e-9  # as if steps had been far faster then
+        session.pace._remaining = 3
         for step in range(OWN + TRIED, OWN + TRIED + 4):
             train(model, session, range(step, step + 1))
-            phases.append(session.choice.phase)
+            phases.append(session.pace.phase)
     session.close()
     return {"phases": phases, "lines": lines}
 
@@ -309,7 +309,7 @@ def following_times(folder: Path) -> Facts:
             model.register_forward_pre_hook(link)
             link.session = session
             train(model, session, range(STEPS))
-            found[name] = {"first": session.is_baseline, "steps": session.choice.trial_steps}
+            found[name] = {"first": session.is_baseline, "steps": session.pace.trial_steps}
             link.own_s, link.engine_s = link.engine_s, link.own_s
             train(model, session, range(STEPS, 3 * STEPS))
             found[name] |= {"then": session.is_baseline, "looked": [line for line in lines if "looking again" in line]}

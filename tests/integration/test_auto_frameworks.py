@@ -47,7 +47,7 @@ def under_the_trainer(folder: Path) -> Facts:
         trained = hf_trainer(folder, "ddp", "auto", max_steps=STEPS)
         trained.train()
     session: Any = trained.accelerator.lowbit.sessions[0]
-    return {"phase": session.choice.phase, "name": session.choice.active.name, "bits": fingerprint(trained.model)}
+    return {"phase": session.pace.phase, "name": session.pace.active.name, "bits": fingerprint(trained.model)}
 
 
 @scenarios(under_the_trainer)
@@ -68,7 +68,7 @@ def under_fabric(folder: Path, name: str) -> Facts:
     strategy: Any = made.strategy
     session = strategy.sessions[0]
     return {
-        "name": session.choice.active.name,
+        "name": session.pace.active.name,
         "auto": strategy.compressor,
         "losses": losses,
         "bits": fingerprint(model),

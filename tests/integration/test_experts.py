@@ -565,8 +565,8 @@ def chosen(folder: Path) -> Facts:
     losses = stock.train(30)
     session = run.compress(Auto())
     found = run.train(30)
-    assert session.choice is not None
-    facts = {"losses": (losses, found), "tried": session.choice.reason}
+    assert session.pace is not None
+    facts = {"losses": (losses, found), "tried": session.pace.reason}
     session.close()
     return facts
 

@@ -131,7 +131,7 @@ def uneven(folder: Path) -> Facts:
     facts["error"] = raised(lambda: attach(between(min(way.memory.total for way in ways))))
     run = wrapped("ddp", hidden=65)
     session = compress(run.model, run.optimizer, Auto())
-    choice: Any = session.choice
+    choice: Any = session.pace
     assigned = assign_all(choice._all[0].compressor, list(session.sync.specs.values()))
     choice._room = between(memory_of(plan_of(session.sync, assigned)).total) * 1e9
     run.train(session, 16)

@@ -127,7 +127,7 @@ def chosen(folder: Path, layout: str) -> Facts:
     losses = run.train(session, 30)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (place_in(run.mesh), session.sync.ranks.column, run.weights()))
-    choice = session.choice.phase, session.choice.active and session.choice.active.name
+    choice = session.pace.phase, session.pace.active and session.pace.active.name
     session.close()
     return {"losses": losses, "choice": choice, "everyone": everyone}
 

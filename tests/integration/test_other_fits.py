@@ -93,7 +93,7 @@ def _while_trying(rank: int, world_size: int, folder: Path, kind: str) -> tuple[
     with settled(0), mock.patch.object(running, "LOOK_EVERY", 4):
         fitting = trainer(_strategy(kind, Auto()), max_steps=15)
         fitting.fit(model, loader(96 * 12))
-        before = fitting.strategy.session.choice.phase
+        before = fitting.strategy.session.pace.phase
         fitting.fit_loop.epoch_loop.max_steps = 30
         fitting.fit(model, loader(96 * 12))
     return before, fitting.global_step, fingerprint(model)

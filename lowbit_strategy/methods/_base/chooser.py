@@ -10,21 +10,6 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import DENSE, Compressor
 
 
-class Choice:
-    """Chooses the compressor during training; a session follows it. This one never changes the compressor."""
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether steps are the framework's own, which bypass the engine."""
-        return False
-
-    def end_step(self) -> None:
-        """A counted optimizer step is over on all ranks."""
-
-    def after_load(self) -> None:
-        """A checkpoint's residuals have been loaded. Called on all ranks."""
-
-
 class Chooser(Compressor, ABC):
     """A compressor that only chooses. Until it has chosen, steps are the framework's own, with its buckets."""
 
@@ -33,8 +18,8 @@ class Chooser(Compressor, ABC):
         return DENSE
 
     @abstractmethod
-    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Choice:
-        """Begin to choose for one model.
+    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Any:
+        """Begin to choose for one model. Returns what a session follows (`EveryStep`).
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.
