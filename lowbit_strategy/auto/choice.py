@@ -1,4 +1,4 @@
-"""`Auto` at work on one model: times the framework's own steps and those of each candidate, and keeps the fastest.
+"""Runs `Auto` on one model: times the framework's own steps and each candidate's, and keeps the fastest.
 
 | phase | steps are | ends |
 |---|---|---|
@@ -7,9 +7,8 @@
 | `empty` | reduced by the engine without compression | when no rank has anything left to send |
 | `settled` | the chosen one's | when they take much longer or shorter than they did |
 
-Every change comes after an optimizer's step, on all ranks together, and from times that they have exchanged: a step
-counts as long as it was on the slowest rank. Ranks exchange times once per phase, and once in `LOOK_EVERY` settled
-steps.
+Every change happens after an optimizer step, on all ranks together, and is based on times that they have exchanged: a
+step takes as long as on the slowest rank. Ranks exchange times once per phase, and once in `LOOK_EVERY` settled steps.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ Phase = Literal["own", "try", "empty", "settled"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One set-up that is tried.
+    """A set-up to try.
 
     Args:
-        name: What reports call it.
+        name: Its name in reports.
         compressor: Compressor of gradients.
         weights: How FSDP2's weights travel; None under DDP.
     """
@@ -67,10 +66,10 @@ class Candidate:
 
 
 def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
-    """What is tried, in this order.
+    """The candidates, in the order in which they are tried.
 
     Args:
-        auto: What the user has asked for.
+        auto: The user's `Auto`.
         layout: What wraps the model.
         weights: Chosen by the user; None: not chosen.
     """
@@ -88,14 +87,14 @@ def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list
 
 
 def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
-    """`compressor` with the user's choices for single parameters."""
+    """`compressor` with the user's choices for individual parameters."""
     defaults = {field.name: field.default for field in fields(Compressor)}
     chosen = {name: getattr(auto, name) for name, value in defaults.items() if getattr(auto, name) != value}
     return replace(compressor, **chosen)
 
 
 def num_timed(num_candidates: int) -> int:
-    """Steps of each candidate that are timed, so that all together take at most `MOST_TRIED_STEPS`."""
+    """Number of timed steps per candidate, so that all together take at most `MOST_TRIED_STEPS`."""
     return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
@@ -108,10 +107,10 @@ class AutoChoice(EveryStep):
         wiring: Switches between the framework's own communication and the engine's.
 
     Attributes:
-        active: What is in force; None: the framework's own.
-        reason: Why it is, once it has been decided.
-        trial_steps: Steps that the last trial took, the framework's own among them.
-        trial_s: What it cost beyond the same number of the framework's own steps.
+        active: The current candidate; None: the framework's own steps.
+        reason: The reason, once it has been decided.
+        trial_steps: Steps that the last trial took, including the framework's own.
+        trial_s: Extra seconds that it cost, compared with the same number of the framework's own steps.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class AutoChoice(EveryStep):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """An optimizer step that counts is over, on all ranks."""
+        """A counted optimizer step is over on all ranks."""
         if self.is_baseline:
             self.sync.count_step()
         self.trial_steps += self.phase != "settled"
@@ -170,7 +169,7 @@ class AutoChoice(EveryStep):
             self._clock.start()
 
     def _slowest(self) -> tuple[float, ...]:
-        """Each timed step as long as it was on the rank where it took longest."""
+        """The duration of each timed step on the rank where it took longest."""
         everyone = gathered([step.seconds for step in self._clock.take()], self.sync.ranks.world.group)
         return tuple(max(step) for step in zip(*everyone, strict=True))
 
@@ -196,7 +195,7 @@ class AutoChoice(EveryStep):
         return nbytes <= self._room
 
     def _try_another(self) -> None:
-        """The next candidate, up to its first timed step; or the decision."""
+        """Try the next candidate up to its first timed step, or decide."""
         if not self._waiting:
             self._decide()
             return
@@ -207,7 +206,7 @@ class AutoChoice(EveryStep):
         self._begin(WARM_TRIED_STEPS + 1, WARM_TRIED_STEPS + 1)
 
     def _next(self) -> None:
-        """More steps of this candidate, unless it is far too slow; or another one."""
+        """Take more steps with this candidate, unless it is far too slow; or try another one."""
         assert self._own is not None
         candidate, before = self._tried[-1]
         seconds = self._slowest()
@@ -234,7 +233,7 @@ class AutoChoice(EveryStep):
             self._leave()
 
     def _enter(self, candidate: Candidate) -> None:
-        """`candidate` from the next step on; what was not sent yet goes along."""
+        """Use `candidate` from the next step on, and carry over what was not sent yet."""
         if self.active is None or self.active.weights != candidate.weights:
             self._take(candidate.weights)
         self.sync.use(candidate.compressor)
@@ -247,7 +246,7 @@ class AutoChoice(EveryStep):
     # -- stepping aside -------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """The framework's own, once nothing is left to send."""
+        """Use the framework's own steps, once nothing is left to send."""
         if self.active is None:
             self._settle_own()
             return
@@ -273,7 +272,7 @@ class AutoChoice(EveryStep):
             self._settle_own()
 
     def _unsent(self) -> bool:
-        """Whether anything waits for gradients that have not come."""
+        """Whether anything waits for gradients that have not arrived."""
         return bool(self.sync.state.carryover.waiting)
 
     def _settle_own(self) -> None:
@@ -293,7 +292,7 @@ class AutoChoice(EveryStep):
     # -- looking again --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Have steps become much slower or faster?"""
+        """Check whether steps have become much slower or faster."""
         assert self._reference_s is not None
         seconds = statistics.median_low(self._slowest())
         if not has_changed(seconds, self._reference_s):
@@ -329,7 +328,7 @@ class AutoChoice(EveryStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What had been chosen goes on; otherwise the trial starts over."""
+        """Continue with what had been chosen; otherwise the trial starts over."""
         chosen = [each for each in self._all if each.name == state["chosen"]]
         is_same_run = state["settled"] and state["world_size"] == self.sync.ranks.world_size
         if not is_same_run or (state["chosen"] is not None and not chosen):
@@ -341,7 +340,7 @@ class AutoChoice(EveryStep):
         self._begin(LOOK_EVERY, min(LOOK_EVERY, LOOKED_AT))
 
     def after_load(self) -> None:
-        """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""
+        """A checkpoint's residuals have been loaded on all ranks. Residuals that nothing would send are sent first."""
         if self.active is None and any(gathered(self._unsent(), self.sync.ranks.world.group)):
             self._empty()
             self._take(self._coding)

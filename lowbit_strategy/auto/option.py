@@ -18,15 +18,15 @@ class Auto(Chooser):
        ones. All candidates together take 20 steps at most
     3. the fastest is kept if it is certainly faster than the framework's own. Otherwise the hook is removed. The log
        says why
-    4. when steps take 1.5 times as long as they did, or less than two thirds, it looks again
+    4. when steps take more than 1.5 times or less than two thirds as long as before, it tries again
 
     Gradients that a candidate has not sent yet are carried over to the next one, and are sent uncompressed before the
     framework takes over. Local steps are never chosen, because they change the algorithm.
 
     Args:
-        quality: ``same``: 4 bits and more, whose loss was measured to be that of float32; ``close``: also 2 bits,
-            whose loss was measured to be a little worse. One bit needs `second_moment`, which does not go with a change
-            of compressors.
+        quality: ``same``: 4 bits and more, whose measured loss equals that of float32. ``close``: also 2 bits, whose
+            measured loss is slightly higher. One bit needs `second_moment`, which does not allow a change of
+            compressors.
 
     Raises:
         ValueError: `quality` is neither of the two.

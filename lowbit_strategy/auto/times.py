@@ -1,4 +1,4 @@
-"""Whether one set-up is certainly faster than another, by the times of their steps.
+"""Decides by step times whether one set-up is certainly faster than another.
 
 References:
     Mann & Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947.
@@ -17,11 +17,11 @@ CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Steps of one set-up that were timed.
+    """The timed steps of one set-up.
 
     Args:
-        name: What reports call it.
-        seconds: Duration of each.
+        name: Its name in reports.
+        seconds: Duration of each step.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Timed:
 
     @property
     def median(self) -> float:
-        """Median; of an even number of steps the lower middle one, since disturbances make steps longer."""
+        """The median; for an even number of steps the lower middle one, since disturbances make steps longer."""
         return statistics.median_low(self.seconds)
 
     def is_certainly_faster(self, other: Timed) -> bool:
-        """Whether in most pairs of a step of each this is the faster one, as Mann and Whitney count them."""
+        """Whether this is faster in most pairs of steps, one from each, counted as by Mann and Whitney."""
         pairs = [own < seconds for own in self.seconds for seconds in other.seconds]
         return sum(pairs) >= MIN_WIN_RATE * len(pairs)
 
@@ -44,14 +44,16 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is used from now on: number `chosen` of what was tried; None: nothing of it. And why, in a sentence."""
+    """What is used from now on: candidate number `chosen`, or None for the framework's own; and the reason in a
+    sentence.
+    """
 
     chosen: int | None
     reason: str
 
 
 def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
-    """The fastest of what is certainly faster than the framework's own."""
+    """The fastest of the candidates that are certainly faster than the framework's own steps."""
     if not tried:
         return Verdict(None, "no candidate fits into the memory")
     measured = ", ".join(str(each) for each in (own, *tried))
@@ -66,5 +68,5 @@ def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
 
 
 def has_changed(seconds: float, reference_s: float) -> bool:
-    """Whether steps take much longer or shorter than when the choice was made."""
+    """Whether steps take much more or less time than when the choice was made."""
     return not reference_s / CHANGED < seconds < reference_s * CHANGED

@@ -1,4 +1,4 @@
-"""`lowbit doctor`: reports what this machine will use and what would not work here; or what a script would compress."""
+"""`lowbit doctor`: reports what this machine will use and what would not work, or what a script would compress."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ADVISORY = (
 
 
 class Finding(NamedTuple):
-    """One thing looked at: ``ok`` serves, ``note`` works with a limit, ``problem`` does not work."""
+    """One finding: ``ok`` works, ``note`` works with a limit, ``problem`` does not work."""
 
     level: str
     what: str
@@ -71,7 +71,7 @@ def doctor(
     module: Annotated[bool, typer.Option("-m", "--module", help="The script is a module, as for python -m.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False,
 ) -> None:
-    """Report what this machine will use, and what would not work. With a script: what of it would be compressed."""
+    """Report what this machine will use, and what would not work. With a script: what would be compressed."""
     if script or config is not None:
         _of_job(config, num_processes, script, module=module)
         return
@@ -92,8 +92,8 @@ def doctor(
 
 def _of_job(config: Path | None, num_processes: int | None, script: list[str] | None, *, module: bool) -> None:
     """Raises:
-    ValueError: There is no configuration file, or it is wrong.
-    MissingPart: What reads configuration files is not there.
+    ValueError: The configuration file does not exist or is wrong.
+    MissingPart: The part that reads configuration files is not installed.
     """
     need("lowbit_strategy.config_file", "lowbit doctor --config")
     if config is None:
@@ -143,7 +143,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _newer() -> Iterator[Finding]:
-    """Packages whose internal names this one uses: newer releases may have moved them."""
+    """Check packages whose internal names this one uses, since newer releases may have moved them."""
     for name, newest in TESTED.items():
         found = _version(name)
         if found is not None and Version(found).release[:2] > Version(newest).release[:2]:
@@ -151,7 +151,7 @@ def _newer() -> Iterator[Finding]:
 
 
 def _bounds() -> dict[str, SpecifierSet]:
-    """What this package was installed with as its requirements, those of the extras in `_OPTIONAL` included."""
+    """The requirements with which this package was installed, including those of the extras in `_OPTIONAL`."""
     try:
         texts = requires("lowbit-strategy") or ()
     except PackageNotFoundError:
@@ -215,7 +215,7 @@ _FAR_PAGE = "docs/far-links.md"
 
 
 def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
-    """Socket buffers and slow start after idle; nothing where the kernel does not say."""
+    """Check socket buffers and slow start after idle, if the kernel shows them."""
     if (text := _read(root / "tcp_rmem")) is not None:
         largest = int(text.split()[-1])
         advice = f"on a link of R bit/s and a round trip of T seconds it has to be R * T / 8 bytes: {_FAR_PAGE}"
@@ -243,7 +243,7 @@ def _strategies() -> Iterator[Finding]:
 
 
 def _autoloading() -> Finding:
-    """Whether a script that never imports this package has its names, tried in a new process."""
+    """Check in a new process whether a script that never imports this package has its names."""
     advice = "until then: import lowbit_strategy in the script, or python -m lowbit_strategy.run"
     if (why := autoload.problem()) is not None:
         return Finding("note", "autoloading", why, advice)

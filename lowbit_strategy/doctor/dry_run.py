@@ -1,6 +1,7 @@
-"""What would be compressed: the script runs in one process until it prepares its model, and ends with the report.
+"""Reports what would be compressed: the script runs in one process until it prepares its model, and ends with the
+report.
 
-No other processes, no memory for residuals.
+It needs no other processes and no memory for residuals.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from lowbit_strategy.telemetry.startup_report import Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """The run that is planned.
+    """The planned run.
 
     Args:
         scatter: FSDP2 instead of DDP.
-        world_size: Processes in all, over all machines.
+        world_size: Total number of processes on all machines.
         num_nodes: Machines, each with the same number of processes.
     """
 
@@ -61,17 +62,17 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedReport(Report):
-    """The report on a run that is planned, and its plan."""
+    """The report on a planned run, and its plan."""
 
     plan: StepPlan
 
 
 def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin, Planned]:
-    """What a configuration file of Accelerate asks for.
+    """Read the run that a configuration file of Accelerate describes.
 
     Args:
         path: The file.
-        num_processes: Instead of the file's.
+        num_processes: Number of processes, in place of the file's.
 
     Raises:
         ValueError: The file has no section or a wrong one, or gradients of this kind of run cannot be compressed.
@@ -93,12 +94,12 @@ def dry_run(job: tuple[LowBitPlugin, Planned], script: Sequence[str], *, module:
     """Run a script until it prepares its model, and report.
 
     Args:
-        job: What is planned.
+        job: The planned run.
         script: Its path and arguments.
-        module: It is the name of a module, as for ``python -m``.
+        module: Whether it is the name of a module, as for ``python -m``.
 
     Raises:
-        SystemExit: With status 0 after the report, with another one if the script ends before.
+        SystemExit: With status 0 after the report, or another status if the script ends earlier.
     """
     install(*job)
     os.environ.pop(VARIABLE, None)
@@ -115,18 +116,18 @@ def plan(
     device: torch.device,
     options: SyncOptions = SyncOptions(),  # noqa: B008 (frozen)
 ) -> PlannedReport:
-    """What `prepare` and attaching would report for `module`.
+    """The plan and report that `prepare` and attaching would make for `module`.
 
     Args:
         module: The model, on any device, meta included.
         compressor: Configuration.
         planned: The run.
-        device: Where that run's gradients will be.
-        options: All but the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
-            of local steps the report is about those that come after a synchronous part.
+        device: Device of that run's gradients.
+        options: All options except the compressor. Weights are assumed to be gathered in their own dtype, in forward
+            and in backward. With local steps the report is about the steps after a synchronous part.
 
     Raises:
-        ValueError, RuntimeError: What `prepare` would raise on these nodes.
+        ValueError, RuntimeError: The errors that `prepare` would raise on these nodes.
     """
     prepared = checked(module, compressor, options, scatter=planned.scatter)
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
@@ -175,7 +176,7 @@ def plan(
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
-    """All parameters of one type together, as if they were sharded as one."""
+    """All parameters of one dtype together, as if they were sharded together."""
     params = {name: param for name, param in named_parameters(module) if is_float(param)}
     by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
     for spec in describe_parameters(module, params):

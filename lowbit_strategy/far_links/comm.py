@@ -1,14 +1,14 @@
-"""Transports other than torch's process groups: for ranks that are far apart, and for members that may be lost.
+"""A transport for ranks that are far apart, in place of torch's collectives.
 
-`FarComm` sends point-to-point messages, whose receives are posted ahead. gloo lets a group's collectives travel two at
-a time, and a sender first waits until the receiver has reported that its receive is posted: over a link where a message
-takes 75 ms that costs more than the bytes. Here every pair of ranks sends by itself, all exchanges travel at once, and
-as soon as one has ended the receive of the next of its kind and size is posted: in the next step that one is of the
-same size, and its sender need not wait.
+`FarComm` sends point-to-point messages, whose receives are posted ahead. gloo sends only two of a group's collectives
+at a time, and a sender first waits until the receiver has reported that its receive is posted. Over a link where a
+message takes 75 ms, that costs more than the bytes. Here every pair of ranks communicates separately, and all exchanges
+travel at once. As soon as one has ended, the receive for the next of its kind and size is posted: in the next step the
+message has the same size, and its sender need not wait.
 
-Which message belongs to which exchange is fixed by tags: all exchanges of one kind and size share a channel, in which
-messages arrive in the order in which they were sent. A channel's tag is computed from its kind and size. All ranks
-begin and end the exchanges of a channel in the same order.
+Tags assign messages to exchanges: all exchanges of one kind and size share a channel, in which messages arrive in the
+order in which they were sent. A channel's tag is computed from its kind and size. All ranks begin and end the exchanges
+of a channel in the same order.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _KEPT_ROUNDS = 16  # a channel that has not been used while all others have been
 
 
 class FarComm(GroupComm):
-    """The collectives of a gloo group on CPU that nothing else uses: the same results as `GroupComm`, bit for bit, but
-    for the order in which sums are taken.
+    """The collectives of a gloo group on CPU that nothing else uses. Results equal those of `GroupComm` bit for bit,
+    except for the order of sums.
 
     Args:
-        group: Made for this alone and its twins.
-        numbers: Numbers of communicators that share the group, the next one first: each has its own tags.
+        group: A group made only for this object and its twins.
+        numbers: Numbers for the communicators that share the group, the next one first; each has its own tags.
     """
 
     is_far = True
@@ -52,7 +52,7 @@ class FarComm(GroupComm):
 
     @property
     def ahead_nbytes(self) -> int:
-        """Memory of receives that are posted ahead, now."""
+        """Bytes of memory for the receives that are posted ahead now."""
         return sum(channel.nbytes for channel in (*self._channels.values(), *self._ending))
 
     def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
@@ -77,8 +77,8 @@ class FarComm(GroupComm):
         return under_way
 
     def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
-        """Two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
-        taken in the order of ranks, by one of them: its bits are the same on all, but not those of gloo's.
+        """Two exchanges, in which each rank computes its part of the result, since gloo's all-reduce has many
+        consecutive messages. One rank adds each part in rank order, so all ranks get the same bits, but not gloo's.
         """
         if op not in _REDUCTIONS:
             return super()._all_reduce(x, op)
@@ -98,7 +98,7 @@ class FarComm(GroupComm):
         return under_way
 
     def with_own_counter(self) -> FarComm:
-        """A twin for exchanges that another thread begins: the same ranks, other tags than those of all other twins,
+        """A twin for exchanges that another thread begins, with the same ranks and other tags than all other twins,
         whose receives may still be posted.
         """
         assert self.group is not None
@@ -116,7 +116,7 @@ class FarComm(GroupComm):
         self._ending.clear()
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Receives that are posted end with the group."""
+        """Posted receives end with the group."""
         if self.group in groups:
             self._channels.clear()
             self._ending.clear()
@@ -152,7 +152,7 @@ class FarComm(GroupComm):
         return _Traveling(self, f"the {kind} of {nbytes:,} bytes, exchange {self._num_exchanges}")
 
     def _others(self) -> list[int]:
-        """The next rank first: all ranks begin with different ones."""
+        """The other ranks, the next one first, so that all ranks begin with different ones."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _channel(self, kind: str, row_nbytes: int) -> _Channel:
@@ -163,9 +163,9 @@ class FarComm(GroupComm):
         return self._channels[kind, size]
 
     def _give_up_channels(self) -> None:
-        """Where sizes have changed: nothing is in flight, so that all ranks have posted the same receives.
+        """Give up channels if sizes have changed. Nothing is in flight, so all ranks have posted the same receives.
 
-        What they have posted gets an empty message, and is waited for when the next exchange begins alone.
+        Posted receives get an empty message, and are waited for when the next exchange begins alone.
         """
         for channel in self._ending:
             channel.wait_for_end()
@@ -193,14 +193,14 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
 
 
 class _Posted(NamedTuple):
-    """Receives of one exchange: of each other rank a row."""
+    """The receives of one exchange, a row from each other rank."""
 
     rows: Tensor
     works: list[Any]
 
 
 class _Channel:
-    """The exchanges of one kind and size, which do not wait for each other but keep their order.
+    """The exchanges of one kind and size. They do not wait for each other, but keep their order.
 
     Args:
         comm: Its communicator.
@@ -229,7 +229,7 @@ class _Channel:
         return dist.irecv(x, group=self._group, tag=self._tag, group_src=source)
 
     def take(self) -> _Posted:
-        """The receives that were posted first."""
+        """Take the receives that were posted first."""
         if not self.posted:
             self.post_ahead(torch.zeros(len(self._others), self._capacity, dtype=torch.uint8))
         return self.posted.popleft()
@@ -239,7 +239,7 @@ class _Channel:
         self.posted.append(_Posted(rows, works))
 
     def end(self) -> None:
-        """All ranks' receives that are posted get an empty message."""
+        """Send an empty message to all ranks' posted receives."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         self._sends = [self.send(nothing, r) for _ in self.posted for r in self._others]
 

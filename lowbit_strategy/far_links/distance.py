@@ -1,4 +1,4 @@
-"""Whether the links between ranks are long."""
+"""Measures whether the links between ranks are long."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TIMES = 2  # measured before ranks count as far apart: a machine may be busy fo
 
 
 def is_far(group: dist.ProcessGroup | None) -> bool:
-    """Whether a round trip takes at least `FAR_S`; call on all ranks, which get the same answer.
+    """Whether a round trip takes at least `FAR_S`. Call it on all ranks, which get the same answer.
 
     With several sites every rank is far from some other, so all wait for a long round trip. The fastest of several
-    tries on the fastest rank counts: a busy host is not far. Ranks that share a network's interfaces never are.
+    tries on the fastest rank counts, since a busy host is not far. Ranks that share network interfaces are never far.
     """
     if len(set(gathered(_network(), group))) == 1:
         return False
@@ -38,7 +38,7 @@ def _network() -> str:
 
 
 def _round_trip_s(group: dist.ProcessGroup | None) -> float:
-    """The shortest one, the same on all ranks."""
+    """The shortest round trip, the same on all ranks."""
     world_size = dist.get_world_size(group)
     shortest = float("inf")
     for _ in range(_TRIES):
@@ -49,7 +49,7 @@ def _round_trip_s(group: dist.ProcessGroup | None) -> float:
 
 
 def _exchange(x_W: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """One element to each rank."""
+    """Send one element to each rank."""
     out_W = torch.empty_like(x_W)
     dist.all_to_all_single(out_W, x_W, group=group)
     return out_W

@@ -1,4 +1,4 @@
-"""``far_links=``: which transport ranks get."""
+"""``far_links=``: chooses the transport of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 
 
 class FarLinksOption(Part):
-    """One for ranks that are far apart, or not; None: as a measured round trip says."""
+    """Whether to use the transport for far ranks; None: a measured round trip decides."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._far = options.far_links

@@ -1,1 +1,1 @@
-"""`memory=`: what compression keeps, and what of it fits."""
+"""`memory=`: plans the memory of compression, and fits it to what there is."""

@@ -1,4 +1,4 @@
-"""A set-up adjusted to the memory that there is."""
+"""Adjusts a set-up to the available memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Ad
 
 
 class MemoryLimit(Part):
-    """Fits a set-up to the memory that compression may keep: as chosen, or as `room_for` says."""
+    """Fits a set-up to the memory that compression may use: the chosen amount, or what `room_for` says."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._memory = options.memory
@@ -69,8 +69,8 @@ class MemoryLimit(Part):
 
 
 def _where_most_is_kept(own: Sequence[MemoryOption], ranks: Ranks) -> list[MemoryOption]:
-    """The options with what is kept at most for each purpose, on any rank that holds a part of the model: parts may be
-    uneven, and all ranks choose alike.
+    """The options with the largest memory for each purpose on any rank that holds a part of the model, since parts may
+    be uneven and all ranks must choose the same.
     """
     everyone = gathered([astuple(each.memory) for each in own], ranks.world.group)
     most = (Memory(*map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone, strict=False))
@@ -78,7 +78,7 @@ def _where_most_is_kept(own: Sequence[MemoryOption], ranks: Ranks) -> list[Memor
 
 
 def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbytes: int) -> None:
-    """`unchanged`: the choices with the requested compressor."""
+    """Log the choice. `unchanged`: the choices with the requested compressor."""
     if chosen not in unchanged:
         smallest = min(unchanged, key=lambda way: way.memory.total)
         warnings.warn(
@@ -91,7 +91,8 @@ def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbyt
 
 
 def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel: int = 0) -> tuple[int | None, int]:
-    """Bytes that compression should keep within, and those that it must, on the rank that has least; None: no limit.
+    """The bytes within which compression should stay, and within which it must stay, on the rank that has least; None:
+    no limit.
 
     `own_numel`: elements whose gradients and optimizer state have not been allocated yet.
     """
@@ -107,12 +108,12 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
 
 
 def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
-    """What compression may keep on a GPU unless `memory=` is given: half of what will be free, which leaves the other
-    half to activations, but at least an eighth of the memory and at most a quarter.
+    """The memory that compression may use on a GPU unless `memory=` is given: half of what will be free, leaving the
+    other half for activations, but at least an eighth and at most a quarter of the memory.
 
     Args:
         total_nbytes: Memory of the GPU.
-        free_nbytes: There, once parameters are on it.
+        free_nbytes: Free memory of the GPU once parameters are on it.
         own_numel: Trained elements whose gradients and optimizer state this rank will hold.
     """
     left = (free_nbytes - _PENDING_NBYTES * own_numel) // 2

@@ -1,4 +1,4 @@
-"""What a plan keeps in memory on one rank, in bytes."""
+"""Computes the memory that a plan needs on one rank, in bytes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank keeps in addition to parameters, gradients and the optimizer's state, in bytes, by purpose.
+    """The memory of a rank in addition to parameters, gradients and the optimizer's state, in bytes, by purpose.
 
     Args:
-        residuals: What methods keep from step to step.
+        residuals: State that methods keep from step to step.
         copies: Copies of residuals before the step.
-        weights: What stays of FSDP2's weights between gathers.
-        messages: While they are under way, at most.
-        working: Temporary, where no kernel codes, and of turns.
-        rounds: What is kept from round to round, where ranks meet in rounds.
+        weights: What is kept of FSDP2's weights between gathers.
+        messages: The most that messages need while they are under way.
+        working: Temporary memory for coding without kernels, and in turns.
+        rounds: What is kept from round to round, if ranks meet in rounds.
         extra: What is kept for exchanges in addition to gradients.
-        accumulating: Gradients that are held whole while micro-batches are accumulated without synchronizing: under
-            FSDP2 a rank otherwise holds its shard of them.
+        accumulating: Whole gradients that are kept while micro-batches are accumulated without synchronizing; otherwise
+            a rank holds only its shard under FSDP2.
     """
 
     residuals: int = 0
@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """What messages take on this rank, and coding them where no kernel does, at most."""
+        """The most that messages, and coding them without kernels, need on this rank."""
         return self.messages + self.working
 
     @property
@@ -63,7 +63,7 @@ class Memory:
 
 
 def memory_of(plan: StepPlan) -> Memory:
-    """What one rank keeps."""
+    """The memory of one rank."""
     reduction, rounds, specs = plan.reduction, plan.round_plan, plan.specs
     residuals = _residual_nbytes(reduction)
     unsharded = sum(each.itemsize * specs[name].whole_numel for each in plan.reduced for name in each.names)
@@ -84,7 +84,7 @@ def memory_of(plan: StepPlan) -> Memory:
 
 
 def kept_nbytes_of(sync: GradientSync, assignments: Mapping[str, Assignment], coding: WeightCoding | None) -> int:
-    """What this rank would keep in a run with these methods and this coding of weights."""
+    """The memory that this rank would need with these methods and this coding of weights."""
     return sum(memory_of(plan_of(sync, assignments, coding, ranks=ranks)).total for ranks in sync.all_ranks)
 
 
@@ -103,11 +103,11 @@ def lines(plan: StepPlan) -> list[str]:
 
 
 def _max_buckets_in_flight(plan: StepPlan) -> int:
-    """Buckets in flight at most, where no method waits for the whole model.
+    """The most buckets in flight, if no method waits for the whole model.
 
-    DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
-    ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
-    is left over may exist at the same time. Far ranks have all of them under way.
+    DDP's buckets are sent while backward continues. Each new bucket advances the earlier ones by one exchange, so near
+    ranks have one more bucket under way than a bucket has exchanges. In the first step, which has other buckets,
+    leftovers may exist at the same time. Far ranks have all buckets under way.
     """
     if plan.topology.far:
         return len(plan.gradients)
@@ -139,13 +139,13 @@ def _under_way_nbytes(transfers: Sequence[TransferGroup], max_in_flight: int) ->
 
 
 def _ahead_nbytes(transfer: TransferGroup) -> int:
-    """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
+    """Memory for receives that are posted ahead if peers are far apart: as much as is sent to them."""
     own = (message for message in transfer.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
     return sum(message.total_nbytes for message in own)
 
 
 def _second_mean_nbytes(plan: StepPlan) -> int:
-    """Memory of a second mean under FSDP2 with two levels on GPUs: one travels while the next is formed."""
+    """Memory for a second mean under FSDP2 with two levels on GPUs, where one travels while the next is computed."""
     if plan.layout != "fsdp" or plan.device_type != "cuda" or plan.topology.num_parts == 1:
         return 0
     rows = {name: math.prod(node_rows(spec, plan.topology, plan.layout)) for name, spec in plan.specs.items()}
@@ -159,14 +159,14 @@ def _second_mean_nbytes(plan: StepPlan) -> int:
 
 
 def _working_nbytes(reduction: ReductionPlan, coded: Iterable[Sequence[str]], device_type: str) -> int:
-    """Temporary memory for what no kernel codes.
+    """Temporary memory for what is coded without kernels.
 
     Codecs: plain PyTorch codes a run of elements at a time. A `Reducer`: what it needs for the elements that it
     reduces at once.
 
     Args:
-        reduction: Who reduces what.
-        coded: Names of what is reduced at once.
+        reduction: Which ranks reduce what.
+        coded: Names of the parameters that are reduced at a time.
         device_type: Where gradients are coded.
     """
     run = PART_NUMEL[device_type == "cuda"]
@@ -194,7 +194,7 @@ def _reducing_nbytes(reduction: ReductionPlan, names: Sequence[str]) -> float:
 
 
 def _residual_nbytes(reduction: ReductionPlan) -> int:
-    """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
+    """Memory for methods' state, found by making their stores on the meta device."""
     comm = LocalComm(reduction.topology.num_peers)
     served: dict[Method, dict[str, TensorSpec]] = {}
     for name, method in reduction.methods.items():

@@ -1,6 +1,7 @@
-"""What compression keeps on a rank has to fit: residuals and weights, chosen when a model is set up.
+"""Lists set-ups by the memory that they need, and chooses one that fits when a model is set up.
 
-Pure arithmetic on shapes, the same on all ranks: every rank computes what the first one would keep, which has most.
+This is pure arithmetic on shapes, the same on all ranks: every rank computes what the first rank, which has most, would
+keep.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What decides how much is kept.
+    """What determines the memory.
 
     Args:
         specs: Whole parameters.
         topology: The ranks.
-        layout: What wraps the model.
-        modules: What FSDP2 gathers as one; empty under DDP.
+        layout: The wrapper: DDP or FSDP2.
+        modules: What FSDP2 gathers together; empty under DDP.
         extra: What ranks exchange in addition to gradients.
-        copies: Whether what methods keep is copied before it changes.
+        copies: Whether methods' state is copied before it changes.
     """
 
     specs: Sequence[TensorSpec]
@@ -46,14 +47,14 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOption:
-    """One way, and what a rank keeps with it.
+    """One option, and the memory that a rank needs with it.
 
     Args:
-        compressor, weights: The way.
+        compressor, weights: The option.
         memory: Bytes by purpose.
-        extra, copies: The same as in `Setup`.
-        differs: How from what was asked for, in words; empty: not at all.
-        costs: What that costs, in words.
+        extra, copies: See `Setup`.
+        differs: How it differs from what was asked for, in words; empty: not at all.
+        costs: The cost of the difference, in words.
     """
 
     compressor: Compressor
@@ -81,13 +82,13 @@ class MemoryOption:
 def memory_options(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool
 ) -> Iterator[MemoryOption]:
-    """List choices, from what was asked for down to what keeps least.
+    """List options, from what was asked for down to the one that needs least memory.
 
     Args:
-        compressor: Asked for.
-        weights: Asked for, or the default for it.
-        setup: See there.
-        may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
+        compressor: The requested compressor.
+        weights: The requested coding of weights, or the compressor's default.
+        setup: See `Setup`.
+        may_recode: Whether weights may be gathered again instead of being kept, because nobody has chosen `weights`.
     """
     yield memory_option(compressor, weights, setup)
     differs: list[str] = []
@@ -118,7 +119,7 @@ def memory_options(
 
 
 def _loss_is_measured(compressor: Compressor, topology: Topology) -> TypeGuard[LoCo]:
-    """Whether it is known what the compressor loses without its residual: benchmarks/LOG.md."""
+    """Whether the cost of the compressor without its residual has been measured: benchmarks/LOG.md."""
     if not isinstance(compressor, LoCo) or compressor.residual != "int8":
         return False
     codebooks = {compressor.codebook, compressor.return_codebook}
@@ -163,10 +164,10 @@ def enough_gb(choice: MemoryOption) -> str:
 
 
 def choose(found: Sequence[MemoryOption], room_nbytes: int, limit_nbytes: int) -> MemoryOption:
-    """The first that fits into the room, or the smallest, if it is within the limit.
+    """The first option that fits into the room, or the smallest one if it is within the limit.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The smallest option exceeds the limit.
     """
     for each in found:
         if each.memory.total <= room_nbytes:

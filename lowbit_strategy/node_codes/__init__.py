@@ -1,1 +1,1 @@
-"""`intra=`: codes in the place of exact gradients inside a node."""
+"""`intra=`: codes instead of exact gradients inside a node."""

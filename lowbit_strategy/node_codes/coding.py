@@ -1,4 +1,4 @@
-"""What codes gradients inside a node."""
+"""The coding of gradients inside a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK_SIZE = 128  # LoCo's
 
 @dataclass(frozen=True, slots=True)
 class BlockCoding:
-    """Blocks of integers with a scale; parameters that travel between nodes as float32 do so here."""
+    """Blocks of integers with a scale. Parameters that are sent between nodes as float32 are sent so inside, too."""
 
     bits: int
 

@@ -1,4 +1,4 @@
-"""Means over the ranks of a node, sent as codes: for nodes whose links inside are slow, too (`intra`)."""
+"""Means over the ranks of a node, sent as codes, for nodes whose inner links are slow too (`intra`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _NO_RANDOMNESS = StepContext(0, 0, 0)
 
 
 class CodedMeans(NodeMeans):
-    """What the exact sums inside a node do, in a quarter of the bytes of float32 and with an error.
+    """Does what the exact sums inside a node do, with a quarter of float32's bytes and with an error.
 
-    1. each rank codes what it has for every other rank of the node: blocks of integers with a scale, rounded to nearest
+    1. each rank codes its values for every other rank of the node as blocks of integers with a scale, rounded to
+       nearest
     2. one all-to-all inside the node
     3. each rank decodes all contributions to its part and adds them in float32, in rank order
 
-    The error is at most half a step of the grid, with 8 bits 1/250 of a block's largest magnitude. It is in no
-    residual: the laws of conservation hold for the means that leave the node. Rounding to nearest has the least error
-    and needs no random numbers. Parameters that travel between nodes as float32 do so here.
+    The error is at most half a step of the grid, which with 8 bits is 1/250 of a block's largest magnitude. It is not
+    in any residual: the conservation laws hold for the means that leave the node. Rounding to nearest has the least
+    error and needs no random numbers. Parameters that are sent between nodes as float32 are sent so here, too.
 
     Args:
         coding: The codes.
@@ -78,7 +79,7 @@ class CodedMeans(NodeMeans):
     def _exchange(
         self, layout: BucketLayout, params: Callable[[], Iterable[ParamView]], buffers: WireBuffers
     ) -> Exchange:
-        """What a bucket's parameters are exchanged by; `params`: where they lie in the bucket and in the own part."""
+        """The exchange of a bucket's parameters. `params`: where they lie in the bucket and in this rank's part."""
         if self._assignments is not self._state.assignments:
             self._assignments, self._exchanges = self._state.assignments, {}
         if layout not in self._exchanges:

@@ -1,4 +1,4 @@
-"""``intra=``: whether there is something to code inside a node."""
+"""``intra=``: codes gradients inside a node, if there is something to code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit_strategy.node_codes.coding import BlockCoding
 
 
 class NodeCodesOption(Part):
-    """Codes of some bits; None: gradients are exact inside a node."""
+    """The bits of codes inside a node; None: gradients are exact there."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._bits = options.intra
@@ -30,7 +30,7 @@ class NodeCodesOption(Part):
 
 
 def _nothing_inside(prepared: PreparedModel) -> str | None:
-    """Why no sums are formed inside a node before they are compressed; None: they are."""
+    """Why gradients are not summed inside a node before they are compressed; None: they are."""
     options, topology = prepared.options, prepared.topology
     if prepared.layout != "hsdp":
         if topology.node_size is not None:

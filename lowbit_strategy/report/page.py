@@ -1,4 +1,4 @@
-"""The page: headline figures, charts and tables; one HTML file that needs nothing else."""
+"""The report's page: headline figures, charts and tables in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def write_report(run: Run, out: Path) -> Path:
     """Write ``index.html`` and the charts as PNG files into `out`; returns the page's path.
 
     Args:
-        run: What the page is about.
-        out: Made if it is not there.
+        run: The run to show.
+        out: The folder, made if it does not exist.
     """
     out.mkdir(parents=True, exist_ok=True)
     charts = []
@@ -86,7 +86,7 @@ def _content(run: Run) -> dict[str, Any]:
 
 
 def _name(run: Run) -> str:
-    """The folder and the one that it is in: many runs are called version_0."""
+    """The run's folder and its parent, since many runs are called version_0."""
     return "/".join(run.folder.resolve().parts[-2:])
 
 
@@ -139,7 +139,7 @@ def _tiles(run: Run) -> list[Tile]:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """The record's first line but for what belongs to its form."""
+    """The record's first line without its technical fields."""
     start = {key: value for key, value in run.start.items() if key not in ("kind", "step", "time")}
     nested = start.pop("configuration", None) or {}
     return {key: str(value) for key, value in (start | nested).items() if value is not None}

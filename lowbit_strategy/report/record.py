@@ -13,7 +13,7 @@ FILE_NAME = "lowbit.jsonl"
 def read_runs(folder: str | Path) -> list[list[dict[str, Any]]]:
     """The runs that were written into the record in `folder`, one after the other, each with its lines in order.
 
-    One that was resumed is one run: steps that it did again are left out the first time.
+    A resumed run counts as one run; of steps that it repeated, the first occurrence is left out.
 
     Raises:
         FileNotFoundError: There is no record; the message names the ways to get one.

@@ -1,4 +1,4 @@
-"""A run as the report sees it: series by step, put together from the record and, if there is one, the logger's CSV."""
+"""A run as the report sees it: series by step, from the record and, if there is one, the logger's CSV."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Run:
         return sorted(compressed, key=lambda name: -last[name]["numel"])
 
     def losses(self) -> dict[str, Series]:
-        """What is known of the loss: logged columns, else the training loss at observed steps; and validation's."""
+        """The known losses: logged columns, or else the training loss at observed steps; and validation losses."""
         curves = dict(self.logged)
         if all("val" in name for name in curves) and (observed := self.of_step("loss")):
             curves["training loss"] = observed
@@ -104,7 +104,7 @@ class Run:
         return curves
 
     def bytes_so_far(self, *keys: str) -> Series:
-        """The sum of these figures of a step over all steps so far; between observations as in the last one."""
+        """The sum of these figures over all steps so far; between observations, the last values are used."""
         pairs, total = [], 0.0
         for line, following in zip(self.observations, self.observations[1:], strict=False):
             steps = following["step"] - line["step"]
@@ -122,7 +122,7 @@ def runs_in(folder: Path) -> list[Path]:
     """`folder`, or the runs in it, one or two levels down, the newest first.
 
     Raises:
-        FileNotFoundError: There is none; the message says how to get one.
+        FileNotFoundError: There is no run; the message says how to get one.
     """
     if (folder / FILE_NAME).is_file():
         return [folder]
@@ -137,7 +137,7 @@ def read_run(folder: str | Path) -> Run:
 
     Raises:
         FileNotFoundError: There is no record in `folder`.
-        ValueError: The record has no line, or one that is none.
+        ValueError: The record has no line, or an invalid one.
     """
     folder = Path(folder)
     *_, last = read_runs(folder)
@@ -160,7 +160,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _logged(path: Path) -> dict[str, Series]:
-    """Losses of a CSVLogger's file; of a metric that was logged per step and per epoch, that of steps."""
+    """Losses from a CSVLogger's file; if a metric was logged per step and per epoch, the values of steps."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:

@@ -40,7 +40,7 @@ class RunRecord:
             file.write(json.dumps(_plain(line)) + "\n")
 
     def start(self, control: ModelControl, **fields: Any) -> None:
-        """Training begins, or goes on: how the run is configured, and `fields`."""
+        """Training begins or continues: write the run's configuration, and `fields`."""
         sync, controller = control.sync, None if control.driver is None else control.driver.controller
         configuration = to_plain("compressor", sync.compressor)
         if controller is not None:
@@ -90,7 +90,7 @@ class RunRecord:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: what is not finite becomes null."""
+    """Replace values that are not finite by null, since JSON has no NaN."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

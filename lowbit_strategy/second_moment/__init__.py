@@ -1,1 +1,1 @@
-"""Adam's second moment without what compression, or a smaller batch, adds to it."""
+"""Corrects Adam's second moment for what compression, or a smaller batch, adds to it."""

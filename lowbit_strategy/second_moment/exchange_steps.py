@@ -12,15 +12,15 @@ _GROWTH = 4  # steps without an exchange: a quarter of those so far, at most `EV
 
 
 def turns(names: Sequence[str]) -> dict[str, int]:
-    """How many steps earlier each parameter is exchanged than the first ones, so that a part of the model adds up
-    squares at a time. They go by the model's order, whatever modules or buckets hold: neighbors travel together.
+    """How many steps earlier each parameter is exchanged than the first ones, so that only a part of the model adds up
+    squares at a time. Turns follow the model's order, not modules or buckets, so that neighbors are sent together.
     """
     return {name: WINDOW * (EVERY // WINDOW * at // len(names)) for at, name in enumerate(names)}
 
 
 @functools.cache
 def _first_exchanges() -> tuple[tuple[int, ...], int]:
-    """Steps of the warm-up during which every parameter is exchanged, and the step after it."""
+    """The steps of the warm-up in which every parameter is exchanged, and the step after it."""
     steps, step = [], 0
     while step // _GROWTH < EVERY:
         steps.append(step)
@@ -29,7 +29,9 @@ def _first_exchanges() -> tuple[tuple[int, ...], int]:
 
 
 def steps_until_due(age: int, turn: int) -> int:
-    """When a parameter's squares are exchanged that is reduced for the `age`-th time: 0, in this step; see `turns`."""
+    """Steps until the squares are exchanged of a parameter that is reduced for the `age`-th time; 0: in this step. See
+    `turns`.
+    """
     steps, end = _first_exchanges()
     if age <= steps[-1]:
         return steps[bisect_left(steps, age)] - age

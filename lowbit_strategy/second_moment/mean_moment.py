@@ -1,4 +1,4 @@
-"""Adam's second moment with local steps, and which optimizers have one that can be corrected."""
+"""Corrects Adam's second moment with local steps, and checks which optimizers have one that can be corrected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeanMoment(NotExchanged):
     It sends nothing and has no state. In the synchronous part of a rule gradients are means already.
 
     Args:
-        num_ranks: Gives the ranks, or replicas, with local steps now; 1: nothing is corrected.
+        num_ranks: Returns the number of ranks, or replicas, that take local steps now; 1: nothing is corrected.
     """
 
     def __init__(self, num_ranks: Callable[[], int]) -> None:
@@ -55,7 +55,7 @@ def correct_(optimizer: Optimizer, num_ranks: int) -> None:
     """Scale exp_avg_sq as if `optimizer` had stepped on the mean of `num_ranks` gradients.
 
     Raises:
-        ValueError: It is not of Adam's kind.
+        ValueError: The optimizer is not of Adam's kind.
     """
     if num_ranks == 1:
         return
@@ -76,13 +76,13 @@ def correct_(optimizer: Optimizer, num_ranks: int) -> None:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its step has changed anything: fused optimizers skip one that overflowed."""
+    """Whether its step has changed anything, since fused optimizers skip a step that overflowed."""
     found = getattr(optimizer, "found_inf", None)  # set by a gradient scaler during the step
     return found is None or not bool(found)
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:
-    """Whether it has one that can be corrected; call after it has stepped."""
+    """Whether it has a second moment that can be corrected. Call it after a step."""
     if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
         return False
     states = [optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"]]
@@ -90,7 +90,7 @@ def has_second_moment(optimizer: Optimizer) -> bool:
 
 
 def check_second_moment(optimizer: Optimizer) -> None:
-    """Checks that the optimizer's second moment can be corrected; called before it has stepped.
+    """Check that the optimizer's second moment can be corrected. Called before it has stepped.
 
     Raises:
         ValueError: It has no second moment that could be corrected.
@@ -100,7 +100,7 @@ def check_second_moment(optimizer: Optimizer) -> None:
 
 
 def unsuitable(optimizer: Optimizer) -> str:
-    """What is wrong, and what to do."""
+    """The message that says what is wrong and what to do."""
     return (
         "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
         f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
@@ -109,7 +109,7 @@ def unsuitable(optimizer: Optimizer) -> str:
 
 def check_decay(optimizer: Optimizer) -> None:
     """Raises:
-    ValueError: Its weight decay is part of the gradient, and would be lost from its square.
+    ValueError: Its weight decay is part of the gradient, and would be missing from its square.
     """
     decoupled = type(optimizer).__name__ in _DECOUPLED
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""``second_moment=``: where it is corrected, and how."""
+"""``second_moment=``: whether and how it is corrected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class SecondMomentOption(Part):
-    """Whether to correct it; None: where few bits need it, until an optimizer steps that is not like Adam."""
+    """Whether to correct it. None: if few bits need it, until an optimizer steps that is not like Adam."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._options, self._chosen = options, options.second_moment
@@ -75,7 +75,7 @@ class SecondMomentOption(Part):
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")(optional=self._chosen is None)
 
     def given_up(self) -> SecondMomentOption:
-        """What is left where nobody has asked for it and it does not fit."""
+        """What to use if nobody has asked for it and it does not fit."""
         return SecondMomentOption(replace(self._options, second_moment=False))
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
@@ -97,14 +97,14 @@ class SecondMomentOption(Part):
 
 
 class IfOfAdamsKind(SecondMoment):
-    """Corrects Adam's second moment until an optimizer has stepped that has none: ``second_moment=None``.
+    """``second_moment=None``: corrects Adam's second moment until an optimizer without one has stepped.
 
-    Which optimizers there are is known for certain when they have stepped. Ranks exchange squares from the first
-    backward pass on, as with ``second_moment=True``, so that nothing is missed; all of them stop in the same step.
+    Optimizers are known for certain only when they have stepped. Ranks exchange squares from the first backward pass
+    on, as with ``second_moment=True``, so that nothing is missed, and all of them stop in the same step.
     """
 
     def correct_(self, optimizer: Optimizer) -> None:
-        """It has stepped on what was reduced."""
+        """`optimizer` has stepped on what was reduced."""
         if has_second_moment(optimizer):
             super().correct_(optimizer)
             return

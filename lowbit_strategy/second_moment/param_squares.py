@@ -19,18 +19,20 @@ class ParamSquares:
     """What a rank has added up since the last exchange, and what exchanges have shown.
 
     Args:
-        sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
-        decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
-        num_sums: How many steps, each with all its backward passes.
-        age: Steps in which it has been reduced before `last_step`.
+        sums: This rank's squares since the window began, bfloat16 in the layout of the gradient's bucket; None: no
+            window is open.
+        decoded_sums: Mean squares of the decoded mean in the same steps, float32 ``[blocks]``.
+        num_sums: Number of these steps, each with all its backward passes.
+        age: Number of steps before `last_step` in which it was reduced.
         last_step: The last step in which it was reduced.
-        gap: Steps since the exchange before.
-        exchanged: The step of that.
-        squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
-        decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
-        energies: float32 ``[2]``: of the ranks' mean gradient, and the mean of theirs, likewise.
-        average: float32 ``[blocks]``: what `v` would be of all elements of a block.
-        pending: What has been exchanged in this step, squares, decoded and energies, and the gap.
+        gap: Steps since the previous exchange.
+        exchanged: The step of the last exchange.
+        squares: The ranks' mean, averaged over exchanges, bfloat16 ``[own elements]``.
+        decoded: The decoded mean's squares, averaged in the same way, float32 ``[blocks]``.
+        energies: The energy of the ranks' mean gradient and the mean of their energies, averaged in the same way,
+            float32 ``[2]``.
+        average: What `v` would be for all elements of a block, float32 ``[blocks]``.
+        pending: Squares, decoded squares and energies that were exchanged in this step, and the gap.
     """
 
     sums: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Squares of gradients for Adam's second moment, as numbers: they travel in some steps only."""
+"""The messages of squared gradients for Adam's second moment, as numbers; they are sent only in some steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowbit_strategy.second_moment.served import NUM_SUMS, SKETCH_NUMEL, few_bit
 
 
 class NoSquares(Extra):
-    """Where second moments are left as they are, which is said where it matters."""
+    """Leaves second moments as they are, and says so where it matters."""
 
     def lines(self, plan: StepPlan) -> list[str]:
         if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
@@ -33,7 +33,7 @@ class NoSquares(Extra):
 
 class Squares(Extra):
     """Args:
-    optional: Nobody has asked for it: it may be given up.
+    optional: Whether it may be given up because nobody has asked for it.
     """
 
     purpose = "Adam's second moment"

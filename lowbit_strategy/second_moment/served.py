@@ -19,15 +19,15 @@ _CODES = CodecPair(BlockCodec(uniform(4, 128)))
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
-    """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
+    """Parameters whose gradients have few bits; for others the optimizer's second moment is as good."""
     exact = DENSE
     return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
 
 
 def few_bits(assignments: Mapping[str, Assignment]) -> bool:
-    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps, since the noise adds its
-    square to the second moment. Measured: codes of two bits or fewer that keep what they have not sent; not those that
-    keep nothing.
+    """Whether there are codes whose noise costs an optimizer of Adam's kind steps, since its square adds to the second
+    moment. Measured for codes of two bits or fewer that keep what they have not sent; codes that keep nothing do not
+    need it.
     """
     uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
     return any(
@@ -46,10 +46,10 @@ def _is_coarse(codec: Codec) -> bool:
 
 
 def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
-    """The same of a compressor, at its start or after its last phase."""
+    """Whether a compressor has few bits, at its start or after its last phase."""
     return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
 
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
-    """How each parameter's roots travel."""
+    """How each parameter's roots are sent."""
     return {spec.name: _CODES for spec in specs}

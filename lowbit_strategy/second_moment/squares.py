@@ -1,15 +1,15 @@
-"""Adam's second moment without compression's noise: of squares that ranks exchange in some steps.
+"""Adam's second moment without compression's noise, from squares that ranks exchange in some steps.
 
-Adam divides by the root of ``v``, the average of squared gradients. What few bits add to a gradient adds its square to
-``v``, and makes all elements of a block equal: steps are too small, in the same way for all. Measured, one bit with the
-``v`` of exact gradients needs no more steps than uncompressed training. This is an approximation of that ``v``:
+Adam divides by the root of ``v``, the average of squared gradients. The noise of few bits adds its square to ``v`` and
+makes all elements of a block equal, so all steps are too small. Measurements show that one bit with the ``v`` of exact
+gradients needs no more steps than uncompressed training. This approximates that ``v``:
 
 1. ranks add up the squares of their own exact gradients over a few steps
 2. they exchange the roots in 4 bits per element, in every step at first and at last in one of 32
-3. what the mean of the ranks' gradients has less than each of them is one ratio per parameter, from sketches of 64
-   numbers
-4. in between, the decoded gradient's mean square per block of 128 carries ``v`` from step to step: the optimizer has
-   it anyway
+3. one ratio per parameter, from sketches of 64 numbers, says how much smaller the mean of the ranks' gradients is than
+   each of them
+4. in between, the decoded gradient's mean square per block of 128, which the optimizer has anyway, carries ``v`` from
+   step to step
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _log = logging.getLogger("lowbit_strategy")
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """The parameters that some ranks reduce together, as they were when methods changed.
+    """Parameters that the same ranks reduce together, as they were when methods changed.
 
     Args:
         context: How their gradients travel.
-        inner: How their squares do.
-        turns: When each is exchanged.
-        buckets: Those of squares.
+        inner: How their squares travel.
+        turns: When each parameter is exchanged.
+        buckets: The buckets of squares.
     """
 
     context: BucketContext
@@ -66,11 +66,11 @@ class _Served:
 
 
 class SecondMoment(Follower, BucketObserver, StepListener):
-    """Looks at gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
+    """Observes gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
 
     Args:
         sync: The engine.
-        module: What is trained, wrapped or sharded.
+        module: The trained module, wrapped or sharded.
     """
 
     name = "second_moment"
@@ -94,7 +94,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")()
 
     def name_parameters(self) -> None:
-        """The model may have others than before."""
+        """The model may have other parameters than before."""
         self._names |= {id(param): name for name, param in sharded_parameters(self._module).items()}
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -102,7 +102,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
             self.correct_(optimizer)
 
     def leave(self) -> None:
-        """Correct nothing from now on, on all ranks, and after a resume."""
+        """Stop correcting, on all ranks and after a resume."""
         self.has_left = True
         self.forget()
         self._sync.follow(NotExchanged())
@@ -112,7 +112,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         return self
 
     def _bind_context(self, context: BucketContext) -> _Served:
-        """Methods have changed, or ranks."""
+        """Follow a change of methods or ranks."""
         names, state = served(self._sync.state.assignments), self._sync.state
         specs = {name: context.specs[name] for name in names if state.ranks_of(name).peers is context.comm}
         methods = methods_of_squares(list(specs.values()))
@@ -167,7 +167,9 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def _exchange(
         self, own: _Served, bucket: Bucket, x: Tensor, sketches: Mapping[str, Tensor], step: StepContext
     ) -> Stages:
-        """Roots of the mean squares of some parameters, as a bucket of their own; then sums, and `sketches` of each."""
+        """Exchange roots of the mean squares of some parameters in a separate bucket, then sums and `sketches` of
+        each.
+        """
         comm = own.context.comm
         entries = tuple(each for each in bucket.layout.entries if each[0] in sketches)
         layout = replace(bucket.layout, entries=entries, num_marked=0)
@@ -266,7 +268,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         self._known = known
 
     def forget(self) -> None:
-        """Start over: until squares have been exchanged the optimizer's own second moment serves."""
+        """Start over: until squares have been exchanged, the optimizer's second moment is used."""
         self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,7 +277,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
         return {"known": known, "layout": self._layout(), "has_left": self.has_left}
 
     def _layout(self) -> dict[str, Any]:
-        """How the elements of what is known lie."""
+        """The layout of the elements of the statistics."""
         orders = {name: spec.memory_order for name, spec in self._sync.specs.items() if spec.memory_order is not None}
         return {"scatter": self._sync.scatter, "memory_orders": orders}
 
@@ -295,20 +297,20 @@ class SecondMoment(Follower, BucketObserver, StepListener):
 
 
 def _own(view: ParamView, values: Tensor, rank: int) -> Tensor:
-    """Elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
+    """The elements that this rank's optimizer steps, out of ``[numel]`` or of a padded row."""
     return values[: view.row_length(rank)] if view.spec.sharded else values
 
 
 def _flat_part(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """This rank's part, flat, with its elements as gradients and residuals have them."""
+    """This rank's part, flat, in the element order of gradients and residuals."""
     part = local_part(tensor)
     return (part if spec.memory_order is None else part.permute(spec.memory_order)).reshape(-1)
 
 
 def _sketch(view: ParamView, step: StepContext) -> Tensor:
-    """float32 ``[SKETCH_NUMEL + 1]``: sums of elements with random signs, and the sum of squares.
+    """Sums of elements with random signs, and the sum of squares, float32 ``[SKETCH_NUMEL + 1]``.
 
-    The first are linear, so that ranks can sum theirs, and have the same square on average.
+    The former are linear, so that ranks can add theirs, and on average have the same square.
     """
     values = view.flat().float()
     generator = torch.Generator(values.device).manual_seed(hash32(step.shared_seed + salt_of(view.spec.name, 1)))
