@@ -1,6 +1,6 @@
-"""Which set-up suits a model and its links: every sensible one predicted and compared, and whether one pays.
+"""Predicts and compares every sensible set-up for a model and its links, and decides whether one pays.
 
-It is recommended only where it pays for all figures within their ranges.
+A set-up is recommended only if it pays for all figures within their ranges.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ Answer = Literal["use", "measure", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a preset cost on small models against the same runs without compression, of the model where it is most.
+    """The cost of a preset on small models compared with the same runs without compression, on the model where it is
+    largest.
 
-    The figures are those of `benchmarks/results`, which a test compares.
+    The figures come from `benchmarks/results`; a test compares them.
 
     Args:
         quality: ``same``: 4 bits, and no loss of a model is higher by more than chance. ``close``: at most half a per
@@ -85,13 +86,13 @@ _ROOM = 0.9  # of a device's memory: activations and the framework need the rest
 
 @dataclass(frozen=True, slots=True)
 class SetupOption:
-    """One set-up and what it costs.
+    """One set-up and its costs.
 
     Args:
         name: The strategy's, with a star where it has ``second_moment=True``; ``ddp`` and ``fsdp`` with a type of float
             are the framework's own.
         line: What to paste; empty for the framework's own.
-        plan: What it sends and keeps.
+        plan: Its messages and memory.
         held_per_param: Bytes for weight, gradient and two moments.
         time: Time of a step; None: without links there is no prediction.
         measured: What is known of its loss; None: of the framework's own.
@@ -135,7 +136,7 @@ class SetupOption:
         return Memory() if self.measured is None else memory_of(self.plan)
 
     def held_nbytes(self, workload: Workload) -> int:
-        """What a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
+        """Bytes that a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
         ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.layout]
         return round(workload.numel * self.held_per_param / ranks) + self.memory.total
 
@@ -154,7 +155,7 @@ def _leaving(transfers: Sequence[TransferGroup]) -> float:
 
 
 def kept(workload: Workload) -> list[MemoryOption]:
-    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
+    """The memory options of ``loco_fsdp``, from its defaults down to the least that `memory=` allows."""
     compressor = PRESETS["loco"]
     setup = Setup(
         specs=workload.specs, topology=topology_for(workload, "fsdp"), layout="fsdp", modules=workload.modules
@@ -221,7 +222,7 @@ def _ours(
 
 
 def _line(name: str, plan: StepPlan, tensor_parallel: int) -> str:
-    """What a user writes."""
+    """The line that a user writes."""
     preset = name.removesuffix(SQUARES)
     if name == preset and tensor_parallel == 1:
         return f'strategy="{preset}_{plan.layout}"'
@@ -268,7 +269,7 @@ class Verdict:
         answer: ``use``: it pays for all figures within their ranges. ``measure``: it may. ``no``.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
         gain: Gain of that set-up.
-        sentence: What the user is told.
+        sentence: The message for the user.
     """
 
     answer: Answer
@@ -284,7 +285,7 @@ def decide(found: Sequence[SetupOption], workload: Workload, situation: Situatio
         found: All set-ups, timed.
         workload: Model and ranks.
         situation: What they were timed with.
-        close: Also what has fewer than 4 bits.
+        close: Whether to include set-ups with fewer than 4 bits.
     """
     if workload.world_size == 1:
         return Verdict("no", None, None, "Do not use this package here: one rank sends nothing.")
@@ -317,7 +318,7 @@ def _too_large(
 
 
 def _how(situation: Situation, workload: Workload, layout: Layout) -> str:
-    """The one command, or line, that tells."""
+    """The one command or line that answers the question."""
     slowest = "link" if workload.nodes > 1 else "inside"
     if any(each.source == "measured" and each.what == slowest for each in situation.figures):
         return f'strategy="lowbit_{layout}" times it in its first steps, and keeps what is faster'

@@ -1,4 +1,4 @@
-"""What messages travel on and who codes them, in numbers; and the file in which ``lowbit bench`` keeps them."""
+"""Links and coding speeds as numbers, and the file in which ``lowbit bench`` stores them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Coding:
         check_finite(self, least=0.0, bucket_s=self.bucket_s)
 
     def scaled(self, rate: float) -> Coding:
-        """So many times as fast."""
+        """The coding with its rate multiplied by `rate`."""
         return replace(self, numel_per_s=rate * self.numel_per_s, bucket_s=self.bucket_s / rate)
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class Coding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What messages travel on.
+    """The links and coding speeds of a cluster.
 
     Args:
         inter_node: The link of a node, which its ranks share.
@@ -229,7 +229,7 @@ def read_bench(path: Path) -> Bench:
     path: Written by `lowbit bench`.
 
     Raises:
-        ValueError: There is no such file, or it is none of this kind, or of another version.
+        ValueError: The file does not exist, is of another kind, or comes from another version.
     """
     try:
         content = json.loads(path.read_text())
@@ -265,7 +265,7 @@ def slowest(links: Sequence[Link]) -> Link:
 
 
 def slowest_cluster(found: Sequence[Cluster]) -> Cluster:
-    """The slowest cluster of those that the ranks have measured, of the same presets."""
+    """The slowest of the clusters that the ranks have measured with the same presets."""
     codings = {
         name: Coding(
             min(each.codings[name].numel_per_s for each in found),

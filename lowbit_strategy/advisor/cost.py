@@ -1,7 +1,7 @@
-"""How long a step takes: a pure function of a plan, of links and of a step's time without communication.
+"""Computes the time of a step as a pure function of a plan, of links and of the step's time without communication.
 
-A message takes ``collectives in series x latency + bytes / bandwidth``; encoding and decoding come on top. What of it
-shows in a step depends on what it can overlap:
+A message takes ``collectives in series x latency + bytes / bandwidth``; encoding and decoding come on top. How much of
+this shows in a step depends on what it can overlap:
 
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``. On
   CPUs under DDP coded buckets of near ranks hide nothing: processors that encode and send them do not compute

@@ -1,4 +1,4 @@
-"""The figures a prediction is made from: where each comes from, how far it may be off, and what follows for a step."""
+"""The figures behind a prediction: where each comes from, how far it may be off, and what follows for a step."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def is_far(latency_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything a prediction is made from.
+    """All inputs of a prediction.
 
     Args:
         cluster: Links and coding, as they probably are.
         compute_s: A step without communication.
         figures: What is uncertain of these; empty: nothing.
         memory_nbytes: Memory of a rank; None: unlimited.
-        memory_source: Where that comes from.
+        memory_source: The source of that figure.
     """
 
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""How fast this device codes and how fast ranks reach each other, measured with what training uses."""
+"""Measures how fast this device codes and how fast ranks reach each other, with the code that training uses."""
 
 from __future__ import annotations
 

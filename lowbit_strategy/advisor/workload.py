@@ -1,4 +1,4 @@
-"""What is to be trained and where, and the plans for it: a strategy's, and the framework's own without compression."""
+"""What is trained and where, and its plans: a strategy's, and the framework's own without compression."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLay
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What is to be trained, and where.
+    """The model to train, and the ranks that train it.
 
     Args:
         specs: Parameters, or a rank's parts of them with tensor parallelism.

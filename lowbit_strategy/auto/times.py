@@ -44,9 +44,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is used from now on: candidate number `chosen`, or None for the framework's own; and the reason in a
-    sentence.
-    """
+    """What is used from now on: candidate number `chosen` (None: the framework's own), and the reason."""
 
     chosen: int | None
     reason: str

@@ -29,9 +29,7 @@ def _first_exchanges() -> tuple[tuple[int, ...], int]:
 
 
 def steps_until_due(age: int, turn: int) -> int:
-    """Steps until the squares are exchanged of a parameter that is reduced for the `age`-th time; 0: in this step. See
-    `turns`.
-    """
+    """Steps until a parameter's squares are exchanged when it is reduced for the `age`-th time; see `turns`."""
     steps, end = _first_exchanges()
     if age <= steps[-1]:
         return steps[bisect_left(steps, age)] - age

@@ -167,9 +167,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def _exchange(
         self, own: _Served, bucket: Bucket, x: Tensor, sketches: Mapping[str, Tensor], step: StepContext
     ) -> Stages:
-        """Exchange roots of the mean squares of some parameters in a separate bucket, then sums and `sketches` of
-        each.
-        """
+        """Exchange roots of some parameters' mean squares in a separate bucket, then sums and `sketches` of each."""
         comm = own.context.comm
         entries = tuple(each for each in bucket.layout.entries if each[0] in sketches)
         layout = replace(bucket.layout, entries=entries, num_marked=0)

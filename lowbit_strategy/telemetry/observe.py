@@ -277,5 +277,5 @@ class Observer(BucketObserver, StepListener):
 
 
 def _ratio(square: float, of: float) -> float:
-    """The ratio of two norms, given their squares: 0 if both are 0, and NaN stays NaN."""
+    """The ratio of two norms, given their squares: 0 if the second is 0, and NaN stays NaN."""
     return math.sqrt(square / of) if of > 0 else 0.0 * of

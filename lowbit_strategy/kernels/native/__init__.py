@@ -1,4 +1,4 @@
-"""The C path for CPUs: AVX-512, AVX2 or portable code, chosen at run time; see `lowbit.h` for how it is laid out."""
+"""The C path for CPUs: AVX-512, AVX2 or portable code, chosen at run time; `lowbit.h` describes its layout."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _EXTENSION = "lowbit_strategy.kernels.native._lowbit"
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether the C extension was built; without it the plain PyTorch path serves."""
+    """Whether the C extension was built; without it, plain PyTorch is used."""
     return find_spec(_EXTENSION) is not None
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The extension's file. Its functions are called through ctypes, which lets go of the interpreter lock.
+    """The extension's library. Its functions are called through ctypes, which releases the interpreter lock.
 
     Raises:
-        RuntimeError: The extension was not built, or from other sources than these.
+        RuntimeError: The extension was not built, or was built from other sources.
     """
     spec = find_spec(_EXTENSION)
     if spec is None or spec.origin is None:
@@ -59,7 +59,7 @@ def isa() -> str:
     """The instruction set in use.
 
     Raises:
-        RuntimeError: The environment asks for one that is not there.
+        RuntimeError: The environment asks for one that is not available.
     """
     return _isa_for(os.environ.get(ISA_OVERRIDE))
 
@@ -137,7 +137,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
     """``work(first, last)`` over parts of ``range(num_blocks)``, one in this thread and the others in more.
 
-    After an error or an interrupt no other thread works on the call: its tensors are the caller's again.
+    After an error or an interrupt, no other thread works on the call, so the caller owns its tensors again.
     """
     parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // GRAIN))
     if parts == 1:

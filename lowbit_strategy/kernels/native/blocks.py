@@ -1,4 +1,4 @@
-"""Quantization in C, and floats that are sent as they are: same bytes as `lowbit_strategy.kernels.reference`.
+"""Quantization and unquantized floats in C, with the same bytes as `lowbit_strategy.kernels.reference`.
 
 The C functions take two plain structures (see `lowbit.h`), filled from tensors that were checked first.
 """
@@ -105,7 +105,7 @@ class Extent(NamedTuple):
 
 
 def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
-    """The C code trusts the table, so nothing may lie outside the buffers."""
+    """Compute the extent. The C code trusts the table, so nothing may lie outside the buffers."""
     num_blocks = x = state = wire = 0
     for row in segments.rows:
         if min(row.x_offset, row.numel, row.state_offset, row.wire_offset) < 0:
@@ -128,7 +128,7 @@ def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
 def call_struct(
     x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, feedback: Feedback | None = None
 ) -> tuple[CallStruct, Extent]:
-    """The part that encode and decode share. A call without a block format is about floats as they are.
+    """Fill the structure that encode and decode share. A call without a block format is about unquantized floats.
 
     Raises:
         ValueError: A buffer or the residual ends before a segment does, or is not contiguous.

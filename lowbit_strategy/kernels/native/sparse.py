@@ -1,4 +1,4 @@
-"""The parts of a sparse step in C: same results as `lowbit_strategy.kernels.reference.sparse`."""
+"""A sparse step's ops in C, with the same results as `lowbit_strategy.kernels.reference.sparse`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The definition of every kernel, in plain PyTorch: read these first, the fast paths are tested against them."""
+"""The definition of every kernel in plain PyTorch. Read these first; the fast paths are tested against them."""

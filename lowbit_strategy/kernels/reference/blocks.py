@@ -1,4 +1,4 @@
-"""Blockwise quantization in plain PyTorch: the definition of the wire, bit for bit. Never optimized.
+"""Blockwise quantization in plain PyTorch, the bit-exact definition of the wire. It is never optimized.
 
 Legend: ``_KB`` K blocks of B elements; ``_K`` one number per block; ``_C`` packed bytes of a block.
 """
@@ -26,7 +26,7 @@ def to_blocks(x_N: Tensor, block_size: int) -> Tensor:
 
 
 def round_up_bfloat16(x: Tensor) -> Tensor:
-    """The smallest bfloat16 not below x, as float32, for x >= 0: codes of a block then never exceed their range."""
+    """The smallest bfloat16 not below x, as float32, for x >= 0, so that codes of a block never exceed their range."""
     return ((x.contiguous().view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
@@ -80,7 +80,7 @@ def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor 
 def quantize_residual(e_KB: Tensor, dither_KB: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """A residual in 8 bits: int8 [K, B], and the scale of each block, float32 [K] holding bfloat16 values; never NaN.
 
-    Residuals are finite: the largest of them lose their last bits instead of being lost.
+    Residuals are finite: the largest ones lose their last bits instead of overflowing.
     """
     grid = _RESIDUAL_GRID
     raw_K = e_KB.abs().amax(-1) * torch.tensor(1.0 / grid.qmax, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Floats that are sent as they are, in plain PyTorch: a few operations for a bucket, however many pieces it has."""
+"""Unquantized floats in plain PyTorch, with a few operations per bucket, however many segments it has."""
 
 from __future__ import annotations
 

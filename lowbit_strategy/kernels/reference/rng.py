@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same bits in PyTorch, C and Triton, with no state and no global generator.
+"""Counter-based random numbers with the same bits in PyTorch, C and Triton, without state or a global generator.
 
 The mixer is the public-domain 32-bit "lowbias32" finaliser (C. Wellons, 2018).
 """
@@ -44,7 +44,7 @@ def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
 def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> Tensor:
     """int64 [num]: one position in each of `num` equal strata, at a place that a hash of (seed, stratum) gives.
 
-    A plain stride would look at the same columns of a matrix again and again; a generator would need state.
+    A plain stride would always look at the same columns of a matrix; a generator would need state.
     """
     return positions_in(*strata(numel, num, device), seed)
 

@@ -1,4 +1,4 @@
-"""The parts of a sparse step in plain PyTorch: the definition. Selection by magnitude first."""
+"""The definition of a sparse step's ops in plain PyTorch, selection by magnitude first."""
 
 from __future__ import annotations
 

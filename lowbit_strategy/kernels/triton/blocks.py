@@ -38,7 +38,9 @@ class Loops(NamedTuple):
 
 
 def loops_of(sources: int) -> Loops:
-    """Beyond a group there are loops alone: one compiled kernel serves every number of ranks."""
+    """The loops for this number of sources. Beyond a group only loops are used, so one compiled kernel fits any number
+    of ranks.
+    """
     if sources <= SOURCES_AT_ONCE.value:
         return Loops(0, 0, sources)
     groups, singles = divmod(sources, SOURCES_AT_ONCE.value)
@@ -67,7 +69,7 @@ def add_sources(
     shape: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """Totals + source 0 + source 1 ..., in this order; every load is issued before the first is used."""
+    """Add source 0, source 1 ... to the totals, in this order; every load is issued before the first is used."""
     packed, scales = (), ()
     for s in tl.static_range(NUM):
         at = common.stride * s

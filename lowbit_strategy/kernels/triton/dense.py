@@ -1,4 +1,4 @@
-"""Floats that are sent as they are, on a GPU: one launch for all pieces of a bucket."""
+"""Unquantized floats on a GPU, with one launch for all segments of a bucket."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class How(NamedTuple):
 
 
 class StepArguments(NamedTuple):
-    """What all tiles of a segment have in common in one step; `zero` is for `nearest_e2m1`."""
+    """Values that all tiles of a segment share in one step; `zero` is for `nearest_e2m1`."""
 
     beta_old: tl.tensor
     beta_new: tl.tensor
@@ -221,7 +221,7 @@ def encode_kernel(
     small: tl.constexpr,
     how: tl.constexpr,
 ):
-    """Without a residual (None) nothing is compensated."""
+    """Encode one tile. Without a residual (None) nothing is compensated."""
     TILE: tl.constexpr = shape.rows * fmt.block
     row, tile, left = locate(segment_of_tile, segments, TILE)
     x += ahead(tl.load(row), tile, TILE)

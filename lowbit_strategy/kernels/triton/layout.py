@@ -1,4 +1,4 @@
-"""What kernels are specialized on: a block format in the terms of the device code, and the tiles of the launch grid.
+"""What kernels are specialized on: the block format as the device code needs it, and the tiles of the launch grid.
 
 A tile is some whole blocks of one segment.
 """
@@ -152,7 +152,7 @@ class TileShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How a kernel is laid out on the GPU; speed only, the bytes do not depend on it.
+    """How a kernel is laid out on the GPU. This affects speed only, not bytes.
 
     Args:
         elements_per_thread: More: less overhead for a block's scale and a tile's addresses, but more registers.
@@ -221,8 +221,8 @@ def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, devi
 
 
 class Program:
-    """A kernel with the arguments that no call changes. Once it is compiled calls go to its code at once: Triton would
-    look at every argument again, which takes the host longer than all else.
+    """A kernel with the arguments that no call changes. Once it is compiled, calls go directly to its code, because
+    Triton would look at every argument again, which takes the host longer than everything else.
 
     Args:
         kernel: Its first parameters are the tables of `tiles`, its last ones `constants`.
@@ -241,8 +241,8 @@ class Program:
         self._run: Callable[..., object] | None = None
 
     def launch(self, *args: object, aligned: bool = True) -> None:
-        """Runs the kernel with the other arguments, whose types must be those of the calls before. `aligned`: all
-        tensors that the compiler takes to be aligned are, to 16 bytes.
+        """Run the kernel with the other arguments, whose types must not change between calls. `aligned`: whether all
+        tensors that the compiler assumes to be aligned to 16 bytes are.
         """
         if not self._grid[0]:
             return

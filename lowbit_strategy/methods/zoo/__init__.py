@@ -1,1 +1,1 @@
-"""Rarely used compressors, one per file: no page recommends one, and none is chosen automatically."""
+"""Rarely used compressors, one per file. No page recommends one, and none is chosen automatically."""

@@ -1,4 +1,4 @@
-"""ACP-SGD: PowerSGD with one factor per step, in turn."""
+"""ACP-SGD: PowerSGD that sends one of its two factors per step, alternately."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ACPSGD(LowRankCompressor):
     3. ``e' = M - P Q^T`` with this rank's own factor
     4. the mean of the factor over ranks; the result is ``P Q^T``, the same on all ranks
 
-    Sums and products are formed as `PowerSGD` forms them.
+    Sums and products are computed as in `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

@@ -1,4 +1,4 @@
-"""AdaComp: in each bin, the elements that another gradient like this one would raise to the bin's largest."""
+"""AdaComp: sends, in each bin, the elements that another gradient like this one would raise to the bin's largest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int) -> Ten
         g: Gradient plus residual, float32 [N].
         gradient: float [N].
         bin_size: Elements of a bin.
-        most: Positions per bin; of more, those with the largest ``|g + gradient|``, of equal ones the first.
+        most: Most positions per bin; if there are more, those with the largest ``|g + gradient|`` are taken, among
+            equal ones the first.
     """
     padding = -g.numel() % bin_size
     largest = torch.nn.functional.pad(g.abs(), (0, padding)).view(-1, bin_size).amax(1, keepdim=True)
@@ -69,7 +70,7 @@ class AdaComp(OwnPositions):
 
     References:
         Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", 2018,
-        arXiv 1712.02679, algorithm 2. There one magnitude serves a whole layer, and counts have no bound.
+        arXiv 1712.02679, algorithm 2. There one magnitude is used for a whole layer, and counts have no bound.
     """
 
     name: ClassVar[str] = "adacomp"

@@ -1,4 +1,4 @@
-"""Sparse codes of fixed size: the largest elements of every chunk."""
+"""Sparse codes of fixed size, which send the largest elements of every chunk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class ChunkCodec(BucketCodec):
     """The largest of each chunk.
 
     Args:
-        density: Share of the elements that is sent, in (0, 1]: ``round(4096 * density)`` of each chunk, at least one.
-        values: Codec of their values.
+        density: Fraction of the elements that is sent, in (0, 1]: ``round(4096 * density)`` of each chunk, at least
+            one.
+        values: Codec of the values.
     """
 
     density: float
@@ -128,7 +129,7 @@ class _Places(NamedTuple):
 
 
 class _Table:
-    """Where what is sent of a table of segments lies."""
+    """The places of what is sent for a table of segments."""
 
     def __init__(self, segments: Segments, codec: ChunkCodec) -> None:
         counts = [codec.num_kept(row.numel) for row in segments.rows]

@@ -1,4 +1,4 @@
-"""Top-k by chunks: as many of every 4,096 elements, in messages of fixed size."""
+"""Top-k by chunks: the same number of elements from every 4,096, in messages of fixed size."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class GatheredReducer(Reducer):
 
 @dataclass(frozen=True, slots=True)
 class CosineCodec(RotatedCodec):
-    """The codec of a discrete cosine transform: smooth rows become few large coefficients, which selection wants.
+    """Codes a discrete cosine transform, which turns smooth rows into few large coefficients, as selection needs.
 
-    A rotation by random signs does the opposite: it makes all elements about as large, for a grid.
+    A rotation with random signs does the opposite: it makes all elements about equally large, as a grid needs.
     """
 
     @property

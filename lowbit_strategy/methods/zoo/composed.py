@@ -1,4 +1,4 @@
-"""Compressors made of others: one for each parameter, or for each phase."""
+"""Compressors made of others, by parameter or by phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rule = tuple[Selector, Compressor]
 
 @configuration
 class Composed(Compressor):
-    """Made of other compressors, which decide what is exempt and what gets high precision.
+    """Base class of compressors made of others, which decide what is exempt and what gets high precision.
 
     Args:
         exempt: More exempt parameters.
@@ -42,7 +42,7 @@ class Composed(Compressor):
 
     @abstractmethod
     def with_parts(self, parts: Sequence[Compressor]) -> Compressor:
-        """The same made of others, in the order of `parts`."""
+        """The same compressor made of `parts`, in their order."""
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
@@ -122,7 +122,7 @@ class WarmUp(Composed):
     it has any, begin after the warm-up. Residuals are carried over.
 
     Args:
-        compressor: What follows the warm-up.
+        compressor: The compressor after the warm-up.
         steps: Optimizer steps of the warm-up.
         first: Compressor of the warm-up; uncompressed by default.
 

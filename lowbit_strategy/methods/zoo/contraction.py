@@ -1,4 +1,4 @@
-"""Codes that error feedback and EF21 can do with: their error is smaller than their input."""
+"""Finds codes that error feedback and EF21 can use, whose error is smaller than their input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEED = 0x5EED
 
 
 def contracting(part: CodecOrReducer) -> CodecOrReducer:
-    """The nearest form of a codec or a reducer, which feedback can do with.
+    """The rounding-to-nearest form of a codec or a reducer, which feedback can use.
 
     Raises:
         ValueError: Its error can be larger than its input: a residual would grow with every step.
@@ -42,8 +42,8 @@ def contracting(part: CodecOrReducer) -> CodecOrReducer:
 
 
 def nearest(part: CodecOrReducer) -> CodecOrReducer:
-    """The code with the least error instead of no bias: what feedback needs, since the error of an unbiased code with
-    few values is larger than its input. A codec or reducer that has such a form gives it by a method of this name.
+    """The code with the least error instead of no bias, as feedback needs, since the error of an unbiased code with few
+    values exceeds its input. A codec or reducer that has such a form returns it from a method of this name.
     """
     if isinstance(part, RotatedCodec):
         return replace(part, codec=nearest(part.codec))
@@ -74,17 +74,17 @@ def _contracts(part: Codec | Reducer) -> bool:
 
 
 def contracts(codec: Codec) -> bool:
-    """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; found out with some hard blocks."""
+    """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; tested with some hard blocks."""
     if isinstance(codec, RotatedCodec):  # a rotation keeps lengths
         return contracts(codec.codec)
     return shrinks(codec.decoded, max(codec.block_size, 64))
 
 
 def without_residual(codec: Codec) -> Codec:
-    """The codec alone: wrappers have a rule of their own for what is not sent.
+    """The codec alone, since wrappers have their own rule for what is not sent.
 
     Raises:
-        ValueError: It has no codec that could serve alone.
+        ValueError: It has no codec that could be used alone.
     """
     if not isinstance(codec, StatefulCodec):
         return codec

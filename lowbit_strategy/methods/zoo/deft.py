@@ -1,4 +1,4 @@
-"""DEFT: the layers of a model are assigned to ranks, and each rank selects in its own."""
+"""DEFT: assigns a model's layers to ranks, and each rank selects in its own layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AssignedPart(NamedTuple):
         view: Index of the parameter's view.
         start, stop: Its elements.
         kept: Number of selected elements.
-        rank: Which selects them.
+        rank: The rank that selects them.
     """
 
     view: int
@@ -108,7 +108,7 @@ class DEFT(CommonPositions):
 
     References:
         Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient
-        Sparsification", 2023, arXiv 2307.03500. From the definition, not from the authors' code.
+        Sparsification", 2023, arXiv 2307.03500. Written from the definition, not from the authors' code.
     """
 
     name: ClassVar[str] = "deft"

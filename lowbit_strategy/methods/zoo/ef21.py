@@ -1,4 +1,4 @@
-"""EF21: ranks send what has changed of an estimate that both sides know."""
+"""EF21: ranks send the change of an estimate that both sides know."""
 
 from __future__ import annotations
 

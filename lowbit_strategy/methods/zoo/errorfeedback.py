@@ -1,4 +1,4 @@
-"""ErrorFeedback: a residual for a compressor that has none."""
+"""ErrorFeedback: adds a residual to a compressor that has none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lowbit_strategy.options.configuration import configuration
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedbackReducer(Reducer):
-    """A reducer that keeps no residual, with one: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
+    """Adds a residual to a reducer that has none: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
 
     Args:
-        inner: Fills ``ParamView.sent``.
+        inner: A reducer that fills ``ParamView.sent``.
         decay: See `FeedbackCodec`.
     """
 
@@ -109,7 +109,7 @@ class ErrorFeedback(Wrapper):
     when rounding to nearest are refused.
 
     Args:
-        compressor: One without feedback.
+        compressor: A compressor without feedback.
         decay: Below 1 old errors fade, and nothing is conserved.
         residual: ``float32`` costs 4 bytes per parameter on every rank; ``int8`` costs 1 (quantizers only).
 
@@ -148,7 +148,7 @@ class ErrorFeedback(Wrapper):
 
 def check_decay(decay: float) -> None:
     """Raises:
-    ValueError: Out of range.
+    ValueError: `decay` is out of range.
     """
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay must be in (0, 1], got {decay!r}")

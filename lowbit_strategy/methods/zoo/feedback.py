@@ -1,4 +1,4 @@
-"""A codec with a residual: error feedback."""
+"""Adds error feedback to a codec."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowbit_strategy.methods._base.residuals import ResidualDtype, residual_aren
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedbackCodec(StatefulCodec):
-    """A codec with a residual, on every segment of a bucket at once:
+    """A codec with a residual, applied to all segments of a bucket at once:
 
     1. ``h = g + e``
     2. send ``Q = C(h)``
     3. ``e' = decay * (beta * e + (1 - beta) * (h - Q))``
 
-    A segment whose gradient is all zero is idle: it sends zeros and keeps its residual. Where h or Q is not finite the
-    residual stays as it was.
+    A segment whose gradient is all zero is idle: it sends zeros and keeps its residual. If h or Q is not finite, the
+    residual is unchanged.
 
     Args:
         codec: C.

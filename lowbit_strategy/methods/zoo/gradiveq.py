@@ -29,7 +29,7 @@ def _principal(slices_SK: Tensor, kept: int) -> Tensor:
 
 @configuration
 class GradiVeQ(ReducingCompressor, ResidualReducer):
-    """Slices of the gradient as coefficients of principal components, which are added up over ranks.
+    """Sends slices of the gradient as coefficients of principal components, which are added up over ranks.
 
     For each parameter, cut into slices of `slice_size` elements, on every rank:
 
@@ -44,7 +44,7 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
         slice_size: Elements per slice.
         ratio: Elements per coefficient that is sent.
         period: Steps between two bases.
-        exempt: Parameters that stay dense; see `Compressor`. So do those with fewer than `slice_size` slices.
+        exempt: Parameters that stay dense; see `Compressor`. Those with fewer than `slice_size` slices stay dense too.
 
     References:
         Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN

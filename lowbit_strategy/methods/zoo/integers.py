@@ -1,4 +1,4 @@
-"""Integers of any range, such as sums of codes over ranks, in as few bits as whole bytes allow."""
+"""Packs integers of any range, such as sums of codes over ranks, into few bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_di
 
 
 def digits_per_byte(limit: int) -> int:
-    """How many numbers in ``[-limit, limit]`` one byte holds as digits of a number system: 5 for trits."""
+    """The count of numbers in ``[-limit, limit]`` that one byte holds as digits of a number system: 5 for trits."""
     base, count = 2 * limit + 1, 0
     while base ** (count + 1) <= 256:
         count += 1

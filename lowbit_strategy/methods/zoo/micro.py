@@ -14,7 +14,7 @@ class MiCRO(ExDyna):
 
     References:
         Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
-        Training", 2023, arXiv 2310.00967. From the definition, not from the authors' code.
+        Training", 2023, arXiv 2310.00967. Written from the definition, not from the authors' code.
     """
 
     name: ClassVar[str] = "micro"

@@ -56,7 +56,7 @@ class TwoMeansCodec(BlockwiseCodec):
 
 @configuration
 class OneBitSGD(EFSignSGD):
-    """One bit per element, which decodes to the mean of the elements that share it. Error feedback on both hops.
+    """One bit per element, which decodes to the mean of the elements that have it, with error feedback on both hops.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 

@@ -1,4 +1,4 @@
-"""What methods that keep a residual, and are not sparse, have in common."""
+"""Base class of methods that keep a residual and are not sparse."""
 
 from __future__ import annotations
 

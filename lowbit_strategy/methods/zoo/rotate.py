@@ -1,4 +1,4 @@
-"""Rotate: blocks are rotated before they are coded."""
+"""Rotate: rotates blocks before they are coded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A codec of rotated values: no element of a block stands out, so that coarse codes lose less."""
+"""A codec of rotated values, of which none stands out in its block, so that coarse codes lose less."""
 
 from __future__ import annotations
 

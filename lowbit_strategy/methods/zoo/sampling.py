@@ -1,4 +1,4 @@
-"""Sampling elements with given sizes, without bias."""
+"""Samples elements with given sizes, without bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantization with a scale that all ranks share: integers add up exactly."""
+"""Quantization with a scale that all ranks share, so that integers add up exactly."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
     Args:
         q_WN: int32 [W, n] in ``[-limit, limit]``.
         limit: Largest magnitude.
-        comm: Group.
-        scatter: Stop after the second step.
+        comm: Ranks to sum over.
+        scatter: Whether to stop after the second step.
 
     Returns:
         int32: the own row's sums [n] if `scatter`, else all rows' [W, n].
@@ -112,7 +112,7 @@ class SharedViews:
     def agree(self, norm_K: Tensor) -> Generator[Pending, None, Tensor]:
         """The largest norm over ranks of every block; NaN if any rank's is not finite.
 
-        NaN travels as infinity: backends differ in the maximum of NaN.
+        NaN is sent as infinity, since backends differ in the maximum of NaN.
         """
         agreed_K = norm_K.nan_to_num(torch.inf, torch.inf)
         yield self.comm.all_reduce_max(agreed_K)
@@ -169,7 +169,7 @@ class SharedViews:
         torch._foreach_copy_([view.out for view in self.views], list(parts))
 
     def fill_observed_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
-        """Fills in the gradient and what the other ranks decode, for feedback and monitors."""
+        """Fill in the gradient and what the other ranks decode, for feedback and monitors."""
         for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
             for view, values in zip(self.views, self.packed.views(values_KB.view(-1)), strict=True):
                 if (target := getattr(view, key)) is not None:
@@ -185,7 +185,7 @@ class SharedScaleReducer(Reducer):
         block_size: Elements that share a scale.
         clip_sigmas: Clip each block's elements first, in standard deviations of this rank's block; None: no clipping.
         rounding: ``stochastic``: no bias; ``nearest``: least error.
-        title: What reports call it.
+        title: Its name in reports.
     """
 
     limit: int

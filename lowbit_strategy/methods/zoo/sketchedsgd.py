@@ -1,4 +1,4 @@
-"""Sketched SGD: ranks add count sketches, and send what the sum says is large."""
+"""Sketched SGD: ranks add up count sketches, and send the elements that the sum shows to be large."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class SketchedSGD(CommonPositions):
     4. all ranks add up their exact h there; ``e' = h``, 0 there
 
     Traffic does not grow with the number of ranks. The estimates err by ``|h| / sqrt(rows * columns)``, which must be
-    small beside the elements to find. Of language models it is not: the defaults found at most 7 % of the k largest,
-    tables of 26 bits per element 21 %, at 2 and 8 ranks and up to 0.7 million parameters. What is chosen is then nearly
-    random, and 4-bit codes of all elements are smaller. It is for sums with few large elements.
+    small compared with the elements to find. For language models it is not: the defaults found at most 7 % of the k
+    largest, tables of 26 bits per element 21 %, at 2 and 8 ranks and up to 0.7 million parameters. What is chosen is
+    then nearly random, and 4-bit codes of all elements are smaller. It is for sums with few large elements.
 
     Args:
-        rows: Number of rows of the sketch. More: fewer small elements are taken for large ones.
+        rows: Number of rows of the sketch. More: fewer small elements are mistaken for large ones.
         columns_per_entry: Columns per element to find. More: the same.
 
     References:

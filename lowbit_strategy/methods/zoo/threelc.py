@@ -68,8 +68,8 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
     4. five q to a byte, values 0 to 242; 2 to 14 bytes of zeros in a row are one byte, 243 to 255
     5. DDP: all ranks get all messages, padded to the longest; FSDP2: each owner gets its rows. The mean of ``M q``
 
-    One large element turns all others into zeros: few bytes, stale errors. In effect a top-k with signs, whose count
-    depends on the gradient.
+    One large element turns all others into zeros: few bytes, but stale errors. In effect this is a top-k with signs
+    whose count depends on the gradient.
 
     Args:
         sparsity: Factor in [1, 2). Larger: more zeros.

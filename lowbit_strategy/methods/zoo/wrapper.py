@@ -1,4 +1,4 @@
-"""Compressors that change what another one does."""
+"""Base class of compressors that change what another compressor does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class Wrapper(Composed):
-    """Changes the methods that `compressor` gives; what that one exempts stays exempt.
+    """Changes the methods that `compressor` gives. What that compressor exempts stays exempt.
 
     Args:
         compressor: The wrapped one.

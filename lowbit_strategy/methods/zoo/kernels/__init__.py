@@ -1,1 +1,1 @@
-"""Kernels that only these methods call."""
+"""Kernels that only the zoo's methods call."""

@@ -15,11 +15,11 @@ CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
     """The largest magnitudes of each chunk of 4,096 elements; of equal ones the first, NaN before all numbers.
 
-    Shapes are fixed by the arguments' shapes: the host waits for nothing.
+    The arguments' shapes determine all shapes, so the host never waits.
 
     Args:
         x: float32 [M * 4096].
-        kept_M: int32, how many of each chunk, 0 to `room`.
+        kept_M: int32, number of elements from each chunk, 0 to `room`.
         room: Entries per chunk, at most 4,096.
 
     Returns:

@@ -1,1 +1,1 @@
-"""The same on GPUs; imported only when a tensor is there."""
+"""The zoo's kernels for GPUs, imported only when a tensor is on one."""
