@@ -50,7 +50,7 @@ class Figure:
     """One input.
 
     Args:
-        what: Which.
+        what: The name of the figure.
         text: The figure with its unit, the way people write it.
         value: Bytes, seconds, bytes per second or elements per second.
         source: Where it comes from.
@@ -79,7 +79,7 @@ class Figure:
         """A figure with the range that its source has.
 
         Args:
-            what: Which.
+            what: The name of the figure.
             text: The figure the way people write it.
             value: Bytes, seconds, bytes per second or elements per second.
             source: Where it comes from.

@@ -129,7 +129,7 @@ class Workload:
 
     @property
     def baseline(self) -> str:
-        """What compression is compared with."""
+        """The uncompressed baseline."""
         return {2: "bf16", 4: "float32"}[self.itemsize]
 
     @functools.cached_property
