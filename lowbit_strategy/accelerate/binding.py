@@ -32,7 +32,7 @@ from lowbit_strategy.accelerate.models import PreparedModels
 from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
 from lowbit_strategy.accelerate.supported import check_accelerator, choose_shard_size
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
@@ -77,7 +77,6 @@ class Binding:
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self.loop = AcceleratorLoop(plugin, accelerator)
         self._models: PreparedModels = PreparedModels(self.loop, self._options)
-        self._clipping = ClippingWarning(plugin.compressor, logs=accelerator.is_main_process)
         before = dict(vars(accelerator))
         wrap_method(accelerator, "prepare_model", self._models.prepare_model)
         wrap_method(accelerator, "_prepare_fsdp2", self._models.prepare_fsdp2)
@@ -230,7 +229,8 @@ class Binding:
         return original(*models)
 
     def _clip(self, option: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._clipping.clipped(kwargs[option] if option in kwargs else args[1], option)
+        for session in self.sessions:
+            session.clipped(kwargs[option] if option in kwargs else args[1], option)
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -26,6 +25,10 @@ MADE_BEFORE_SHARDING = (
     "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
     " them"
 )
+CLIPPED_AFTERWARDS = (
+    "{}={} clips the sparse mean gradient after it has left the residual, so what is clipped away is lost: raise it, or"
+    " clip before compression (DGC(clip_norm=...))"
+)
 NEVER_ATTACHED = (
     "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
     " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
@@ -35,7 +38,6 @@ ONE_REPLICA = (
     " so nothing is compressed, and no steps are local. Start several nodes. To try it on one, give a smaller"
     " shard_size, or start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
 )
-_log = logging.getLogger("lowbit_strategy")
 
 
 def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -> None:
@@ -140,26 +142,3 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
             " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
             " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
         )
-
-
-class ClippingWarning:
-    """Warns once that clipping discards part of what a sparse method sent, which is no longer in the residual.
-
-    Args:
-        compressor: The one in use.
-        logs: Whether this rank logs.
-    """
-
-    def __init__(self, compressor: Compressor, *, logs: bool) -> None:
-        self._waits = logs and compressor.is_sparse
-
-    def clipped(self, clip: float | None, option: str) -> None:
-        """Note that gradients are clipped at `clip`; None and 0: they are not."""
-        if clip and self._waits:
-            self._waits = False
-            _log.warning(
-                "%s=%s clips the sparse mean gradient after it has left the residual, so what is clipped away is lost:"
-                " raise it, or clip before compression (DGC(clip_norm=...))",
-                option,
-                clip,
-            )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.checks import (
+    CLIPPED_AFTERWARDS,
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
     NO_STEP_HAS_ENDED,
@@ -71,7 +72,11 @@ class Session:
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.num_loads, self.noticed_own_checkpoint = 0, False
-        self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
+        self._warned, self._warned_of_clipping, self._num_passes = (
+            False,
+            False,
+            0,
+        )  # backward passes since an optimizer has stepped
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
@@ -326,6 +331,12 @@ class Session:
         the last one saw the same weights, or with ``validates=False`` for saving.
         """
         return self.pace.shared_weights(validates=validates)
+
+    def clipped(self, clip: float | None, option: str) -> None:
+        """Note that gradients are clipped at `clip`; None and 0: they are not. With sparse methods a warning, once."""
+        if clip and self.sync.compressor.is_sparse and not self._warned_of_clipping:
+            self._warned_of_clipping = True
+            self._warn(CLIPPED_AFTERWARDS.format(option, clip))
 
     def _warn(self, text: str) -> None:
         if self.sync.ranks.logs:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
@@ -34,7 +34,6 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
 
     def on_configured(self) -> None:
         self.sessions = []
-        self._clipping: ClippingWarning | None = None
         self._optimizers: list[weakref.ref[Any]] = []
 
     def attach(self, session: Session) -> None:
@@ -66,17 +65,17 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         return output
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        self._clipped(max_norm, "max_norm")
+        self._clipped(module, max_norm, "max_norm")
         return super().clip_gradients_norm(module, optimizer, max_norm, *args, **kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> Any:
-        self._clipped(clip_val, "clip_val")
+        self._clipped(module, clip_val, "clip_val")
         return super().clip_gradients_value(module, optimizer, clip_val, *args, **kwargs)
 
-    def _clipped(self, clip: float, option: str) -> None:
-        if self._clipping is None:  # the rank is not known before the strategy is set up
-            self._clipping = ClippingWarning(self.compressor, logs=self.global_rank == 0)
-        self._clipping.clipped(clip, option)
+    def _clipped(self, module: nn.Module, clip: float, option: str) -> None:
+        for session in self.sessions:
+            if session.serves(module):
+                session.clipped(clip, option)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         self._take_optimizer(optimizer)
