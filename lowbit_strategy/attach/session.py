@@ -72,11 +72,8 @@ class Session:
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.num_loads, self.noticed_own_checkpoint = 0, False
-        self._warned, self._warned_of_clipping, self._num_passes = (
-            False,
-            False,
-            0,
-        )  # backward passes since an optimizer has stepped
+        self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
+        self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
         self._scale = LossScale()
