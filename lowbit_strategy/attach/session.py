@@ -54,7 +54,8 @@ class Session:
         hook: The hook of DDP, or of FSDP2.
 
     Attributes:
-        ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`.
+        ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`; and what it
+            returned, if they have stepped since the last backward pass.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Session:
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.listeners.rates = self._use.rates
-        self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
+        self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool | None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
         watch_optimizers(self)
@@ -151,6 +152,7 @@ class Session:
 
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
         """Steps 1 to 3 of `begin_step`, which a rank takes even if it runs the backward pass alone."""
+        self.ended_by.update(dict.fromkeys(self.ended_by))
         if (control := self.sync.listeners.control) is not None:
             control.begin_pass(loss)
         if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
@@ -191,8 +193,14 @@ class Session:
             RuntimeError: `optimizer` steps no parameter of this model, and no other optimizer has stepped one.
             DivergenceError: Raised on every rank if parameters were compared after this step and differ.
         """
-        if not self._is_open and optimizer is not None and self._use.moves_nothing(optimizer):
-            return False
+        if not self._is_open:
+            if optimizer is not None and self._use.moves_nothing(optimizer):
+                return False
+            ended = [counted for each, counted in self.ended_by.items() if optimizer in (None, each)]
+            if any(counted is not None for counted in ended):  # its step has ended by itself
+                if scaler is not None:
+                    self._scale.read(scaler)
+                return any(ended)
         self.weights_changed()
         counted = self._close_step(optimizer, scaler)
         self._meet()
@@ -384,7 +392,7 @@ class Session:
             return
         self.weights_changed()
         if optimizer in self.ended_by:
-            self.end_step(optimizer)
+            self.ended_by[optimizer] = self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether `module` is this model, however it is wrapped."""

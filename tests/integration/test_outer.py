@@ -325,6 +325,34 @@ def test_attempted_steps_count_alike_on_all_ranks(facts: list[Facts]) -> None:
     assert facts[0]["finite"]
 
 
+def ended_twice(folder: Path) -> Facts:
+    """A plain loop calls `end_step` after steps that end by themselves, as pages ask for with a loss scaler."""
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        session = compress(model, optimizer, outer=DiLoCo(every=4), scaler=scaler)
+        for step in range(6):
+            loss = model(torch.full((2, 8), float("inf") if step == 2 and scaler is not None else 1.0)).sum()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            session.end_step(optimizer, scaler)
+            optimizer.zero_grad()
+        found.append((session.sync.step_index, session.sync.rounds.num_syncs))  # type: ignore[union-attr]
+        session.close()
+    return {"found": found}
+
+
+@scenarios(ended_twice)
+def test_a_step_that_ended_by_itself_counts_once(facts: list[Facts]) -> None:
+    assert all(rank["found"] == [(6, 1), (6, 1)] for rank in facts)
+
+
 def second_fit(folder: Path, rule: str) -> Facts:
     model, is_local = Regression(), []
     noting = LambdaCallback(on_train_start=lambda made, _: is_local.append(made.strategy.sync.rounds is not None))
