@@ -138,8 +138,8 @@ class GradientUse:
         return None if optimizer is None else set(self.owned_by(optimizer)) or None
 
     def roll_back_cleared(self) -> None:
-        """A backward pass begins: roll back gradients that were reduced before it and are gone, and those that are not
-        finite if a loss scaler skips steps.
+        """A backward pass begins: set aside the reductions whose gradients are gone. If a loss scaler skips the step,
+        none of them can be used: roll them back.
         """
         sync, prepared = self._sync, self._sync.transactions.prepared
         if not prepared or sync.rounds is not None:
