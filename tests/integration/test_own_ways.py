@@ -98,6 +98,20 @@ def test_what_trains_locally_in_its_own_way_is_named(facts: list[Facts]) -> None
         assert rank["steps"] == 0
 
 
+def by_default(folder: Path) -> Facts:
+    """No compressor is given."""
+    model, rule = DistributedDataParallel(mlp()), LocalSGD(every=2)
+    session = compress(model, torch.optim.SGD(model.parameters(), lr=0.1), outer=rule)
+    facts = {"as the rule has it": session.sync.compressor == rule.compressor()}
+    session.close()
+    return facts
+
+
+@scenarios(by_default)
+def test_a_rule_brings_its_compressor_to_a_loop(facts: list[Facts]) -> None:
+    assert all(rank["as the rule has it"] for rank in facts)
+
+
 def bypassed(folder: Path) -> Facts:
     """The loss goes past DDP, so that nothing is synchronized."""
     accelerator, model, optimizer = _accelerated()
