@@ -70,7 +70,7 @@ class Case:
 
 CORE = frozenset(  # one for each path through the code
     {f"uniform{bits}" for bits in (2, 4, 7, 8)}
-    | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "fitted5-many", "e2m1"}
+    | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "e2m1"}
     | {"ternary-block128", "ternary-block32", "unit2", "unit-ternary", "uniform3-stochastic", "uniform4-stochastic"}
     | {f"{name}-{what}" for name in ("uniform4", "fitted2") for what in ("residual32", "dithered")}
     | {"uniform4-bfloat16", "uniform4-float16"}
@@ -276,7 +276,7 @@ def check_sources(fast_blocks: Any, device: str, *, fewer: bool = False) -> list
     `fewer`: one number of sources, with a group and a rest, for every format but the first.
     """
     wrong = []
-    for name in ("uniform4", "uniform3", "fitted2", "fitted5-many", "ternary-block128"):
+    for name in ("uniform4", "uniform3", "fitted2", "fitted3-odd", "ternary-block128"):
         fmt = FORMATS[name]
         segments = segments_for(fmt, 512, 1.3)
         last = segments.rows[-1]

@@ -40,12 +40,12 @@ def decode(fmt: BlockFormat, out: str, arch: int, sources: int) -> Resources:
 def kernels(x: str, arch: int) -> Iterator[tuple[str, Callable[[], Resources], int, int, float]]:
     """What, registers, shared memory in bytes, share of wide accesses.
 
-    A thread reads 16 codes of a source at once. Where they are spread over threads otherwise for what it writes, that
+    A thread reads or writes 16 codes at once. Where elements are spread over threads otherwise on the other side, that
     goes through some shared memory.
     """
     yield "loco 4", lambda: loco(uniform(4, 128), x, arch), FOUR_PROGRAMS, 0, 0.7
     yield "loco 8", lambda: loco(uniform(8, 128), x, arch), 80, 0, 0.7
-    yield "encode 8", lambda: encode(uniform(8, 128), x, arch), 48, 0, 0.7
+    yield "encode 8", lambda: encode(uniform(8, 128), x, arch), 48, 2048, 0.7
     yield "decode 4 of 8", lambda: decode(uniform(4, 128), x, arch, 8), 96, 4096, 0.7
     yield "decode 8 of 8", lambda: decode(uniform(8, 128), x, arch, 8), 96, 4096, 0.7
     yield "decode 8 of 1", lambda: decode(uniform(8, 128), x, arch, 1), 48, 4096, 0.7
