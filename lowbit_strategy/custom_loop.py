@@ -23,7 +23,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
+from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp

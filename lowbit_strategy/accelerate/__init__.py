@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
-from lowbit_strategy.adaptation.model_control import MonitorOptions
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +20,16 @@ from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_metrics
-from lowbit_strategy.control.base import Controller, GroupBy, Progress, State
-from lowbit_strategy.control.bounds import Bounds
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
+from lowbit_strategy.control.base import Controller, Progress, State
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.handshake import handshake
-from lowbit_strategy.options.checks import check_positive
-from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.telemetry.metric_names import metric_name, observation_metrics
 from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.startup_report import render_reports
-
-
-@configuration
-class MonitorOptions:
-    """The options of every monitor, in every framework. A monitor takes an instance, or its arguments.
-
-    Args:
-        every_n_steps: Optimizer steps between observations; nothing is measured in between. An observation costs about
-            as much as the compression of one step.
-        group_by: Groups of parameters: by ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
-            function of the name.
-        bounds: Limits; a warning says when a group leaves them. None: no warnings.
-
-    Raises:
-        ValueError: A field has the wrong type, `every_n_steps` is not positive, or `group_by` is unknown.
-    """
-
-    every_n_steps: int = field(default=50, kw_only=False)
-    group_by: GroupBy = "kind"
-    bounds: Bounds | None = None
-
-    def __post_init__(self) -> None:
-        check_positive("every_n_steps", self.every_n_steps)
-
-    @classmethod
-    def of(cls, *options: Any, **more: Any) -> MonitorOptions:
-        """Make options from what a monitor was given: an instance, or arguments."""
-        if options and isinstance(options[0], cls) and not (options[1:] or more):
-            return options[0]
-        return cls(*options, **more)
-
-
-def _make(value: Any, source: Source) -> MonitorOptions:
-    """Make options from true, or from a mapping."""
-    if value is not True and not isinstance(value, Mapping):
-        raise Mismatch
-    return call(MonitorOptions, {} if value is True else value, source)
-
-
-register_conversion(
-    MonitorOptions, Conversion(_make, "MonitorOptions", "true or a mapping such as {every_n_steps: 50}")
-)
-
 
 _RECORD = "lowbit_strategy.report.writing:RunRecord"
 ProgressClock = Callable[[int], Progress]

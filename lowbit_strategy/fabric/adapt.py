@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit_strategy import custom_loop
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.adaptation.model_control import MonitorOptions
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.options.configuration import takes_options_of

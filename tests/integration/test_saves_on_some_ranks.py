@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo, WeightDelta
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
+from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.control import Bounds, Controller, GraVAC, Guard, Static
 from lowbit_strategy.custom_loop import CHECKPOINT_KEY, attach_ddp, attach_fsdp, compress, prepare
 from testing.log import listen

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lowbit_strategy import Dense
-from lowbit_strategy.adaptation.model_control import ModelControl, MonitorOptions
+from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from testing.record import read_record
 from testing.worlds.single import engine, gradients, reduce_step
 

@@ -1,0 +1,92 @@
+"""Controllers and monitors under a Trainer: what both callbacks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.control.base import Controller
+from lowbit_strategy.engine.engine import GradientSync
+
+from .clock import TrainerClock
+
+
+class TrainerControl(ModelControl):
+    """The control of a Trainer's model. A finder trains without callbacks: what it tries is not reported.
+
+    Args:
+        sync: The engine.
+        trainer: Trains the model.
+    """
+
+    def __init__(self, sync: GradientSync, trainer: Any) -> None:
+        self._trainer_clock = TrainerClock(trainer)
+        super().__init__(sync, self._trainer_clock, self._log)
+        self._trainer = trainer
+        self.has_log = lambda: bool(trainer.loggers)
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers:  # regardless of the loggers' interval: the metrics are this step's
+            logger.log_metrics(dict(metrics), step=step)
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        """The callbacks of this control that are called now."""
+        return [each for each in self._trainer.callbacks if getattr(each, "control", None) is self]
+
+    def begin(self, **fields: Any) -> None:
+        """Training begins, or goes on. On all ranks: finding the logger's folder is collective.
+
+        Raises:
+            ValueError: The callbacks name different folders, or the controller cannot change the batch here.
+        """
+        if not self._callbacks:
+            return
+        if self.driver is not None and self.driver.controller.initial_accumulation is not None:
+            _check_accumulation(self.driver.controller, self._trainer)
+        self._trainer_clock.measure_run()
+        self.folder = self._find_folder()
+        super().begin(strategy=type(self._trainer.strategy).__name__, **fields)
+
+    def _find_folder(self) -> Path | None:
+        trainer, asked = self._trainer, [each.record for each in self._callbacks if each.record is not False]
+        own = trainer.log_dir if True in asked and trainer.loggers else None
+        folders = dict.fromkeys(own if record is True else str(record) for record in asked)
+        named = [folder for folder in folders if folder is not None]
+        if len(named) > 1:
+            raise ValueError(
+                f"one run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}:"
+                " give both callbacks the same record="
+            )
+        return Path(named[0]) if named else None
+
+    @property
+    def accumulation(self) -> int:
+        return int(self._trainer.accumulate_grad_batches)
+
+    @accumulation.setter
+    def accumulation(self, batches: int) -> None:
+        self._trainer.accumulate_grad_batches = batches
+
+    def end_step(self, *, counted: bool) -> None:
+        if self._callbacks:
+            super().end_step(counted=counted)
+
+
+def _check_accumulation(controller: Controller, trainer: Any) -> None:
+    """Raises:
+    ValueError: The controller changes gradient accumulation, but the Trainer does not accumulate, or something else
+        changes it.
+    """
+    name = type(controller).__name__
+    if not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            f"{name} changes gradient accumulation, which manual optimization does by itself: set"
+            " automatic_optimization to True, or use a controller that changes no batch, such as Accordion"
+        )
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    if "GradientAccumulationScheduler" in kinds:
+        raise ValueError(
+            f"{name} changes gradient accumulation, and so does GradientAccumulationScheduler: leave one of them out"
+        )
