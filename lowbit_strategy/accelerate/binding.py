@@ -120,7 +120,7 @@ class Binding:
 
     @property
     def replica(self) -> Any:
-        """What is called if replicas come and go; otherwise None."""
+        """The object to call if replicas come and go; otherwise None."""
         return self._models.replica
 
     @property

@@ -1,4 +1,4 @@
-"""The progress of a loop that is the user's own, for the controllers of all models of an accelerator."""
+"""The progress of the user's loop, for the controllers of all models of an accelerator."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from lowbit_strategy.telemetry.metric_names import for_model
 
 
 class AcceleratorLoop:
-    """What the models of an accelerator share: the loop's progress, who takes metrics, where the record is.
+    """What the models of an accelerator share: the loop's progress, the receiver of metrics, the record's folder.
 
     Args:
         plugin: The `LowBitPlugin`.
-        accelerator: Whose models are trained.
+        accelerator: The accelerator whose models are trained.
 
     Attributes:
         clock: Counts steps and epochs.
@@ -40,8 +40,8 @@ class AcceleratorLoop:
         self.accumulates = False
 
     def control(self, sync: GradientSync, number: int, *, alone: bool) -> PreparedControl | None:
-        """Control the model with this number, into which no checkpoint has been loaded. `alone`: no other one is in
-        use. None: the plugin has neither controller nor monitor.
+        """Control the model with this number, before a checkpoint is loaded into it. `alone`: whether no other model is
+        in use. None: the plugin has neither a controller nor a monitor.
 
         Raises:
             ValueError: The controller cannot serve the model.
@@ -61,9 +61,9 @@ class PreparedControl(ModelControl):
     """The control of one prepared model.
 
     Args:
-        sync: Its engine.
-        loop: The loop that it is trained in.
-        number: Of the model; metrics and records go by it.
+        sync: The model's engine.
+        loop: The loop that trains it.
+        number: The model's number, used in metrics and records.
     """
 
     def __init__(self, sync: GradientSync, loop: AcceleratorLoop, number: int) -> None:
@@ -79,15 +79,15 @@ class PreparedControl(ModelControl):
 
     @staticmethod
     def of(sync: GradientSync) -> PreparedControl | None:
-        """The control that `sync` has, if it is one of these."""
+        """The control of `sync`, if it is of this class."""
         control = ModelControl.of(sync)
         return control if isinstance(control, PreparedControl) else None
 
     def begin(self, **fields: Any) -> None:
-        """Training begins, or goes on.
+        """Training begins or continues.
 
         Raises:
-            ValueError: The controller needs what cannot be known or done here.
+            ValueError: The controller needs something that is not possible here.
         """
         loop = self._loop
         if (controller := loop.plugin.controller) is not None:

@@ -1,4 +1,4 @@
-"""The models that an accelerator prepares: ranks agree before, compression is attached after."""
+"""The models that an accelerator prepares: ranks agree first, and compression is attached afterwards."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class PreparedModels:
     """The models that an accelerator has prepared.
 
     Args:
-        loop: The loop that they are trained in.
-        options: What holds for all of them.
+        loop: The loop that trains them.
+        options: The options of all of them.
 
     Attributes:
-        sessions: Those of the models in use, in the order in which they were prepared.
-        replica: What is called if replicas come and go; None: they do not.
+        sessions: Sessions of the models in use, in the order in which they were prepared.
+        replica: The object to call if replicas come and go; None: they do not.
     """
 
     def __init__(self, loop: AcceleratorLoop, options: SyncOptions) -> None:
@@ -51,7 +51,7 @@ class PreparedModels:
 
     @property
     def attached(self) -> Collection[nn.Module]:
-        """All that anything has been attached to, in use or not."""
+        """All models to which anything has been attached, in use or not."""
         return list(self._attached)
 
     def prepare_model(

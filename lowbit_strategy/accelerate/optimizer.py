@@ -1,4 +1,4 @@
-"""Accelerate's optimizer where gradients are compressed."""
+"""Accelerate's optimizer for compressed gradients."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
 
 
 def unfrozen_under_ddp(name: str) -> str:
-    """What is wrong, and what to do."""
+    """The message that says what is wrong and what to do."""
     return (
         f"{name} was frozen when the model was set up and is trained now, which DDP does not see: set the model up"
         " again after unfreezing, by fabric.setup(module, optimizer), accelerator.prepare(module), or in plain PyTorch"

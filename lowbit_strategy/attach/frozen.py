@@ -84,7 +84,7 @@ class Frozen:
         specs = [spec for spec in describe_parameters(self._module) if spec.name in names]
         return specs, {n: p for n, p in trainable_parameters(self._module).items() if n in names}
 
-    def wrapped_anew(self) -> None:
+    def rewrapped(self) -> None:
         """Note that DDP was wrapped again and waits for what is trainable now."""
         self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
         self._expected = trainable_parameters(self._module)

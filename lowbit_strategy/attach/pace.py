@@ -1,4 +1,4 @@
-"""When ranks meet, as a session asks it."""
+"""Tells a session when ranks meet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class EveryStep:
     and what lets steps be the framework's own.
 
     Attributes:
-        serves_replaced: Whether other parameters in the place of those that it was given are served.
+        serves_replaced: Whether it supports a replacement of the parameters that it was given.
     """
 
     serves_replaced: ClassVar[bool] = True
 
     @property
     def replica(self) -> Any:
-        """This replica, where replicas join and leave; otherwise None."""
+        """This replica, if replicas join and leave; otherwise None."""
         return None
 
     @property
@@ -55,7 +55,7 @@ class EveryStep:
         return False
 
     def end_step(self) -> None:
-        """An optimizer step that counts is over, on all ranks."""
+        """A counted optimizer step is over on all ranks."""
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded, on all ranks."""
@@ -74,7 +74,7 @@ class EveryStep:
         """The framework has loaded everything, or training begins."""
 
     def adopt(self, earlier: Any) -> None:
-        """Continue with the state of an earlier attachment of the same model."""
+        """Continue with the state of an earlier session of the same model."""
 
     def finish(self) -> None:
         """Training ends."""

@@ -36,7 +36,7 @@ class Part:
     if something does not go together.
 
     Attributes:
-        in_rounds: By this option ranks meet in rounds, and each steps by itself in between.
+        in_rounds: Whether this option makes ranks meet in rounds, with separate steps in between.
     """
 
     in_rounds: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from lowbit_strategy.options.conversion import Conversion, Source, register_conv
 
 
 class RoundRule(Part, ABC):
-    """How long a round is, and what moves the model when ranks meet."""
+    """Decides how long a round is, and what moves the model when ranks meet."""
 
     in_rounds: ClassVar[bool] = True
 

@@ -370,9 +370,9 @@ class Session:
         self.pace.extend(params)
         if model is not None and isinstance(self._hook, DDPHook | DDPWiring):
             self._hook.close()
-            self._hook = self._hook.wrapped_anew(model)
+            self._hook = self._hook.rewrapped(model)
             self.close_with(model)
-            self.frozen.wrapped_anew()
+            self.frozen.rewrapped()
             self.pace.wrapped_by(model)
         if specs and self.sync.ranks.logs:
             inform("%d more parameters are trained now\n%s", len(specs), render_reports(self.sync))

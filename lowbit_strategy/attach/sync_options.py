@@ -57,16 +57,16 @@ class SyncOptions:
             being kept as codes, unless `weights` is given; LoCo's residuals are dropped, at 4 bits or more and with at
             least four ranks or nodes, where the loss was measured. None: half of what the smallest GPU has free after
             parameters, gradients and Adam's state, from an eighth to a quarter of its memory; unlimited on CPUs.
-        far_links: On CPU: all messages travel at once, point to point, into buffers allocated in the step before.
-            Results are the same; a rank needs as much more memory as it sends per step. None: enabled if a measured
-            round trip takes 5 ms or more.
-        second_moment: For few bits and optimizers like Adam: in one step of 32 ranks exchange the squares of their own
-            gradients (an eighth of a bit per element and step) and compute `exp_avg_sq` from them, which compression
-            noise would otherwise enlarge. Below the best learning rate, and where it decays, one bit then needs far
-            fewer steps. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank scales
-            its own to the size it has for the ranks' mean gradient, and nothing is sent or kept: see `MeanMoment`.
-            None: enabled where codes with error feedback have two bits or fewer, until an optimizer steps that is not
-            like Adam; off with `outer`, and for two levels under DDP.
+        far_links: Whether all messages travel at once on CPU, point to point, into buffers allocated in the previous
+            step. Results are the same; a rank needs as much more memory as it sends per step. None: enabled if a
+            measured round trip takes 5 ms or more.
+        second_moment: Whether to correct Adam's second moment, for few bits: in one step of 32 ranks exchange the
+            squares of their own gradients (an eighth of a bit per element and step) and compute `exp_avg_sq` from them,
+            which compression noise would otherwise enlarge. Below the best learning rate, and where it decays, one bit
+            then needs far fewer steps. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer`
+            each rank scales its own to the size it has for the ranks' mean gradient, and nothing is sent or kept: see
+            `MeanMoment`. None: enabled where codes with error feedback have two bits or fewer, until an optimizer steps
+            that is not like Adam; off with `outer`, and for two levels under DDP.
     """
 
     seed: int = 0
@@ -93,7 +93,7 @@ class SyncOptions:
 
     @property
     def parts(self) -> list[Part]:
-        """What options bring."""
+        """The parts that options add."""
         return [*made_parts(self), *(part for part in (self.elastic, self.outer) if part is not None)]
 
     def adapter(self, framework: str) -> Any:

@@ -194,7 +194,7 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
 def _everyones(
     sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
 ) -> Iterator[Mapping[str, Any]]:
-    """What all ranks saved of one state, for `RankState`."""
+    """All ranks' saved states under one name, for `RankState`."""
     yield _own_states(saved)[name]
     for each in map(load_rank, range(saved["world_size"])):
         other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
@@ -202,7 +202,7 @@ def _everyones(
 
 
 def _own_states(saved: Saved) -> Saved:
-    """What a rank has for itself. Earlier checkpoints have some of it elsewhere."""
+    """The state of a single rank. Earlier checkpoints have some of it elsewhere."""
     return {**saved["extra"], **saved.get("parts", {}), **saved["own"]}
 
 

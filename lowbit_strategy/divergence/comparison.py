@@ -83,11 +83,11 @@ class Comparison(StepListener):
         Raises:
             DivergenceError: On every rank that should have the same values, if they differ.
         """
-        for tensors, comm in self.alike():
+        for tensors, comm in self.compared():
             if each := differing(tensors, comm, self._sync.device):
                 raise DivergenceError(_message(step_index, each))
 
-    def alike(self) -> list[tuple[Mapping[str, Tensor], Comm]]:
+    def compared(self) -> list[tuple[Mapping[str, Tensor], Comm]]:
         """The tensors that must be equal, by name, in the same order on all ranks, and the ranks to compare."""
         sync = self._sync
         if sync.rounds is not None:

@@ -1,6 +1,6 @@
-"""Local steps of a replica among others that come and go; torchft's `DiLoCo` is all-reduces without error feedback.
+"""Local steps of a replica among others that come and go. torchft's `DiLoCo` uses all-reduces without error feedback.
 
-It also discards a replica's local steps when an exchange fails, and hands over state as pickles.
+torchft's also discards a replica's local steps when an exchange fails, and hands over state as pickles.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class PendingCommit(NamedTuple):
-    """A fragment that this replica has received completely, without knowing whether all have.
+    """A fragment that this replica has received completely, without knowing whether all replicas have.
 
     Args:
         in_flight: The fragment.
         history: What the history becomes if it is committed.
         before: `Turns.moment` to roll back to.
-        done: This replica trains no more.
+        done: Whether this replica has stopped training.
     """
 
     in_flight: FragmentSync
@@ -64,30 +64,31 @@ class PendingCommit(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether all members have stopped training: there is no next meeting."""
+        """Whether all members have stopped training, so that there is no next meeting."""
         return self.done and self.in_flight.all_done
 
 
 class ElasticOuterSync(OuterSync):
-    """`OuterSync` whose members are found again for every fragment.
+    """An `OuterSync` whose members are found again for every fragment.
 
     A fragment's synchronization, on all members:
 
     1. they meet (`Membership.rendezvous`), and agree on who is right, who is new, and each one's weight (`agree`)
     2. new members get the state of another; all keep their residuals unless members have changed
-    3. they exchange, into buffers. If that fails nothing has happened, and it is repeated from 1 with those left
-    4. they confirm that all have everything, and apply it. A member that does not learn of that, because one is lost at
-       this moment, learns it the next time in 1
+    3. they exchange into buffers. If that fails, nothing has happened, and it is repeated from 1 with the remaining
+       members
+    4. they confirm that all have everything, and apply it. A member that does not learn this, because another is lost
+       at this moment, learns it at the next meeting
 
-    A replica of several ranks does all of this as one (`Membership.together`): each rank exchanges its own shards, and
-    what fails on one has failed on all.
+    The ranks of a replica do all of this together (`Membership.together`): each rank exchanges its own shards, and what
+    fails on one has failed on all.
 
     Attributes:
-        membership: Finds the others.
-        members: Names of those who took part last, including this replica.
+        membership: Finds the other replicas.
+        members: Names of the last participants, including this replica.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
-        data: Gives this replica its samples, which follow from the members; None: they do not.
+        data: Gives this replica its samples depending on the members; None: samples do not depend on them.
         num_heals: How often this replica has received another's state.
     """
 
@@ -124,13 +125,11 @@ class ElasticOuterSync(OuterSync):
             self.turns.restart_clock(since)
 
     def count_samples(self, number: int) -> None:
-        """`number` more before the next optimizer step, by which the mean is weighted; never called: one per step."""
+        """Count samples before the next optimizer step, which weight the mean; if never called, one per step."""
         self._counted += number
 
     def attached(self, session: Session, module: nn.Module) -> None:
-        """The replica meets the others before its first forward pass in training: afterwards, weights would change
-        between a forward and its backward pass.
-        """
+        """Meet the others before the first training forward pass; weights must not change between it and backward."""
 
         @torch.compiler.disable
         def join(module: nn.Module, args: Any) -> None:
@@ -156,7 +155,7 @@ class ElasticOuterSync(OuterSync):
 
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
         """Raises:
-        RuntimeError: This replica has not met the others: weights would change under a backward pass.
+        RuntimeError: This replica has not met the others, so weights would change during a backward pass.
         """
         if not self.has_joined:
             raise RuntimeError(
@@ -171,7 +170,7 @@ class ElasticOuterSync(OuterSync):
         return self._comm is None or self._comm.rank == 0
 
     def join(self) -> None:
-        """Meets the others before training; they may be in the middle of it. Takes up to a round."""
+        """Meet the others before training; they may be in the middle of it. This takes up to a round."""
         self.on_join()
         while self._rendezvous(due=False):
             if self._attempt(done=False) is not None:
@@ -198,7 +197,7 @@ class ElasticOuterSync(OuterSync):
     # -- exchange and commit ----------------------------------------------------------------------------------------
 
     def _attempt(self, *, done: bool) -> FragmentSync | None:
-        """Exchange; None if that has failed."""
+        """Exchange; return None if that failed."""
         assert self._comm is not None
         before = self.turns.moment
         try:
@@ -223,10 +222,10 @@ class ElasticOuterSync(OuterSync):
         return in_flight
 
     def _confirm(self, comm: MemberComm) -> None:
-        """Returns once every member has received everything.
+        """Return once every member has received everything.
 
         Raises:
-            ExchangeFailedError: A member is lost; nobody knows whether it has received everything.
+            ExchangeFailedError: A member is lost, and it is unknown whether it has received everything.
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
         comm = copy.copy(comm)  # counts its own bytes
@@ -247,7 +246,7 @@ class ElasticOuterSync(OuterSync):
     # -- meeting ----------------------------------------------------------------------------------------------------
 
     def _rendezvous(self, *, due: bool) -> bool:
-        """Waits until all members are connected and have the same state. Returns whether they synchronize now."""
+        """Wait until all members are connected and have the same state. Return whether they synchronize now."""
         start = time.perf_counter()
         while True:
             with ThreadPoolExecutor(1) as beside:
@@ -292,7 +291,7 @@ class ElasticOuterSync(OuterSync):
         return 0 if self.data is None else self.data.position
 
     def _digest(self) -> int:
-        """Digest of all that members share."""
+        """Digest of everything that members share."""
         kept = self._optimizer.state_dict().values()
         tensors = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
         shared = [*self.anchors.values(), *tensors, *self.model.buffers.shared.values()]
@@ -325,7 +324,7 @@ class ElasticOuterSync(OuterSync):
         self._clock = agreement.clock
 
     def _compare_buffers(self, members: Members, states: Sequence[MemberState], helper: int) -> None:
-        """Once per round, and when there is a new member: it gets what the others agree on.
+        """Compare buffers once per round, and give a new member what the others agree on.
 
         Raises:
             ExchangeFailedError: A member is lost; nothing has changed.
@@ -339,7 +338,7 @@ class ElasticOuterSync(OuterSync):
         self._is_new = False
 
     def _use(self, members: Members, *, fresh_residuals: bool) -> None:
-        """The engine reduces with these members from now on."""
+        """Let the engine reduce with these members from now on."""
         if self._comm is not members.comm or fresh_residuals:
             self._comm = members.comm
             comm = copy.copy(members.comm)
@@ -385,7 +384,7 @@ class ElasticOuterSync(OuterSync):
             self._trained, self._marks = saved["trained"], list(saved["marks"])
 
     def _hand_over(self, members: Members, agreement: Agreement) -> dict[str, Any] | None:
-        """Send state from the helper to those that heal. Returns what this one has received."""
+        """Send state from the helper to the members that heal. Return what this member has received."""
         comm = copy.copy(members.comm)
         if comm.rank == agreement.helper:
             for rank in agreement.to_heal:
@@ -394,14 +393,14 @@ class ElasticOuterSync(OuterSync):
         return receive(comm, agreement.helper) if comm.rank in agreement.to_heal else None
 
     def _send_state(self, comm: MemberComm, rank: int) -> None:
-        """What all replicas share."""
+        """Send what all replicas share."""
         state = super().state_dict()
         shared = {key: value for key, value in state.items() if key not in ("weights", "flight", "since", "eager")}
         shared |= {"losses": state["losses"] | {"own": []}, "buffers": {"shared": state["buffers"]["shared"]}}
         send(shared | {"step_index": self.sync.step_index}, comm, rank)
 
     def _heal(self, state: Mapping[str, Any], agreement: Agreement) -> None:
-        """Continue from what the others share; local steps since the last synchronization are lost."""
+        """Continue from what the others share. Local steps since the last synchronization are lost."""
         super().load_state_dict({**state, "flight": None}, own=False)
         self._continue_round(state)
         self._history = agreement.history

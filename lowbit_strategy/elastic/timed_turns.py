@@ -1,4 +1,4 @@
-"""Turns after some seconds, whatever the number of steps that a replica takes in them."""
+"""Turns after some seconds, however many steps a replica takes in that time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit_strategy.local_steps.turns import Turns
 
 
 class TimedTurns(Turns):
-    """Turns where a rule may give its rounds in seconds; with rounds in steps they are as of `Turns`.
+    """Turns for rules that may give rounds in seconds; with rounds in steps it behaves like `Turns`.
 
     Attributes:
         has_time: Whether all ranks of the replica take another step before the next turn.
@@ -24,16 +24,16 @@ class TimedTurns(Turns):
 
     @property
     def interval(self) -> int:
-        """With rounds in seconds the steps taken if time is up, else one more."""
+        """Steps of a round. In rounds by seconds, the steps taken so far if time is up, otherwise one more."""
         return super().interval if self._seconds is None else max(1, self.since + self.has_time)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the next turn; None: rounds are in steps."""
+        """Seconds until the next turn; None: rounds are in steps."""
         return None if self._seconds is None else self._seconds / self._num - (time.monotonic() - self._last)
 
     def restart_clock(self, num_steps: int | None = None) -> None:
-        """A turn has ended now, after `num_steps`."""
+        """Restart the clock: a turn has ended now, after `num_steps`."""
         self._last = time.monotonic()
         if self._seconds is not None and num_steps is not None:
             self.round_length = num_steps * self._num

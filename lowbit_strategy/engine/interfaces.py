@@ -17,7 +17,7 @@ class Stateful(Protocol):
 
 
 class RankState(Protocol):
-    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
+    """State of a single rank, saved in the rank's own file: plain dicts, numbers, strings and tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
@@ -30,7 +30,7 @@ class RankState(Protocol):
         """
 
     def forget(self) -> None:
-        """The state is lost: go on from what all ranks share."""
+        """The state is lost: continue from what all ranks share."""
 
 
 class Tally:
@@ -74,7 +74,7 @@ class Rounds(Protocol):
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
-        """What all ranks hold alike, by name."""
+        """What is the same on all ranks, by name."""
 
     @property
     def drift(self) -> float | None:

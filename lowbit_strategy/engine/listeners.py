@@ -79,7 +79,7 @@ class Listeners:
                 listener.end_step(counted=counted)
 
     def together(self, call: Callable[[], None]) -> None:
-        """For `end_step`: run `call` when all ranks have ended the step, so that it may exchange something."""
+        """Run `call`, which may exchange something, when all ranks have ended the step. Used in `end_step`."""
         self._together.append(call)
 
     def meet(self) -> None:

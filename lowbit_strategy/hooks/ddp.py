@@ -142,7 +142,7 @@ class DDPHook:
             future.add_done_callback(lambda _: done())
         return future.then(torch.futures.Future.wait) if isinstance(self._runner, BucketWorker) else future
 
-    def wrapped_anew(self, model: DistributedDataParallel) -> "DDPHook":
+    def rewrapped(self, model: DistributedDataParallel) -> "DDPHook":
         """The framework has wrapped the module again, after `close`. Return the hook for it."""
         return DDPHook(model, self.sync)
 
@@ -165,10 +165,10 @@ class DDPWiring:
         self._hook: DDPHook | None = None
         self._taken = False
         self._cap = default_bucket_cap_mb(sync.device)
-        self.wrapped_anew(model)
+        self.rewrapped(model)
 
-    def wrapped_anew(self, model: DistributedDataParallel) -> "DDPWiring":
-        """See `DDPHook.wrapped_anew`."""
+    def rewrapped(self, model: DistributedDataParallel) -> "DDPWiring":
+        """See `DDPHook.rewrapped`."""
         self._model_of = weakref.ref(model)  # the session closes when the model is gone
         self._chosen = not model.bucket_bytes_cap_default  # the user has given their size
         self._own_cap_mb = model.bucket_bytes_cap / _MIB

@@ -89,7 +89,7 @@ class DeferredSignals:
         return list(all_W.tolist())
 
     def agree(self, stop: Callable[[], None]) -> None:
-        """At the start of a batch, on all ranks: run the handlers of the signals that any rank had received when asked.
+        """Run the handlers of signals that any rank had received when asked. Called when a batch starts, on all ranks.
 
         Args:
             stop: Ends training on all ranks if the Trainer has been terminated.

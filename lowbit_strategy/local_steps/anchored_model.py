@@ -125,7 +125,7 @@ class AnchoredModel:
     @torch.no_grad()
     def rebase_on_mean(self, names: Iterable[str]) -> None:
         """Set these anchors to the mean over the ranks. Called on all ranks."""
-        peers = self._sync.ranks.peers.with_own_counter()  # beside the engine's counters
+        peers = self._sync.ranks.peers.with_own_counter()  # besides the engine's counters
         for name in names:
             total = self.anchors[name].contiguous()
             peers.all_reduce(total).wait()
@@ -150,16 +150,16 @@ class AveragedBuffers:
     * Anything else, such as counts, cannot be averaged: it stays this rank's own, and is saved with its weights.
 
     Args:
-        beside: Returns buffers and frozen parameters by name, with the same names on all ranks. Called whenever they
+        untrained: Returns buffers and frozen parameters by name, with the same names on all ranks. Called whenever they
             are needed, since a model may replace its buffers.
 
     Attributes:
         shared: What is shared, by name.
     """
 
-    def __init__(self, beside: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._beside = beside
-        found = beside().items()
+    def __init__(self, untrained: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._untrained = untrained
+        found = untrained().items()
         names = [name for name, each in found if each.is_floating_point() and not isinstance(each, nn.Parameter)]
         self.shared = {name: each.detach().clone() for name, each in self._live(names).items()}
         self._reported: set[str] = set()  # has no mean, and differs between ranks
@@ -173,18 +173,18 @@ class AveragedBuffers:
     @property
     def private(self) -> dict[str, Tensor]:
         """The other live values, without frozen parameters that have not changed since all ranks agreed."""
-        now, beside = self._digests(), self._beside()
+        now, untrained = self._digests(), self._untrained()
         as_agreed = [name for name, digest in now.items() if digest == self._agreed.get(name)]
-        same = {name for name in as_agreed if isinstance(beside[name], nn.Parameter)}
-        return self._live(name for name in beside if name not in self.shared and name not in same)
+        same = {name for name in as_agreed if isinstance(untrained[name], nn.Parameter)}
+        return self._live(name for name in untrained if name not in self.shared and name not in same)
 
     def _live(self, names: Iterable[str]) -> dict[str, Tensor]:
-        beside = self._beside()
-        return {name: local_part(beside[name]) for name in names if name in beside}
+        untrained = self._untrained()
+        return {name: local_part(untrained[name]) for name in names if name in untrained}
 
     def _watched(self) -> dict[str, Tensor]:
         """Live values that are not averaged now but may have to be."""
-        return self._live(name for name in self._beside() if name not in {*self.shared, *self._reported})
+        return self._live(name for name in self._untrained() if name not in {*self.shared, *self._reported})
 
     def _digests(self) -> dict[str, int]:
         found = self._watched()
@@ -253,7 +253,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
-        """For each buffer, this rank's value minus the shared one, as flat float32. NaN counts as unchanged, so that a
+        """This rank's value of each buffer minus the shared one, as flat float32. NaN counts as unchanged, so that a
         batch that overflowed does not spoil the other ranks' statistics.
         """
         buffers = self.own

@@ -1,4 +1,4 @@
-"""Whose turn it is to synchronize, and how long a round is."""
+"""Decides which fragment's turn it is to synchronize, and how long a round is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lowbit_strategy.local_steps.rule import OuterRule
 
 
 class Turns:
-    """The fragments take turns, spread evenly over a round; each round may have another length.
+    """Fragments take turns, spread evenly over a round. Each round may have a different length.
 
     Attributes:
         place: The fragment whose turn is next.
         since: Optimizer steps since the last turn.
         stride: Optimizer steps between the last two turns.
         round_length: Optimizer steps of the current round.
-        losses: From which a rule may choose the next length.
+        losses: The losses from which a rule may choose the next length.
     """
 
     def __init__(self, rule: OuterRule, num_fragments: int, device: torch.device, step_index: int) -> None:
@@ -42,25 +42,25 @@ class Turns:
 
     @property
     def moment(self) -> tuple[int, int, int]:
-        """For `go_back`."""
+        """The present moment, for `go_back`."""
         return self.place, self.since, self.round_length
 
     def go_back(self, moment: tuple[int, int, int]) -> None:
-        """The turn that was taken then has not been."""
+        """Undo the turn that was taken at that moment."""
         self.place, self.since, self.round_length = moment
 
     def step(self, learning_rate: float | None) -> None:
-        """The inner optimizer has stepped, at this rate."""
+        """The inner optimizer has stepped with this learning rate."""
         self.since += 1
         self._rates = (self._rates[1], learning_rate)
 
     def begin(self) -> int:
-        """A turn begins. Returns the fragment's place."""
+        """Begin a turn, and return the fragment's place."""
         self.stride = max(1, self.since)
         return self.place
 
     def advance(self, step_index: int, every: int | None) -> None:
-        """The fragment has been sent. `every`: steps of the coming round; None: as the rule has it."""
+        """The fragment has been sent. `every`: steps of the coming round; None: as the rule says."""
         self.place, self.since = (self.place + 1) % self._num, 0
         if self.place == 0:
             earlier, last = self._rates
@@ -69,13 +69,13 @@ class Turns:
             self.round_length = max(chosen, self._num)
 
     def restart(self, step_index: int) -> None:
-        """A new run."""
+        """Start a new run."""
         self.begin_round()
         self.losses.restart()
         self.round_length = self._rule.round_length(step_index, None)
 
     def begin_round(self) -> None:
-        """The next turn is the first of a round."""
+        """Begin a round with the next turn."""
         self.since = self.place = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class RoundLosses:
         self.restart()
 
     def restart(self) -> None:
-        """A new run."""
+        """Start a new run."""
         self._own: list[Tensor] = []
         self._first: float | None = None
         self._last: float | None = None

@@ -1,4 +1,4 @@
-"""What differs between ranks, found by digests.
+"""Finds what differs between ranks, by digests.
 
 1. Of each tensor: a weighted sum of its 64-bit words modulo 2^64, one pass over memory.
 2. Of all: the same over the tensors' digests. One all-gather of 8 bytes per rank.

@@ -75,7 +75,7 @@ def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
 
 
 def data_ranks(each: ShardedGroup) -> list[int]:
-    """Of the ranks that average a group's gradients, this rank and those with other data. Ranks that differ by a dim
+    """This rank and, of the ranks that average a group's gradients, those with other data. Ranks that differ by a dim
     called ``cp`` or ``context_parallel`` have parts of the same sequences.
     """
     ranks = mean_ranks(each)

@@ -124,7 +124,7 @@ _conversions: dict[type, Conversion] = {}
 
 
 def register_conversion(kind: type, conversion: Conversion) -> None:
-    """From now on, let fields of type `kind` accept more than its instances."""
+    """Let fields of type `kind` accept more than its instances from now on."""
     _conversions[kind] = conversion
 
 

@@ -27,15 +27,15 @@ def node_transfer(
     layout: Layout,
     exact: Collection[str],
 ) -> TransferGroup:
-    """Transfers of one bucket: its sums, and under DDP the gather of its parts.
+    """Transfers of one bucket inside a node: its sums, and under DDP the gather of its parts.
 
     Args:
         specs: Specs of all parameters.
         names: Names of the bucket's parameters.
-        itemsize: Bytes of an element of a gradient.
+        itemsize: Bytes per gradient element.
         topology: The ranks.
-        layout: What wraps the model.
-        exact: Parameters whose sums are exact where those of others are codes.
+        layout: The wrapper: DDP or FSDP2.
+        exact: Parameters whose sums are exact even if those of others are coded.
     """
     num_inside, rows = topology.num_parts, {name: node_rows(specs[name], topology, layout) for name in names}
     numel = sum(map(math.prod, rows.values()))
@@ -61,7 +61,7 @@ def node_transfer(
 
 
 def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
-    """Rows of one parameter that a rank has for each rank of its node: how many, and the elements of each."""
+    """The number of rows that a rank has of one parameter for each rank of its node, and the elements of each row."""
     if layout == "hsdp":
         return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
     (part,) = replace(topology, rank=0).own_parts([spec.whole], sharded=spec.sharded)
@@ -70,13 +70,13 @@ def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class ReductionPlan:
-    """Who reduces what, and how.
+    """Which ranks reduce what, and by which methods.
 
     Args:
         methods: Method of each parameter.
-        specs: Specs of each parameter, or of this rank's part of it.
+        specs: Spec of each parameter, or of this rank's part of it.
         topology: The ranks.
-        exact: Parameters whose sums inside a node are exact where those of others are codes.
+        exact: Parameters whose sums inside a node are exact even if those of others are coded.
     """
 
     methods: Mapping[str, Method]
@@ -86,11 +86,11 @@ class ReductionPlan:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded: all of them are, or none."""
+        """Whether parameters are sharded; either all are or none is."""
         return any(spec.sharded for spec in islice(self.specs.values(), 1))
 
     def coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
-        """The codecs of the parameters that have any, and the elements of a rank's row."""
+        """The codecs of the parameters that have codecs, and the elements of a rank's row."""
         return [
             (pair, self.specs[name].row_numel(self.topology.num_peers, pair.block_size))
             for name in names
@@ -98,13 +98,13 @@ class ReductionPlan:
         ]
 
     def messages(self, names: Sequence[str], num_marked: int = 0) -> list[Message]:
-        """What a rank sends for one bucket to the ranks that reduce it.
+        """The messages that a rank sends for one bucket to the ranks that reduce it.
 
-        1. all codecs together: one message on the uplink and, in an all-reduce, one on the downlink. On the uplink are
-           the marks, also where there is nothing else
-        2. every other method after them, one after the other
+        1. all codecs share one message on the uplink and, in an all-reduce, one on the downlink. The uplink has the
+           marks, even if it has nothing else
+        2. the other methods follow, one after the other
 
-        `num_marked`: as in `BucketLayout`.
+        `num_marked`: see `BucketLayout`.
         """
         peers = self.topology.num_peers
         if peers == 1:
@@ -157,11 +157,11 @@ class ReductionPlan:
         return reduced
 
     def padding_nbytes(self, names: Sequence[str]) -> int:
-        """What a `Reducer` may send beyond their promises: two hops, padded for each."""
+        """Bytes that `Reducer`s may send beyond their promises: padding on two hops for each parameter."""
         return 2 * (self.topology.num_peers - 1) * ALIGNMENT * sum(map(len, self.reduced(names).values()))
 
     def memory(self, names: Sequence[str], num_marked: int = 0) -> tuple[int, int]:
-        """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
+        """Memory for the shared exchange of a bucket: while it is under way, and for the mean between hops."""
         peers, rows = self.topology.num_peers, self.coded_rows(names)
         if not (rows or num_marked):
             return 0, 0
@@ -172,7 +172,9 @@ class ReductionPlan:
 
 
 def summed(what: str, numel: int, topology: Topology) -> Message:
-    """An uncompressed float32 all-reduce of `numel` elements over the peers, which no method accounts for."""
+    """The message of an uncompressed float32 all-reduce of `numel` elements over the peers, which belongs to no
+    method.
+    """
     nbytes = 2 * (topology.num_peers - 1) * 4 * numel // topology.num_peers
     return Message(peer_level(topology), what, 0, nbytes, internode_fraction=peers_internode_fraction(topology))
 
@@ -180,7 +182,7 @@ def summed(what: str, numel: int, topology: Topology) -> Message:
 def peer_transfer(
     name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], topology: Topology
 ) -> TransferGroup:
-    """What a rank sends for its parts of parameters that are no gradients of a step."""
+    """The transfer for a rank's parts of parameters that are not a step's gradients."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
     reduction, names = ReductionPlan(methods, specs, topology), list(specs)
     messages = reduction.messages(names)
@@ -192,10 +194,10 @@ def peer_transfer(
 def _gradient_transfer(
     reduced: ParamGroup, reduction: ReductionPlan, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> TransferGroup:
-    """Transfers of parameters that are reduced as one.
+    """Transfers of parameters that are reduced together.
 
-    `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
-    that nothing travels to peers.
+    `whole_model`: parameters of other buckets that DDP's last bucket also reduces. `local`: steps are local, so nothing
+        is sent to peers.
     """
     methods, specs, topology = reduction.methods, reduction.specs, reduction.topology
     present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it

@@ -1,4 +1,4 @@
-"""Between which ranks messages are sent, and how much of them leaves the node."""
+"""The ranks between which messages are sent, and the fraction of messages that leaves the node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lowbit_strategy.ranks.ranks import Topology
 
 
 def peer_level(topology: Topology) -> Level:
-    """Level of messages between the ranks that reduce one part."""
+    """The level of messages between the ranks that reduce the same part."""
     return "flat" if topology.node_size is None else "inter-node"
 
 

@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def reduction(self) -> ReductionPlan:
-        """Who reduces what."""
+        """Which ranks reduce what."""
         return _reduction(self.assignments, self.specs, self.topology)
 
     @property

@@ -29,8 +29,8 @@ def read_runs(folder: str | Path) -> list[list[dict[str, Any]]]:
     for line in _parse(path):
         lines = runs[-1]
         if line["kind"] == "start" and lines:
-            begins_anew = line["step"] <= lines[0]["step"] and any(each["kind"] != "start" for each in lines)
-            if begins_anew:
+            restarts = line["step"] <= lines[0]["step"] and any(each["kind"] != "start" for each in lines)
+            if restarts:
                 runs.append([])
             else:
                 runs[-1] = [each for each in lines if each["step"] < line["step"] or each["kind"] == "start"]

@@ -1,4 +1,4 @@
-"""In which steps the squares of a parameter's gradients travel."""
+"""Decides in which steps the squares of a parameter's gradients are sent."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class NotExchanged(Follower):
 
     @property
     def extra(self) -> Any:
-        """For plans."""
+        """What ranks exchange and keep, for plans."""
         return leaves.load("lowbit_strategy.second_moment.planned:NoSquares", "a plan")()
 
 

@@ -69,7 +69,7 @@ class SecondMomentOption(Part):
         return one_level and needs_squares(prepared.compressor, prepared.specs)  # as few bits need it
 
     def extra(self, prepared: PreparedModel) -> Any:
-        """For plans."""
+        """What ranks exchange and keep, for plans."""
         if not self.exchanges_squares(prepared):
             return NotExchanged().extra
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")(optional=self._chosen is None)

@@ -1,4 +1,4 @@
-"""What is known of the squares of one parameter's gradients."""
+"""Statistics of the squares of one parameter's gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOOR = 0.01  # of the block's mean
 
 @dataclass(slots=True)
 class ParamSquares:
-    """What a rank has added up since the last exchange, and what exchanges have shown.
+    """What a rank has added up since the last exchange, and the results of exchanges.
 
     Args:
         sums: This rank's squares since the window began, bfloat16 in the layout of the gradient's bucket; None: no

@@ -1,4 +1,4 @@
-"""Whose second moment is corrected, and how squares of its gradients travel."""
+"""Decides whose second moment is corrected, and how squares of gradients are sent."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class SecondMoment(Follower, BucketObserver, StepListener):
 
     @property
     def extra(self) -> Any:
-        """For plans."""
+        """What ranks exchange and keep, for plans."""
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")()
 
     def name_parameters(self) -> None:

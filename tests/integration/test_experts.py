@@ -145,7 +145,7 @@ def replicas(folder: Path) -> Facts:
     dist.all_gather_object(everyone, run.weights())
     (comparison,) = (each for each in session.sync.listeners[StepPhase.RECORD] if isinstance(each, Comparison))
     comparison.compare(4)
-    facts = {"compared": [len(names) for names, _ in comparison.alike()], "everyone": everyone}
+    facts = {"compared": [len(names) for names, _ in comparison.compared()], "everyone": everyone}
     session.close()
     return facts
 

@@ -1,1 +1,1 @@
-"""What controllers of the zoo measure."""
+"""Measurements for the zoo's controllers."""

@@ -1,4 +1,4 @@
-"""What a probe asks of one step: levels tried on its gradients, the error of both hops, its time."""
+"""Measures what a probe requests in one step: levels tried on its gradients, the error of both hops, its time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class StepFigures(BucketObserver, StepListener):
 
     Args:
         sync: The engine.
-        controller: Asks for them.
-        timer: Seconds.
+        controller: The controller that requests them.
+        timer: Returns the time in seconds.
 
     Attributes:
-        probe: What is asked of the step that begins, and was of the last one until then.
+        probe: The request for the step that begins; until then, the one for the last step.
     """
 
     accounts = False
@@ -85,7 +85,7 @@ class StepFigures(BucketObserver, StepListener):
         self._last_end = now
 
     def read(self) -> dict[str, Any]:
-        """Telemetry of the last step, summed over ranks. The next one begins."""
+        """Telemetry of the last step, summed over ranks. Called when the next one begins."""
         probe, names, measure, seconds = self.probe, self._names, self._last, self._seconds
         self.forget()
         has_time = probe.seconds and seconds is not None

@@ -138,7 +138,9 @@ class FlatModel:
         return UnionSelection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
-        """At most `most` positions, relative to `start`, of live elements in [start, stop) that reach the threshold."""
+        """Positions, relative to `start`, of `most` live elements or fewer in [start, stop) that reach the
+        threshold.
+        """
         reached: list[tuple[Tensor, Tensor]] = []
         for i, at, piece in self._pieces(start, stop):
             if self.found[i] is not Condition.LIVE:

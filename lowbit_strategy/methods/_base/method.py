@@ -117,7 +117,7 @@ class Method(ABC):
 
     @property
     def block_size(self) -> int:
-        """Under DDP, shares start at multiples of this number of elements."""
+        """Shares start at multiples of this number of elements under DDP."""
         return 1
 
     @property
