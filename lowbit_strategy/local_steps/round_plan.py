@@ -28,7 +28,6 @@ class LocalRoundPlan:
         has_header: Whether a fragment's header is sent with these parameters.
     """
 
-    sends: ClassVar[str] = "pseudo-gradient"
     keeps: ClassVar[str] = "anchors and pseudo-gradients"
 
     label: str

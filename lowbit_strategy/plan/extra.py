@@ -15,7 +15,7 @@ from lowbit_strategy.ranks.ranks import Topology
 class Extra:
     """What ranks send and keep for a purpose other than gradients. This base class sends and keeps nothing.
 
-    A `Follower` of gradients has it as `extra`, and an option's part as `WithExtra`.
+    A `Follower` of gradients returns it as `extra`, and a `Part` before there is an engine (`WithExtra`).
 
     Attributes:
         purpose: The purpose of the memory, in a few words.

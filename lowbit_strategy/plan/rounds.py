@@ -22,10 +22,6 @@ class RoundPlan(Protocol):
         """A few words for reports: which ranks meet, and when."""
 
     @property
-    def sends(self) -> str:
-        """What is sent instead of a gradient."""
-
-    @property
     def keeps(self) -> str:
         """What is kept from round to round."""
 
