@@ -112,7 +112,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         sync.listeners.add(self, StepPhase.DECIDE)
         self._window = WindowSums(sync)
         if leaves.is_present(_FIGURES):
-            self._figures = leaves.load(_FIGURES, _FIGURES)(sync, self.controller, self.timer)
+            self._figures = leaves.load(_FIGURES, _FIGURES)(sync, self.controller, lambda: self.timer())
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # kernels are compiled
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
