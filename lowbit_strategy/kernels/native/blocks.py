@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,11 +166,12 @@ def call_struct(
     return call, reach
 
 
-def _run_in_parts(work: Any, kernels: int, call: CallStruct, reach: Extent) -> bool:
-    """Call a function of the library for all blocks, by several threads; whether something was not finite."""
-    pointer = ctypes.byref(call)
-    parts = native.run(lambda first, last: work(kernels, pointer, first, last), reach.num_blocks, reach.block_size)
-    return any(parts)
+def _run(name: str, call: CallStruct, reach: Extent) -> bool:
+    """Call a function of the library for all blocks, in several threads if it pays; whether it reports a bad one."""
+    work, kernels, pointer = function(name), kernels_for(os.environ.get(ISA_OVERRIDE)), ctypes.byref(call)
+    if reach.numel < 2 * native.GRAIN:
+        return bool(work(kernels, pointer, 0, reach.num_blocks))
+    return any(native.run(lambda *part: work(kernels, pointer, *part), reach.num_blocks, reach.block_size))
 
 
 def encode_(
@@ -186,12 +187,7 @@ def encode_(
 ) -> None:
     call, reach = call_struct(x, wire[None], segments, fmt, feedback)
     call.stochastic, call.seed = stochastic, seed & 0xFFFFFFFF
-    work, kernels = function("lowbit_encode"), kernels_for(os.environ.get(ISA_OVERRIDE))
-    if reach.numel < 2 * native.GRAIN:
-        bad = work(kernels, ctypes.byref(call), 0, reach.num_blocks)
-    else:
-        bad = _run_in_parts(work, kernels, call, reach)
-    if bad:
+    if _run("lowbit_encode", call, reach):
         flag |= 1
 
 
@@ -200,8 +196,4 @@ def decode_sum_(
 ) -> None:
     call, reach = call_struct(out, wire_WB, segments, fmt)
     call.alpha = alpha
-    work, kernels = function("lowbit_decode_sum"), kernels_for(os.environ.get(ISA_OVERRIDE))
-    if reach.numel < 2 * native.GRAIN:
-        work(kernels, ctypes.byref(call), 0, reach.num_blocks)
-    else:
-        _run_in_parts(work, kernels, call, reach)
+    _run("lowbit_decode_sum", call, reach)
