@@ -68,7 +68,7 @@ def attach_fsdp(
     meshes = by_mesh(groups)
     _check_shard_size(prepared.options, meshes[0], device)
     if prepared.options.shard_size is not None and meshes[0][0].mesh.ndim == 1:
-        give_replicas([each for found in meshes for each in found])  # they are asked for, and this mesh has none
+        give_replicas([each for found in meshes for each in found])  # replicas are requested, but this mesh has none
         meshes = by_mesh(groups)
     check_parts(meshes, groups)
     own, *elsewhere = meshes
@@ -88,7 +88,7 @@ def attach_fsdp(
     layouts = module_layouts(module, groups)
     prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
     wiring = FSDPWiring(module, groups, sync)
-    wiring.take(prepared.weights)  # what cannot be served is refused now
+    wiring.take(prepared.weights)  # refuses unsupported models now
     return make_session(module, prepared, sync, hook=wiring)
 
 
@@ -133,7 +133,7 @@ def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], devi
     ValueError: The option contradicts the model's mesh.
     """
     asked, found = options.shard_size, groups[0].mesh.shape[-1]
-    if asked == "node":  # of all ranks, if the mesh has no replicas yet
+    if asked == "node":  # counts all ranks, if the mesh has no replicas yet
         group = _mean_group(groups, device) if groups[0].mesh.ndim > 1 else None
         asked = find_topology(group).ranks_per_node
     if asked not in (None, found):

@@ -40,7 +40,7 @@ class PreparedModel:
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
     layout: Layout
-    parts: tuple[Part, ...]  # that options bring
+    parts: tuple[Part, ...]  # parts that options add
     topology: Topology = Topology(1)  # noqa: RUF009 (frozen)
 
     @property

@@ -40,7 +40,7 @@ from lowbit_strategy.telemetry.startup_report import render_reports
 CHECKPOINT_KEY = "lowbit_strategy"
 
 _log = logging.getLogger("lowbit_strategy")
-Hook = DDPHook | DDPWiring | FSDPWiring  # what feeds the engine during training
+Hook = DDPHook | DDPWiring | FSDPWiring  # feeds the engine during training
 
 
 class Session:
@@ -68,7 +68,7 @@ class Session:
         hook: Hook | None = None,
     ) -> None:
         self.sync, self.options, self.pace = sync, options, pace
-        self._ranks = sync.all_ranks  # whose own groups `close` destroys
+        self._ranks = sync.all_ranks  # `close` destroys the groups made for them
         self._let_go_of_owner: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
@@ -76,7 +76,7 @@ class Session:
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
-        self._closed: Callable[[], None] | None = None  # the rest of a step that has ended on this rank
+        self._closed: Callable[[], None] | None = None  # finishes a step that has ended on this rank
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.listeners.rates = self._use.rates
@@ -197,7 +197,7 @@ class Session:
             if optimizer is not None and self._use.moves_nothing(optimizer):
                 return False
             ended = [counted for each, counted in self.ended_by.items() if optimizer in (None, each)]
-            if any(counted is not None for counted in ended):  # its step has ended by itself
+            if any(counted is not None for counted in ended):  # the step ended without a call
                 if scaler is not None:
                     self._scale.read(scaler)
                 return any(ended)
@@ -351,7 +351,7 @@ class Session:
         """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
         saved, kept = capture.capture(earlier.sync), earlier.sync.rank_state
-        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.follower)  # others step now
+        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.follower)  # other objects follow the steps now
         saved["own"] = {name: each for name, each in saved["own"].items() if kept[name] not in of_optimizers}
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)

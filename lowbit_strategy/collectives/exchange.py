@@ -179,7 +179,7 @@ class Exchange:
         means = owned.view(torch.float32)
         self._decode(self._uplinks, received, means, 1.0 / world_size)
         self._buffers.give_back(send, received)
-        message = self._buffers.borrow(1, self.downlink_nbytes).view(-1)  # the downlink: owned means to everyone
+        message = self._buffers.borrow(1, self.downlink_nbytes).view(-1)  # the downlink sends owned means to all ranks
         message[:HEADER_NBYTES] = self._header[:HEADER_NBYTES]
         for codec, state, tables, _ in self._downlinks:
             for table in tables:

@@ -152,14 +152,14 @@ class Bucket:
     def __init__(self, context: BucketContext, layout: BucketLayout) -> None:
         self.context = context
         self.layout = layout
-        self.last_step = 0  # in which it came, of those so far
+        self.last_step = 0  # the last step in which this bucket was reduced
         names = [name for name, _ in layout.entries]
         self.ordered_names, self.names = tuple(names), frozenset(layout.names or names)
         self.params = [self._param(*entry) for entry in layout.entries]
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:
             by_method.setdefault(context.methods[param.name], []).append(param)
-        self._own_model = layout.alone or layout.row_numel is not None  # no other bucket is waited for
+        self._own_model = layout.alone or layout.row_numel is not None  # it waits for no other bucket
         groups: list[CodedGroup] = []
         self._reducers: list[tuple[Reducer, ReducerState, list[ParamView]]] = []
         for method, params in by_method.items():
@@ -320,7 +320,7 @@ class Bucket:
         blocks_WKB = self._idle_together(view, gradient, method.idle_numel)
         h = residual.add_(gradient)
         if not h.is_cuda and bool(blocks_WKB[..., 0].all()):
-            return h  # as most often, and seen at once; on CUDA the host would wait for the answer
+            return h  # the usual case, checked first on CPU; on CUDA the host would wait for the answer
         active_WK = blocks_WKB.abs().amax(-1) != 0  # several times faster than `any`; small squares vanish in a norm
         active_WN = active_WK.repeat_interleave(blocks_WKB.shape[-1], dim=1)
         if method.idle_numel is not None:

@@ -115,9 +115,9 @@ class GradientSync:
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
-        self._entered: set[BucketLayout] = set()  # in the current backward pass
-        self._num_passes = 0  # of the step, with this one
-        self._step = StepContext(0, 0, 0)  # of the current backward pass
+        self._entered: set[BucketLayout] = set()  # buckets reduced in the current backward pass
+        self._num_passes = 0  # in this step, including the current one
+        self._step = StepContext(0, 0, 0)  # the current backward pass
         self._observers: list[BucketObserver] = []
         self.expected_groups: Sequence[ParamGroup] = ()
         self._after_backward: Callable[[], None] | None = None

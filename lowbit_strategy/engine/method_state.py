@@ -17,7 +17,7 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor, ass
 from lowbit_strategy.methods._base.method import Method, MethodStore
 from lowbit_strategy.ranks.ranks import Ranks
 
-StoreKey = tuple[Comm, Method]  # who reduces, and by which method
+StoreKey = tuple[Comm, Method]  # the ranks that reduce, and the method
 
 
 class MethodState:
@@ -57,7 +57,7 @@ class MethodState:
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[StoreKey, MethodStore] = {}
         self.replaced: list[MethodStore] = []
-        self._members: dict[StoreKey, dict[str, TensorSpec]] = {}  # of each store, in order
+        self._members: dict[StoreKey, dict[str, TensorSpec]] = {}  # each store's parameters, in order
         self._others = dict(others or {})
         self._bind(ranks)
         self._device, self._sharded = device, sharded
@@ -172,7 +172,7 @@ class MethodState:
         """
         self.replaced += replaced
         if replaced and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # streams of their own may still use it
+            torch.cuda.synchronize(self._device)  # other streams may still use it
             for store in replaced:
                 store.park()
 

@@ -53,9 +53,9 @@ class Transactions:
         self._state = state
         self.prepared: set[str] = set()
         self.tallies: list[Tally] = [state.carryover]
-        self._begun: set[str] = set()  # of those prepared: the state before is in `_copies`
+        self._begun: set[str] = set()  # prepared parameters whose earlier state is in `_copies`
         self._copies = Copies(state)
-        self._aside: dict[str, tuple[int, StateTensors]] = {}  # how many passes, and the mean of what they left
+        self._aside: dict[str, tuple[int, StateTensors]] = {}  # number of passes, and the mean of the states after them
 
     @property
     def undecided(self) -> Collection[str]:

@@ -41,7 +41,7 @@ class TwoLevelBuckets:
             self._cuts[layout] = Cut(layout, self._sync.state.full_specs, self._intra_node)
         cut = self._cuts[layout]
         part_N = torch.empty(cut.numel, dtype=x.dtype, device=x.device)
-        between = self._sync.reduce(cut.layout, part_N, part_N)  # now: the engine counts buckets as they come
+        between = self._sync.reduce(cut.layout, part_N, part_N)  # now: the engine counts buckets in order
         return self._stages(cut, x, part_N, between)
 
     def _stages(self, cut: Cut, x: Tensor, part_N: Tensor, between: Stages) -> Stages:
@@ -90,7 +90,7 @@ def scatter(
         return Scatter(iter(()), sync.reduce(layout, x, out, marks, ranks=ranks))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
-    between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # now: the engine counts buckets as they come
+    between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # now: the engine counts buckets in order
     mean_GN = mean_N.view(-1, out.numel())
     buffers = None if overlaps else sync.buffers
     inside = sync.node_means[intra_node].mean_of_rows(lambda: layout, x, mean_GN, buffers)
@@ -99,7 +99,7 @@ def scatter(
 
 def _summed(stages: Stages, mean_N: Tensor, out: Tensor, num_inside: int) -> Stages:
     """Turn means into sums, since FSDP2 divides by the number of all ranks."""
-    if mean_N.is_cuda:  # allocated in the stream of what is done inside the node
+    if mean_N.is_cuda:  # allocated in the stream that reduces inside the node
         mean_N.record_stream(torch.cuda.current_stream(mean_N.device))
     yield from stages
     out.mul_(num_inside)

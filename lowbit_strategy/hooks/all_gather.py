@@ -72,9 +72,9 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._clock = clock
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
-        self._noted: Tensor | None = None  # digest of the own row that was sent
-        self._has_run = False  # has been gathered for the forward pass before
-        self.together: Sequence[CodedAllGather] = ()  # whose rows leave with this one's
+        self._noted: Tensor | None = None  # digest of this rank's row when it was sent
+        self._has_run = False  # whether the previous forward pass gathered it
+        self.together: Sequence[CodedAllGather] = ()  # modules that send their rows together with this one
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -82,11 +82,11 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         in_forward = self._params._training_state != TrainingState.PRE_BACKWARD
         if in_forward:
             self._begin_forward()
-        # after reshard_after_forward=int the smaller group's shards are of what was decoded
+        # after reshard_after_forward=int the smaller group shards decoded weights
         if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
             return self._exact(output_tensor, input_tensor, group, async_op=async_op)
         if in_forward and not self._module.gather.fresh and not self._module.gather.in_flight:
-            for each in sorted(self.together, key=lambda each: each is not self):  # what is needed first leaves first
+            for each in sorted(self.together, key=lambda each: each is not self):  # send first what is needed first
                 each.send_early()
         self._check_row(input_tensor)
         with self._order.ordered(), self._clock.waiting():
@@ -114,7 +114,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         forward pass is expected to gather this module, as the previous one did.
         """
         gather = self._module.gather
-        if not (self._has_run and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
+        if not (self._has_run and gather.keeps and self._params.is_sharded):  # else it would be sent in each forward
             return
         self._module.begin_forward()
         if gather.fresh or gather.in_flight:
@@ -177,7 +177,7 @@ def install_weights(
         if own.between.is_far:
             gather.together = [other for name, other in gathers.items() if comms[name] is own]
         each.param_group._all_gather_comm = gather
-        stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
+        stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not an earlier fit's
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)
         each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
     _forget_on_load(module, weights)
@@ -188,7 +188,7 @@ def module_layouts(module: nn.Module, groups: Iterable[ShardedGroup]) -> dict[st
     """The layouts of what FSDP2 gathers together, by module name. `groups`: the sharded groups of `module`."""
     names = {id(param): name for name, param in named_parameters(module)}
     floats = {names[id(param)] for param in module.parameters() if is_float(param)}
-    specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # what can be coded, frozen or not
+    specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # all codable parameters, frozen or not
     return {each.name: _layout(each, names, specs) for each in groups}
 
 

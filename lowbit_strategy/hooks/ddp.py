@@ -21,12 +21,12 @@ from lowbit_strategy.model.parameters import bring_back, named_parameters
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _MIB = 1024 * 1024
-# Of buckets that are compressed. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
+# The size of compressed buckets. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
 # overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
 # on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
 BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
 
-hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # hooks of ours
+hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # our hooks
 
 
 def default_bucket_cap_mb(device: torch.device) -> int:
@@ -99,7 +99,7 @@ class DDPHook:
         turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
         self._runner = bucket_runner(sync.device, turn_after)
         model.register_comm_hook(self, DDPHook.reduce)
-        model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
+        model._comm_hooks.clear()  # DDP's record for copies of the model, which must not get this hook
         hooked[model] = self
 
     def cut(self, bucket: dist.GradBucket) -> tuple[list[BucketLayout], list[int]]:
@@ -109,7 +109,7 @@ class DDPHook:
         buffer = bucket.buffer()
         base, itemsize = buffer.data_ptr(), buffer.element_size()
         found: list[list[tuple[str, int]]] = [[]]
-        ends = [0]  # of the pieces, in elements
+        ends = [0]  # ends of the pieces, in elements
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             at = (grad.data_ptr() - base) // itemsize
             if not grad.numel():

@@ -60,8 +60,8 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._param_group, self._names = param_group, names
         self._reductions, self._sync, self._ranks = reductions, reductions.sync, reductions.ranks
         self._overlapped, self._between = reductions.overlapped, reductions.between
-        self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
-        self._marks: Tensor | None = None  # of what is being reduced
+        self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # a layout, and the elements of its row
+        self._marks: Tensor | None = None  # marks of the current reduction
         self._is_read_at_once = False
         self._has_waiting = False  # gradients of passes that were not reduced, which a pipeline reduces at its end
         self._clock = clock_of(self._sync)
@@ -71,7 +71,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         """Have FSDP2 reduce through this."""
         group = self._param_group
         group._reduce_scatter_comm = self
-        stock = types.MethodType(type(group).post_backward, group)  # not that of an earlier fit
+        stock = types.MethodType(type(group).post_backward, group)  # the stock method, not an earlier fit's
         group.post_backward = functools.partial(self._post_backward, stock)
 
     @abstractmethod
@@ -186,7 +186,7 @@ class CompressedReduceScatter(_ReduceScatter):
     ) -> None:
         layout = self.layout_for(output_tensor.numel())
         if self._param_group._all_reduce_hook is not None and not self._continues_between_nodes:
-            output_tensor.zero_()  # the user's sees padding, too
+            output_tensor.zero_()  # the user's hook sees padding, too
         if self._overlapped is not None:
             self._reduce_meanwhile(self._overlapped, layout, input_tensor, output_tensor)
         else:
@@ -239,10 +239,10 @@ class HybridReduction(_ReduceScatter):
     are added to those of the next micro-batch that is reduced.
     """
 
-    _kept: Tensor | None = None  # of micro-batches that were not reduced
-    _kept_names: frozenset[str] = frozenset()  # that had gradients in them
+    _kept: Tensor | None = None  # shards of micro-batches that were not reduced
+    _kept_names: frozenset[str] = frozenset()  # parameters that had gradients in them
     _hook: Callable[[Tensor], None] | None = None  # the user's
-    _factor: float | None = None  # the user's, to divide by
+    _factor: float | None = None  # the user's divisor
 
     def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
         waits = not (self._is_local or self._param_group.all_reduce_grads)

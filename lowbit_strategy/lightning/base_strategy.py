@@ -44,12 +44,12 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     session: Session | None = None
     on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine
     _session_module: Any = None
-    _in_fit = False  # what is attached serves the fit under way, and not only an earlier one
+    _in_fit = False  # whether the session belongs to the current fit
     _has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
     _resume: tuple[Any, Stamp | None] | None = None
     _signals: DeferredSignals | None = None
     _validates: contextlib.ExitStack | None = None  # the model has the weights that ranks share
-    _rounds: Any = None  # what is called where ranks meet in rounds
+    _rounds: Any = None  # called if ranks meet in rounds
 
     @property
     def sync(self) -> GradientSync | None:
@@ -197,7 +197,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             return
         later = _finish_writing(self.checkpoint_io)
         with self.session.save(filepath, asynchronous=later) as stamp, self.session.shared_weights(validates=False):
-            self.barrier()  # Trainer.save_checkpoint takes all ranks: no checkpoint without the residuals of each
+            self.barrier()  # Trainer.save_checkpoint runs on all ranks: no checkpoint lacks a rank's residuals
             checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

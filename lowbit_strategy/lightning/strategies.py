@@ -21,7 +21,7 @@ from lowbit_strategy.model.fsdp_sharding import cost_of_accumulation, end_iterat
 from .base_strategy import SessionStrategy
 from .stock import DDPStrategy, ModelParallelStrategy
 
-_UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
+_UNUSED = "Expected to have finished reduction in the prior iteration"  # from PyTorch's message
 
 
 class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
@@ -68,7 +68,7 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self.model._remove_autograd_hooks()
         wrapped = self._setup_model(self.lightning_module)
-        session.extend(wrapped)  # before the old wrapper goes, which would take the process group with it
+        session.extend(wrapped)  # before the old wrapper is deleted together with its process group
         self.model = wrapped
 
     def on_exception(self, exception: BaseException) -> None:
@@ -109,13 +109,13 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        fitting, self._sampler = trainer.state.fn == "fit", None  # data loaders come after
+        fitting, self._sampler = trainer.state.fn == "fit", None  # data loaders are made later
         if fitting:
             _refuse_averaging(trainer.callbacks)
             if self._layer_sync is not None:  # sync_batchnorm=True
                 self.model = self._layer_sync.apply(self.model)
             prepared = prepare(self.model, self.compressor, self.options, scatter=True)
-        manual = not self.lightning_module.automatic_optimization  # backward runs inside of training_step
+        manual = not self.lightning_module.automatic_optimization  # backward runs inside training_step
         self.shard(self.model, self.device_mesh, self.precision_plugin, by_child=manual)
         self.barrier()
         if fitting:

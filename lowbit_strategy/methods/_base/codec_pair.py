@@ -96,7 +96,7 @@ class CodecStore(MethodStore):
 
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> None:
         self._pair, self._is_sharded = pair, False
-        self._shares: dict[str, tuple[int, int]] = {}  # where the own one begins and ends in state of one share each
+        self._shares: dict[str, tuple[int, int]] = {}  # begin and end of each parameter's share in the state
         numbers: dict[str, dict[str, Any]] = {}
         state: ReducerState = {}
         of_all = {
@@ -107,7 +107,7 @@ class CodecStore(MethodStore):
         }
         block_size, end = pair.block_size, 0
         for name, spec in specs.items():
-            self._is_sharded = spec.sharded  # all of them are, or none
+            self._is_sharded = spec.sharded  # either all are or none is
             row_numel = spec.row_numel(comm.world_size, block_size)
             start, end = end, end + round_up(row_numel, block_size)
             self._shares[name] = (start, end)

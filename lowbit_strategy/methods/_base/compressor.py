@@ -33,9 +33,9 @@ _PREDICATES = {
     "@embedding": "embedding",
     "@head": "output head",
 }
-DENSE = CodecPair(DenseCodec("float32"))  # exempt tensors: float32 through the shared messages
+DENSE = CodecPair(DenseCodec("float32"))  # for exempt tensors: float32 in the shared messages
 
-# Stands for a model's parameters where none is known yet. Big enough that headers and padding do not matter, and a
+# Stands for a model's parameters before they are known. It is big enough that headers and padding do not matter, and a
 # matrix, so that low-rank methods compress it.
 REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 
@@ -98,7 +98,7 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    is_sparse: ClassVar[bool] = False  # chosen elements are sent, for some parameters or phases
+    is_sparse: ClassVar[bool] = False  # only chosen elements are sent, for some parameters or phases
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
 
