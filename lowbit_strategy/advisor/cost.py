@@ -6,7 +6,7 @@ this shows in a step depends on what it can overlap:
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``. On
   CPUs under DDP coded buckets of near ranks hide nothing: processors that encode and send them do not compute
 * FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
-  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on
+  Without a device that works ahead, as on CPU, a rank waits for each collective before it continues
 * local steps: a round's messages, less what its delay hides, over the steps of the round
 
 Bounds: everything that can overlap does (`low`), or nothing does (`high`).
@@ -178,7 +178,7 @@ def _bucket_by_bucket(plan: StepPlan, costs: Sequence[Cost], compute_s: float) -
 def _in_turn(
     plan: StepPlan, gradients: Sequence[Cost], weights: Sequence[Cost], cluster: Cluster, compute_s: float
 ) -> float:
-    """FSDP2 waits for each collective; what goes on meanwhile are messages between replicas, and between far ranks."""
+    """FSDP2 waits for each collective; meanwhile only messages between replicas and between far ranks travel."""
     gathered = _sum(plan.weights, weights).seconds
     if plan.layout != "hsdp" and not plan.topology.far:
         return compute_s + gathered + _sum(plan.gradients, gradients).seconds

@@ -240,7 +240,7 @@ class Session:
         return counted
 
     def _meet(self) -> None:
-        """The part of `end_step` that ranks do together, when all have ended the step or will before they go on."""
+        """The part of `end_step` that ranks do together, when all have ended the step or will before continuing."""
         meet, self._closed = self._closed, None
         if meet is not None:
             meet()

@@ -81,7 +81,7 @@ class WeightGather:
         self._replica: Tensor | None = None  # [W * N]
         self._in_flight: _InFlight | None = None
         self._same_on_all_ranks = False  # the replica is the same on all ranks
-        self._restored: Tensor | None = None  # the own row of a replica that a checkpoint holds
+        self._restored: Tensor | None = None  # this rank's row of a replica in a checkpoint
 
     def run(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
         """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.

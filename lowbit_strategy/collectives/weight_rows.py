@@ -35,7 +35,9 @@ class RowCode:
         self.nbytes = HEADER_NBYTES + sum(
             self._section_nbytes(codec, param) for codec, params in parts for param in params
         )
-        self._coded: list[tuple[Codec, Segments, Segments]] = []  # what is encoded of the own row, decoded of all rows
+        self._coded: list[
+            tuple[Codec, Segments, Segments]
+        ] = []  # segments encoded from this row, and decoded from all rows
         self._exact: list[tuple[Segments, Segments]] = []
         wire_at = HEADER_NBYTES
         for codec, params in parts:

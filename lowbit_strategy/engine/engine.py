@@ -60,7 +60,7 @@ class GradientSync:
         ranks: The ranks that reduce all parameters except those of `others`.
         state: The parameters, their methods, and the methods' state.
         listeners: Objects that are called when steps begin and end.
-        bucket_observers: Observers of all buckets in all steps, inside of those that listeners bring.
+        bucket_observers: Observers of all buckets in all steps, inside the listeners' observers.
         notes: The latest lines for the record of the run: the kind of each line, and its fields.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.

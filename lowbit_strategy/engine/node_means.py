@@ -22,7 +22,7 @@ class Cut:
     Attributes:
         layout: Layout of this rank's part, between nodes.
         numel: Elements of a part.
-        params: Where parameters lie in the bucket, and in the own part.
+        params: Where parameters lie in the bucket, and in this rank's part.
     """
 
     def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], intra_node: Comm) -> None:

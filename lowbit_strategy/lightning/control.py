@@ -36,7 +36,7 @@ class TrainerControl(ModelControl):
         return [each for each in self._trainer.callbacks if getattr(each, "control", None) is self]
 
     def begin(self, **fields: Any) -> None:
-        """Training begins, or goes on. On all ranks: finding the logger's folder is collective.
+        """Training begins or continues. Called on all ranks, since finding the logger's folder is collective.
 
         Raises:
             ValueError: The callbacks name different folders, or the controller cannot change the batch here.

@@ -75,7 +75,9 @@ class Squares(Extra):
         *,
         copies: bool,
     ) -> int:
-        """Sums of squares, of whole gradients, and what is known of the own elements; of blocks a little."""
+        """Memory for sums of squares of whole gradients, and for the statistics of this rank's elements and of
+        blocks.
+        """
         members = [specs[name] for name in served(assignments)]
         numel = sum(spec.numel for spec in members)
         own = numel // topology.num_peers if members and members[0].sharded else numel

@@ -122,7 +122,7 @@ def any_nonzero(parts):
 
 @triton.jit
 def registers(x):
-    """int32: the bits of elements; where two share a register, both in the place of the first one, and 0."""
+    """int32: the bits of elements. If two share a register, both are in the place of the first one, and 0 follows."""
     if x.dtype == tl.float32:
         bits = bits_of(x)
     elif HAS_PTX:

@@ -44,7 +44,7 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
         scatter: Whether to stop after the second step.
 
     Returns:
-        int32: the own row's sums [n] if `scatter`, else all rows' [W, n].
+        int32: the sums of this rank's row [n] if `scatter`, else all rows' [W, n].
     """
     world_size, numel = q_WN.shape
     sent = pack_integers(q_WN, limit)
