@@ -118,7 +118,9 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
     ticks = iter(range(100))
     recorder = Recorder(Probe(levels=(0, 1), seconds=True))
     sync = engine(Dense())
-    AdaptiveDriver(recorder, timer=lambda: 0.5 * next(ticks)).attach(sync)
+    driver = AdaptiveDriver(recorder)
+    driver.attach(sync)
+    driver.timer = lambda: 0.5 * next(ticks)  # also afterwards
     for step in range(3):
         reduce_step(sync, gradients(step))
     assert (recorder.telemetry[0].energy, recorder.telemetry[0].step_seconds) == ({}, None)
