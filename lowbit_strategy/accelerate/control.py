@@ -24,7 +24,7 @@ class AcceleratorLoop:
     Attributes:
         clock: Counts steps and epochs.
         log: Receives metrics and their step, on every rank.
-        has_log: Returns whether there is anybody who takes them.
+        has_log: Returns whether anything receives them.
         folder: Folder of the record; None: there is none.
         accumulates: Whether the loop uses ``accelerator.accumulate``.
     """

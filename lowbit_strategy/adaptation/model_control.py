@@ -2,7 +2,7 @@
 
 The session tells it when a backward pass begins and when a checkpoint has been loaded, the engine when a step begins
 and ends. An adapter makes one when the model is attached, before a checkpoint is loaded, and gives it a controller, a
-monitor, or both (`adapt`, `monitor`), a clock, who takes metrics, and a folder. Where the framework accumulates and
+monitor, or both (`adapt`, `monitor`), a clock, a receiver of metrics, and a folder. Where the framework accumulates and
 steps, its adapter applies what a controller wants of that: `take_effect`, `scaled`.
 """
 

@@ -122,7 +122,7 @@ class Link:
         return seconds - busy, busy
 
     def shared_by(self, ranks: int) -> Link:
-        """The link of a node, of whose ranks each has this when all send at once."""
+        """The link of a node whose ranks each have this link when all send at once."""
         measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)
         return replace(self, nbytes_per_s=min(ANY_RATE, ranks * self.nbytes_per_s), measured=measured)
 

@@ -158,8 +158,8 @@ class Situation:
 
         Args:
             more: What else is assumed.
-            nodes: Where there is one, links between them are named only if they were given.
-            ranks_per_node: Likewise, of those inside.
+            nodes: With one node, links between nodes are named only if they were given.
+            ranks_per_node: With one rank, links inside a node are named only if they were given.
         """
         unused = (*(("link", "latency") if nodes == 1 else ()), *(("inside",) if ranks_per_node == 1 else ()))
         words: dict[Source, list[str]] = {"assumed": list(more), "nominal": [], "given": [], "measured": []}

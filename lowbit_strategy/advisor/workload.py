@@ -60,7 +60,7 @@ def _numel(width: int) -> int:
 
 
 def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]:
-    """What is usually sharded as one: what has the first number in its names in common; the rest as one."""
+    """What is usually sharded together: parameters whose names have the first number in common, and the rest."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     modules: dict[str, list[TensorSpec]] = {}
     for spec in specs:
@@ -105,7 +105,7 @@ class Workload:
         """The workload under tensor parallelism over `num_parts` of a node's `num_ranks`: matrices have as many parts.
 
         Raises:
-            ValueError: They are no divisor of those.
+            ValueError: `num_parts` does not divide `num_ranks`.
         """
         if num_ranks % num_parts:
             raise ValueError(

@@ -71,7 +71,7 @@ class GradientSync:
         rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are rounds, now or later.
         follower: Is called when optimizers step on what was reduced.
-        expected_groups: What hooks will reduce as one, as far as they know.
+        expected_groups: What hooks will reduce together, as far as they know.
     """
 
     def __init__(
