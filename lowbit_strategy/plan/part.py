@@ -15,10 +15,10 @@ from lowbit_strategy.plan.step_line import StepTimes
 
 
 class PlanPart(Part):
-    """See the module."""
+    """Checks the bytes of each step, and logs step times."""
 
     def __init__(self, options: Any) -> None:
-        """Whatever they are."""
+        """Take the options, as every part does."""
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         ByteCheck(sync)
