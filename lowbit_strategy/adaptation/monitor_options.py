@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from lowbit_strategy.control.base import GroupBy
 from lowbit_strategy.control.bounds import Bounds
+from lowbit_strategy.control.grouping import GroupBy
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion

@@ -63,6 +63,10 @@ class StepFlags:
         elif not torch.equal(noted, present):
             raise RuntimeError(changed_weights(name))
 
+    def note_overflow(self, values: Tensor) -> None:
+        """Set `overflow` where `values` are not all finite, without making the host wait."""
+        torch.maximum(self.overflow, (~values.isfinite().all()).to(torch.int32).view(1), out=self.overflow)
+
     def overflowed(self, comm: Comm) -> bool:
         """Whether any rank has noted an overflow since `clear`. Call it on all ranks; it waits for the device."""
         total = self.overflow.clone()
@@ -126,8 +130,3 @@ def changed_weights(name: str) -> str:
         " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
         " weights_changed() on all ranks afterwards (or pass weights=Exact())"
     )
-
-
-def note_overflow(flag: Tensor, values: Tensor) -> None:
-    """Set `flag` where `values` are not all finite, without making the host wait."""
-    torch.maximum(flag, (~values.isfinite().all()).to(torch.int32).view(1), out=flag)

@@ -17,9 +17,9 @@ from lowbit_strategy.control.base import (
     State,
     Switch,
     Telemetry,
-    group_of,
 )
 from lowbit_strategy.control.bounds import Bounds as Bounds
+from lowbit_strategy.control.grouping import group_of
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ before a controller sees it. State is plain numbers, strings, lists and dicts, a
 from __future__ import annotations
 
 import dataclasses
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
 
-GroupBy = Literal["kind", "module", "parameter"] | Callable[[str], str]
 State = dict[str, Any]
 Accumulate = Literal["local", "mean"]
 
@@ -133,28 +131,6 @@ class Decision:
     accumulation: int | None = None
     learning_rate_factor: float = 1.0
     every: int | None = None
-
-
-def group_of(name: str, by: GroupBy = "kind") -> str:
-    """The group of a parameter.
-
-    ``kind``: numbers in the name are ignored, so that the same layer of all blocks is one group
-    (``blocks.3.mlp.weight`` -> ``blocks.*.mlp.weight``); ``module``: without the parameter's own name; ``parameter``:
-    each parameter alone; or a function of the name.
-    """
-    if callable(by):
-        return by(name)
-    if by == "kind":
-        return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-    return name.rpartition(".")[0] or name if by == "module" else name
-
-
-def grouped(names: Iterable[str], by: GroupBy) -> dict[str, list[str]]:
-    """Names by group, in the order in which the groups first occur."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(group_of(name, by), []).append(name)
-    return groups
 
 
 class Controller(ABC):

@@ -16,7 +16,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
+from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.schedule import Stages
@@ -263,7 +263,7 @@ class Bucket:
         yield from stages
         for view in views:
             if self.context.notes_overflow:
-                note_overflow(self.context.flags.overflow, view.out)
+                self.context.flags.note_overflow(view.out)
             for tracer in tracers:
                 assert view.compensated is not None
                 assert view.sent is not None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.backends import is_native
-from lowbit_strategy.kernels.native import function, isa, run
+from lowbit_strategy.kernels.native import function, isa
+from lowbit_strategy.kernels.native.threads import run
 
 _FACTOR = 0x5851F42D4C957F2D  # odd; of one part's sum against the next
 _MODULUS = 1 << 64

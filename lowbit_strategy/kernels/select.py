@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.native import sparse as native
-from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.native import select as native
+from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.reference.rng import sample_positions
 
 MAX_INT32_NUMEL = 2**31 - 1

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.control.base import GroupBy, grouped
 from lowbit_strategy.control.bounds import Reading
+from lowbit_strategy.control.grouping import GroupBy, grouped
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase

@@ -12,14 +12,13 @@ from lowbit_strategy.control.base import (
     Accumulate,
     Controller,
     Decision,
-    GroupBy,
     Probe,
     Progress,
     State,
     Telemetry,
     check_order,
-    grouped,
 )
+from lowbit_strategy.control.grouping import GroupBy, grouped
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.options.configuration import configuration
 

@@ -7,19 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.control.base import (
-    Controller,
-    Decision,
-    GroupBy,
-    Progress,
-    State,
-    Telemetry,
-    describe,
-    group_of,
-    grouped,
-    reference_nbytes,
-)
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe, reference_nbytes
 from lowbit_strategy.control.bounds import END_TO_END, Alarms, Bounds, Reading
+from lowbit_strategy.control.grouping import GroupBy, group_of, grouped
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration

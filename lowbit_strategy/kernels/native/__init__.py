@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
@@ -116,52 +111,3 @@ def function(name: str) -> Any:
         raise RuntimeError("the C extension was built from older sources: reinstall the package")
     found.restype, found.argtypes = _SIGNATURES[name]
     return found
-
-
-# -- threads: a call's blocks are split over torch's number of threads. They are independent: the bytes are the same --
-
-GRAIN = 65536  # elements a thread must have for handing over to it to pay
-_PART = 4096
-_T = TypeVar("_T")
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the parent's threads
-
-
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    if num_threads not in _pools:
-        _pools[num_threads] = ThreadPoolExecutor(num_threads, thread_name_prefix="lowbit")
-    return _pools[num_threads]
-
-
-def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
-    """``work(first, last)`` over parts of ``range(num_blocks)``, one in this thread and the others in more.
-
-    After an error or an interrupt, no other thread works on the call, so the caller owns its tensors again.
-    """
-    parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // GRAIN))
-    if parts == 1:
-        return [work(0, num_blocks)]
-    bounds = [num_blocks * part // parts for part in range(parts + 1)]
-    pool, others = _pool(parts - 1), [Future[_T]() for _ in range(1, parts)]
-    try:
-        for other, (first, last) in zip(others, pairwise(bounds[1:]), strict=True):
-            pool.submit(_fulfill, other, work, first, last)
-        return [work(*bounds[:2]), *(other.result() for other in others)]
-    except BaseException:
-        wait([other for other in others if not other.cancel()])
-        raise
-
-
-def _fulfill(part: Future[_T], work: Callable[[int, int], _T], first: int, last: int) -> None:
-    """`submit` can raise and leave its job in the queue: `part`, made before, is what such a job is called off by."""
-    if part.set_running_or_notify_cancel():
-        try:
-            part.set_result(work(first, last))
-        except BaseException as error:
-            part.set_exception(error)
-
-
-def run_on_elements(work: Callable[[int, int], _T], numel: int) -> list[_T]:
-    """``work(start, stop)`` over parts of ``range(numel)`` that start on multiples of 4,096."""
-    return run(lambda first, last: work(first * _PART, min(last * _PART, numel)), -(-numel // _PART), _PART)

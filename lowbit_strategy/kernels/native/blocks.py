@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.loco import Feedback
-from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for
+from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for, threads
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2}
@@ -169,9 +168,9 @@ def call_struct(
 def _run(name: str, call: CallStruct, reach: Extent) -> bool:
     """Call a function of the library for all blocks, in several threads if it pays; whether it reports a bad one."""
     work, kernels, pointer = function(name), kernels_for(os.environ.get(ISA_OVERRIDE)), ctypes.byref(call)
-    if reach.numel < 2 * native.GRAIN:
+    if reach.numel < 2 * threads.GRAIN:
         return bool(work(kernels, pointer, 0, reach.num_blocks))
-    return any(native.run(lambda *part: work(kernels, pointer, *part), reach.num_blocks, reach.block_size))
+    return any(threads.run(lambda *part: work(kernels, pointer, *part), reach.num_blocks, reach.block_size))
 
 
 def encode_(

@@ -10,6 +10,7 @@ import torch
 from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat
+from lowbit_strategy.kernels.native import threads
 from lowbit_strategy.kernels.reference import dense as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import check_dense, dense_case
@@ -33,7 +34,7 @@ def test_threads_share_the_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the C extension is not built")
     from lowbit_strategy.kernels.native import blocks as dense
 
-    monkeypatch.setattr(native, "GRAIN", 1000)
+    monkeypatch.setattr(threads, "GRAIN", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

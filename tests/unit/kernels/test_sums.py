@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import select
-from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.native import function, isa, run
+from lowbit_strategy.kernels.native import function, isa
+from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.select import check_vector
 
 CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits

@@ -15,6 +15,7 @@ import torch
 from lowbit_strategy.kernels import native
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.native import threads
 from lowbit_strategy.kernels.native.blocks import call_struct
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -31,7 +32,7 @@ def three_threads() -> Iterator[None]:
 
 
 def test_results_come_in_the_order_of_the_parts() -> None:
-    assert native.run(lambda first, last: (first, last), 2 * PARTS, SIZE) == [(0, 2), (2, 4), (4, 6)]
+    assert threads.run(lambda first, last: (first, last), 2 * PARTS, SIZE) == [(0, 2), (2, 4), (4, 6)]
 
 
 def test_an_interrupt_waits_for_the_parts_that_have_begun() -> None:
@@ -46,7 +47,7 @@ def test_an_interrupt_waits_for_the_parts_that_have_begun() -> None:
         ended.append(first)
 
     with pytest.raises(KeyboardInterrupt):
-        native.run(work, PARTS, SIZE)
+        threads.run(work, PARTS, SIZE)
     assert sorted(ended) == [1, 2]
 
 
@@ -57,8 +58,8 @@ def test_an_error_of_another_thread_is_raised_here() -> None:
         return first
 
     with pytest.raises(MemoryError, match="part 2"):
-        native.run(work, PARTS, SIZE)
-    assert native.run(lambda first, last: first, PARTS, SIZE) == [0, 1, 2]
+        threads.run(work, PARTS, SIZE)
+    assert threads.run(lambda first, last: first, PARTS, SIZE) == [0, 1, 2]
 
 
 class _FullPool(ThreadPoolExecutor):
@@ -79,9 +80,9 @@ class _FullPool(ThreadPoolExecutor):
 
 def test_what_was_queued_before_an_error_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, ran = _FullPool(), []
-    monkeypatch.setattr(native, "_pools", {PARTS - 1: pool})
+    monkeypatch.setattr(threads, "_pools", {PARTS - 1: pool})
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        native.run(lambda first, last: ran.append(first), PARTS, SIZE)
+        threads.run(lambda first, last: ran.append(first), PARTS, SIZE)
     pool.go_on.set()
     pool.shutdown(wait=True)
     assert pool.jobs == 2

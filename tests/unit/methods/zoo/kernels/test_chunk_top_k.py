@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.kernels.reference import sparse
+from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.methods.zoo.kernels.chunk_top_k import chunk_top_k, reference
 from testing.kernels.row_cases import chunk_cases
 
@@ -18,7 +18,7 @@ def test_chunk_top_k_is_the_definition(path: str) -> None:
         assert torch.equal(positions, wanted), name
         assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32)), name
         for chunk in (0, 2, 3, 6):
-            top = sparse.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
+            top = top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
             assert torch.equal(positions[chunk, : top.numel()].long(), top)
 
 
