@@ -13,8 +13,7 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES
-from lowbit_strategy.methods._base.flat_model import FlatModel, UnionSelection
-from lowbit_strategy.methods._base.partitions import MAX_BLOCKS, balanced, equal_sizes, is_unbalanced, repartitioned
+from lowbit_strategy.methods._base.flat_model import MAX_BLOCKS, FlatModel, UnionSelection
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import num_kept
@@ -24,6 +23,46 @@ _BAND = 1.1  # counts off the target by more than this factor: the threshold is 
 _CALM = 0.03  # largest change of an estimate, in its logarithm, that the online rule can follow
 _PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # residuals pile up: a percent more threshold can halve the count
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
+_UNBALANCED = 0.1  # loads further than this above the mean, apart from noise: partitions are cut again
+
+
+def equal_sizes(num_blocks: int, world_size: int) -> list[int]:
+    """Blocks per partition at the start; at most one partition per block."""
+    count = min(num_blocks, world_size)
+    return [num_blocks * (p + 1) // count - num_blocks * p // count for p in range(count)]
+
+
+def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list[int]:
+    """Move one block from each partition with too many chosen elements to a neighbor with too few."""
+    sizes, mean = list(sizes), sum(loads) / len(loads)
+    if mean == 0:
+        return sizes
+    for i in range(len(sizes) - 1):
+        here, uplink = loads[i] / mean, loads[i + 1] / mean
+        if here > 1.05 and uplink < 0.952 and sizes[i] > minimum:
+            sizes[i], sizes[i + 1] = sizes[i] - 1, sizes[i + 1] + 1
+        elif uplink > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
+            sizes[i], sizes[i + 1] = sizes[i] + 1, sizes[i + 1] - 1
+    return sizes
+
+
+def repartitioned(block_loads: Sequence[float], num_partitions: int) -> list[int]:
+    """Blocks per partition, at least one, so that all have about the same number of chosen elements."""
+    num_blocks, total = len(block_loads), sum(block_loads)
+    sizes, at, seen = [], 0, 0.0
+    for p in range(1, num_partitions):
+        first, latest = at, num_blocks - (num_partitions - p)
+        target = total * p / num_partitions
+        while at < latest and (at == first or seen + block_loads[at] / 2 <= target):
+            seen += block_loads[at]
+            at += 1
+        sizes.append(at - first)
+    return [*sizes, num_blocks - at]
+
+
+def is_unbalanced(loads: Sequence[float]) -> bool:
+    mean = sum(loads) / len(loads)
+    return max(loads) > (1 + _UNBALANCED) * mean + 2 * math.sqrt(mean)
 
 
 def _store_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:

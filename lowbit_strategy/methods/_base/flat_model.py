@@ -23,12 +23,32 @@ from lowbit_strategy.kernels.select import (
     select_above,
     top_k,
 )
-from lowbit_strategy.methods._base.partitions import make_grid
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import Condition, form_, num_kept, pending_sums, undo_
 
+MAX_BLOCKS = 1024
+BLOCK_MULTIPLE = 32
 _SAMPLE_KEPT = 256  # elements of all samples above the threshold: the count is then off by 6 %
 _MOST = 4  # times the wanted count are sent at most: a spike must not fill the network
+
+
+class Grid(NamedTuple):
+    """Blocks of a flattened model; the last one also holds the tail."""
+
+    numel: int
+    block_numel: int
+    num_blocks: int
+
+    def bounds(self, sizes: Sequence[int]) -> list[int]:
+        """First element of each partition, and the end; `sizes` are in blocks."""
+        *starts, _ = accumulate(sizes, initial=0)
+        return [*(block * self.block_numel for block in starts), self.numel]
+
+
+def make_grid(numel: int) -> Grid:
+    """1024 blocks of a multiple of 32 elements; fewer for a model with fewer than 32,768 elements."""
+    block_numel = max(BLOCK_MULTIPLE, numel // MAX_BLOCKS // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
+    return Grid(numel, block_numel, min(MAX_BLOCKS, max(1, numel // block_numel)))
 
 
 class UnionSelection(NamedTuple):

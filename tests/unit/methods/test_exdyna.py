@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.methods._base.partitions import balanced, equal_sizes, is_unbalanced, make_grid, repartitioned
+from lowbit_strategy.methods._base.flat_model import make_grid
+from lowbit_strategy.methods.exdyna import balanced, equal_sizes, is_unbalanced, repartitioned
 
 
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 32_767, 32_768, 1_000_003, 2**31 + 5])
