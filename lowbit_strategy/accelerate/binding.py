@@ -23,6 +23,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,13 +32,14 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.control import AcceleratorLoop, PreparedControl
 from lowbit_strategy.accelerate.models import PreparedModels
 from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
-from lowbit_strategy.accelerate.supported import check_accelerator, choose_shard_size
+from lowbit_strategy.accelerate.supported import check_accelerator
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
+from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
 
 _ATTRIBUTE = "lowbit"
 
@@ -283,3 +286,35 @@ def binding_of(accelerator: Accelerator) -> Binding | None:
     """The binding of `accelerator`, if a plugin is attached."""
     binding = getattr(accelerator, _ATTRIBUTE, None)
     return binding if isinstance(binding, Binding) else None
+
+
+def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
+    """The number of ranks that share one model, from Accelerate's ``dp_replicate_size`` or from `shard_size`.
+
+    An accelerator without a parallelism config gets the plugin's value, and shards accordingly.
+
+    Raises:
+        ValueError: They differ, or `shard_size` does not suit the nodes.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return shard_size  # refused, if it is given, when the model is prepared
+    config = accelerator.parallelism_config
+    size = None if shard_size is None else resolve_shard_size(shard_size, find_topology())
+    if config is not None and config.dp_replicate_enabled:
+        num_sharing = config.dp_shard_size * config.cp_size
+        if size not in (None, num_sharing):
+            raise ValueError(
+                f"shard_size={shard_size!r} of the plugin and dp_shard_size={config.dp_shard_size} of Accelerate's"
+                " parallelism_config differ: leave one of them out"
+            )
+        return num_sharing
+    if size is None:
+        return None
+    num_replicas = accelerator.num_processes // size
+    if size == 1:
+        raise ValueError("shard_size=1 leaves nothing to shard, which Accelerate does not allow: use DDP instead")
+    if num_replicas > 1:
+        config = ParallelismConfig(dp_replicate_size=num_replicas, dp_shard_size=size)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    return size

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lowbit_strategy import leaves
-from lowbit_strategy.advisor.cluster import rounded
-from lowbit_strategy.advisor.cost import StepTime, break_even, over_bandwidth
+from lowbit_strategy.advisor.cluster import ANY_RATE
+from lowbit_strategy.advisor.cost import StepTime, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation, What
+from lowbit_strategy.advisor.quantities import rounded
 from lowbit_strategy.advisor.workload import (
     HELD_PER_PARAM,
     Workload,
@@ -354,3 +355,22 @@ def _gain_at(choice: SetupOption, own: Sequence[SetupOption], situation: Situati
         min(each.low for each in theirs) / (more_steps * ours.high),
         min(each.high for each in theirs) / (more_steps * ours.low),
     )
+
+
+def break_even(
+    ours: Callable[[float], float], other: Callable[[float], float], more_steps: float = 1.0
+) -> float | None:
+    """The bandwidth in bytes per second below which `ours` is faster than `other` although it needs `more_steps` times
+    the steps; None if it never is, `ANY_RATE` if it always is.
+    """
+
+    def is_faster(nbytes_per_s: float) -> bool:
+        return more_steps * ours(nbytes_per_s) < 0.99 * other(nbytes_per_s)
+
+    low, high = 1e4, ANY_RATE
+    if not is_faster(low):
+        return None
+    for _ in range(11):  # to a hundredth
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if is_faster(middle) else (low, middle)
+    return low if low < 0.9 * ANY_RATE else ANY_RATE

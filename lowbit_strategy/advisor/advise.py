@@ -15,7 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.advisor.cluster import ANY_RATE, count, read_bench, rounded
+from lowbit_strategy.advisor.cluster import ANY_RATE, read_bench
+from lowbit_strategy.advisor.quantities import count, rounded
 
 STEPS_MEAN = (
     "steps: per cent more to the same loss, measured at the best learning rate and\n"
@@ -78,7 +79,8 @@ def advise(
     given = {"link": link, "latency": latency, "inside": intra, "compute": compute, "memory": memory}
     number = _number(params, model, hf_config)
     from lowbit_strategy.advisor.advice import decide, setup_options  # with torch, once there is a model
-    from lowbit_strategy.advisor.inputs import find_machine, gather, is_far
+    from lowbit_strategy.advisor.inputs import gather, is_far
+    from lowbit_strategy.advisor.machines import find_machine
 
     measured = None if bench is None else read_bench(bench)
     known = None if machine is None else find_machine(machine)

@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
+from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Message, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 
@@ -233,22 +233,3 @@ def over_bandwidth(plan: StepPlan, cluster: Cluster, compute_s: float) -> Callab
         return step_time(plan, replace(cluster, inter_node=link), compute_s).seconds
 
     return seconds
-
-
-def break_even(
-    ours: Callable[[float], float], other: Callable[[float], float], more_steps: float = 1.0
-) -> float | None:
-    """The bandwidth in bytes per second below which `ours` is faster than `other` although it needs `more_steps` times
-    the steps; None if it never is, `ANY_RATE` if it always is.
-    """
-
-    def is_faster(nbytes_per_s: float) -> bool:
-        return more_steps * ours(nbytes_per_s) < 0.99 * other(nbytes_per_s)
-
-    low, high = 1e4, ANY_RATE
-    if not is_faster(low):
-        return None
-    for _ in range(11):  # to a hundredth
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if is_faster(middle) else (low, middle)
-    return low if low < 0.9 * ANY_RATE else ANY_RATE

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from lowbit_strategy import leaves
-from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link, duration, rate, rounded, size
+from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import StepTime, step_time
-from lowbit_strategy.options.conversion import did_you_mean
+from lowbit_strategy.advisor.quantities import duration, rate, rounded, size
 from lowbit_strategy.plan.plan import StepPlan
 
 Source = Literal["measured", "given", "nominal", "assumed"]
@@ -169,19 +167,6 @@ class Situation:
         if self.memory_nbytes is not None:
             words[self.memory_source].append(f"memory {rounded(self.memory_nbytes / 1e9)} GB")
         return "; ".join(f"{source}: {', '.join(each)}" for source, each in words.items() if each)
-
-
-def find_machine(name: str) -> Mapping[str, Any]:
-    """What a machine's maker publishes: a row of `machines.json`.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))
-    if name.lower() not in table:
-        raise ValueError(f"--machine {name!r} is not known{did_you_mean(name, table)} Known: {', '.join(table)}")
-    found: Mapping[str, Any] = table[name.lower()]
-    return found
 
 
 def gather(

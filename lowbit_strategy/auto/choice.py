@@ -21,7 +21,7 @@ from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.auto.option import Auto
-from lowbit_strategy.auto.times import Timed, decide, has_changed
+from lowbit_strategy.auto.times import Timed, decide
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPWiring
@@ -43,6 +43,7 @@ MOST_TRIED_STEPS = 20  # of all candidates, with the one that sends their residu
 TOO_SLOW = 2.0  # times the framework's own step: a candidate whose first timed step takes longer is given up
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
 LOOKED_AT = 50  # of them, the last ones, are timed
+CHANGED = 1.5  # or its inverse, of the step when it was chosen: choose again
 _MOST_EMPTYING_STEPS = 3
 _ROOM = "lowbit_strategy.fitting.fit:room_for"
 _KEPT = "lowbit_strategy.fitting.memory:kept_nbytes_of"
@@ -344,3 +345,8 @@ class AutoChoice(EveryStep):
         if self.active is None and any(gathered(self._unsent(), self.sync.ranks.world.group)):
             self._empty()
             self._take(self._coding)
+
+
+def has_changed(seconds: float, reference_s: float) -> bool:
+    """Whether steps take much more or less time than when the choice was made."""
+    return not reference_s / CHANGED < seconds < reference_s * CHANGED

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster than that is not worth having
 MIN_WIN_RATE = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
-CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,3 @@ def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
         return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
     best = min(certain, key=lambda at: tried[at].median)
     return Verdict(best, f"{own.median / tried[best].median:.2f} times as fast as the framework's own step: {measured}")
-
-
-def has_changed(seconds: float, reference_s: float) -> bool:
-    """Whether steps take much more or less time than when the choice was made."""
-    return not reference_s / CHANGED < seconds < reference_s * CHANGED

@@ -39,7 +39,8 @@ from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.parameters import local_part, shaped
 from lowbit_strategy.second_moment.exchange_steps import WINDOW, steps_until_due, turns
-from lowbit_strategy.second_moment.mean_moment import NotExchanged, has_stepped, unsuitable
+from lowbit_strategy.second_moment.mean_moment import NotExchanged
+from lowbit_strategy.second_moment.optimizers import has_stepped, unsuitable
 from lowbit_strategy.second_moment.param_squares import BLOCK, ParamSquares, blocks_of, mean_squares
 from lowbit_strategy.second_moment.served import SKETCH_NUMEL, methods_of_squares, served
 

@@ -9,19 +9,25 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lowbit_strategy import LoCo
 from lowbit_strategy.advisor import inputs
 from lowbit_strategy.advisor.advice import (
     ADVISE_MIN_SPEEDUP,
     MEASURE_MIN_SPEEDUP,
     Gain,
     Verdict,
+    break_even,
     decide,
     gain_of,
     setup_options,
 )
 from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
-from lowbit_strategy.advisor.inputs import Situation, What, find_machine, gather
-from lowbit_strategy.advisor.workload import PRECISIONS, Workload, transformer
+from lowbit_strategy.advisor.cost import over_bandwidth, step_time
+from lowbit_strategy.advisor.inputs import Situation, What, gather
+from lowbit_strategy.advisor.machines import find_machine
+from lowbit_strategy.advisor.workload import PRECISIONS, Workload, plan_for, transformer, uncompressed
+
+SLOW, INSIDE = Link(0.01, 1e9 / 8), Link(5e-6, 50e9)
 
 
 def verdict(params: float, nodes: int, ranks_per_node: int, machine: str = "", **said: str) -> Verdict:
@@ -33,7 +39,7 @@ def verdict(params: float, nodes: int, ranks_per_node: int, machine: str = "", *
 def certain(params: float, nodes: int, ranks_per_node: int, link: Link, compute_s: float, memory: float) -> str | None:
     """The name of what is best where nothing is uncertain."""
     workload = Workload(transformer(params), nodes, ranks_per_node, itemsize=2)
-    situation = Situation(Cluster(inter_node=link, intra_node=Link(5e-6, 50e9)), compute_s, (), memory)
+    situation = Situation(Cluster(inter_node=link, intra_node=INSIDE), compute_s, (), memory)
     choice = decide(setup_options(workload, situation), workload, situation).choice
     return None if choice is None else choice.name
 
@@ -204,3 +210,16 @@ def test_measured_links_count_but_for_those_that_are_given() -> None:
     assert given.cluster.intra_node == near
     alone = gather({"compute": "1s"}, 1, replace(measured, nodes=1))
     assert [each.source for each in alone.figures] == ["assumed", "assumed", "measured", "measured", "given"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
+    workload = Workload(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(workload, layout, LoCo())  # type: ignore[arg-type]
+    stock = uncompressed(plan, 2)
+    at = break_even(*(over_bandwidth(each, Cluster(inter_node=SLOW, intra_node=INSIDE), 0.5) for each in (plan, stock)))
+    assert at is not None
+    for factor, faster in ((0.5, True), (2.0, False)):
+        if at * factor < 5e11:
+            link = Cluster(inter_node=Link(SLOW.latency_s, at * factor), intra_node=INSIDE)
+            assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is faster

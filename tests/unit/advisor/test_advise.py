@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lowbit_strategy.advisor import cluster
 from lowbit_strategy.cli import app
 
 
@@ -164,21 +163,6 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     code, output = invoke("advise", *arguments)
     assert code == 2
     assert message in output
-
-
-def test_quantities() -> None:
-    assert (
-        cluster.rate("10gbit")
-        == cluster.rate("10 Gbit/s")
-        == cluster.rate("10Gbps")
-        == cluster.rate("1.25GB/s")
-        == 1.25e9
-    )
-    assert cluster.rate("1Gb/s") == cluster.rate("1gbps") == cluster.rate("125 MB/s") == 1.25e8
-    assert [cluster.duration(text) for text in ("0.1ms", "100µs")] == pytest.approx([1e-4, 1e-4])
-    assert cluster.size("80GB") == 80e9
-    assert [cluster.rounded(value) for value in (1180.4, 99.96, 0.1234)] == ["1,180", "100", "0.123"]
-    assert cluster.count("7B") == cluster.count("7e9") == 7e9
 
 
 def test_the_table_and_the_sentence_say_against_what() -> None:

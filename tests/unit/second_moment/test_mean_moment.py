@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam
+from torch.optim import Adam, Adamax, AdamW, NAdam, RAdam
 
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.second_moment.mean_moment import MeanMoment, check_decay, correct_
+from lowbit_strategy.second_moment.mean_moment import MeanMoment, correct_
 
 NUMEL = 4000
 
@@ -74,15 +74,6 @@ def test_nothing_is_corrected_where_there_is_one_rank_or_no_gradient() -> None:
     assert torch.equal(optimizer.state[param]["exp_avg_sq"], before)
     MeanMoment(lambda: 4).stepped(optimizer)
     assert not optimizer.state[idle]
-
-
-def test_a_weight_decay_within_the_gradient_is_refused() -> None:
-    param = nn.Parameter(torch.zeros(8))
-    for optimizer in (AdamW([param]), Adam([param]), NAdam([param], weight_decay=0.1, decoupled_weight_decay=True)):
-        check_decay(optimizer)
-    with pytest.raises(ValueError, match="take AdamW"):
-        check_decay(Adam([param], weight_decay=0.1))
-    check_decay(SGD([param], lr=0.1))
 
 
 def test_replicas_that_come_and_go_are_not_alone() -> None:
