@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.adaptation.monitor_options import MonitorOptions
-from lowbit_strategy.attach.checks import MADE_BEFORE_SHARDING, check_optimizers
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
+from lowbit_strategy.attach.mistakes import MADE_BEFORE_SHARDING
 from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
@@ -188,7 +188,7 @@ def compress(
     if sync_options.shard_size is None:
         sync_options = replace(sync_options, shard_size=shard_size)
     compressor = sync_options.default_compressor if compressor is None else as_compressor(compressor)
-    check_optimizers(compressor, sync_options, optimizers)
+    sync_options.check_optimizers(compressor, optimizers)
     params = {id(param) for _, param in named_parameters(bare)}
     if any(not params & {id(p) for group in each.param_groups for p in group["params"]} for each in optimizers):
         raise ValueError(MADE_BEFORE_SHARDING)

@@ -34,7 +34,6 @@ from lowbit_strategy.accelerate.models import PreparedModels
 from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
 from lowbit_strategy.accelerate.supported import check_accelerator
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
@@ -220,7 +219,7 @@ class Binding:
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         if self.sessions:
-            check_optimizers(self.plugin.compressor, self._options, [optimizer])
+            self._options.check_optimizers(self.plugin.compressor, [optimizer])
         if type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
             optimizer.lowbit = self

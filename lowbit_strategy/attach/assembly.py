@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.checks import ONE_REPLICA, check_whole_model
 from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
@@ -22,9 +21,15 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.handshake import handshake, settings_facts
 from lowbit_strategy.model.mesh import model_group
 from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
 
+ONE_REPLICA = (
+    "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up exactly,"
+    " so nothing is compressed, and no steps are local. Start several nodes. To try it on one, give a smaller"
+    " shard_size, or start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
+)
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -127,3 +132,22 @@ def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
+    """Raises:
+    ValueError: A method selects from all of a rank's parameters, while tensor or expert parallelism gives ranks
+        different parts of some and the same copy of another.
+    """
+    if sync.ranks.world.world_size == sync.ranks.world_size:
+        return
+    for name, param in named_parameters(module):
+        assignment = sync.state.assignments.get(name)
+        if assignment is None or not assignment.method.whole_model:
+            continue
+        if getattr(param, "_st_info", param).shape.numel() == sync.specs[name].whole.numel:
+            raise ValueError(
+                f"{sync.compressor.name} selects from all parameters of a rank, whose others differ by tensor"
+                f" parallelism, and {name} is the same on all ranks, which would select other parts of it: exempt it,"
+                " or take a compressor that looks at one parameter at a time, such as LoCo()"
+            )

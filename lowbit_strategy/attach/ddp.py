@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
-from lowbit_strategy.attach.checks import check_ddp
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring, refuse_other_hooks
+from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.mesh import describe_dims
 from lowbit_strategy.model.param_groups import ddp_buckets
-from lowbit_strategy.model.parameters import canonical_name, named_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, named_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 
@@ -116,3 +117,47 @@ def _refuse_join(**options: Any) -> Any:
         "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
         " misses exchanges between the others. Give every rank the same number of batches (DistributedSampler does)"
     )
+
+
+def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -> None:
+    """Raises:
+    ValueError: `model` is not what was prepared, wrapped in DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"attach_ddp was given a {type(model).__name__}: give it what DistributedDataParallel returned for the"
+            " prepared model (for fully_shard it is attach_fsdp)"
+        )
+    if scatter:
+        raise ValueError(
+            "the model was prepared with scatter=True, which is for attach_fsdp: leave scatter out for DDP"
+        )
+    found = {spec.name: spec.shape for spec in describe_parameters(model.module)}
+    expected = {spec.name: spec.shape for spec in specs}
+    if found != expected:
+        name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+        raise ValueError(
+            f"attach_ddp was given another model than prepare: {name} is {_shape(found.get(name))} in one and"
+            f" {_shape(expected.get(name))} in the other. Prepare the model that is wrapped, after freezing what is not"
+            " trained"
+        )
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "missing or frozen" if shape is None else str(list(shape))
+
+
+def refuse_other_hooks(model: DistributedDataParallel) -> None:
+    """Raises:
+    RuntimeError: DDP calls another hook with this model's gradients.
+    """
+    if model.mixed_precision is not None:
+        raise RuntimeError(
+            "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, which"
+            " compression would replace: leave it out, and use autocast or the framework's precision"
+        )
+    if model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
+        raise RuntimeError(
+            f"the model already has a communication hook ({name}), and DDP calls one: do not register it"
+        )

@@ -10,11 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.checks import check_synchronizes
 from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.optimizer_hook import has_rate
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.engine import GradientSync, in_backward
 from lowbit_strategy.model.parameters import local_part, named_parameters
 
 
@@ -182,3 +181,24 @@ class GradientUse:
         summed = counts if self._sync.rounds is not None else self._sync.summed_in_parts(counts)
         are_zero: list[bool] = (summed == 0).tolist()
         return are_zero
+
+
+def check_synchronizes(model: DistributedDataParallel) -> None:
+    """Check, when an optimizer has stepped, that DDP synchronized the gradients of `model`.
+
+    Raises:
+        RuntimeError: DDP was told not to synchronize, or has not done so yet.
+    """
+    if in_backward():
+        raise RuntimeError(
+            "an optimizer has stepped inside the backward pass, before DistributedDataParallel has averaged the"
+            " gradients: each rank would train on its own. Step after backward, or shard the model with fully_shard,"
+            " where hooks of parameters are called with averaged gradients"
+        )
+    if not model.require_backward_grad_sync:
+        raise RuntimeError(
+            "an optimizer has stepped inside no_sync(): each rank has trained on its own gradients, and nothing was"
+            " sent or compressed. Leave no_sync() before the last backward pass of a step. If ranks are to train by"
+            " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
+            " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
+        )

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.attach.checks import NEVER_ATTACHED
+NEVER_ATTACHED = (
+    "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
+    " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
+)
 
 # Sessions that are told of every step, in the order in which they were made: all ranks end their steps in this order.
 _watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()

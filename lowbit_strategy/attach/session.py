@@ -13,18 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.checks import (
+from lowbit_strategy.attach.frozen import Frozen
+from lowbit_strategy.attach.gradient_use import GradientUse
+from lowbit_strategy.attach.loss_scale import LossScale
+from lowbit_strategy.attach.mistakes import (
     CLIPPED_AFTERWARDS,
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
     NO_STEP_HAS_ENDED,
-    check_optimizers,
-    unfrozen_under_ddp,
+    UNFROZEN_UNDER_DDP,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.frozen import Frozen
-from lowbit_strategy.attach.gradient_use import GradientUse
-from lowbit_strategy.attach.loss_scale import LossScale
 from lowbit_strategy.attach.optimizer_hook import stop_watching, watch_optimizers
 from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -164,7 +163,7 @@ class Session:
             self._warn(NO_STEP_HAS_ENDED)
         if unfrozen := self.frozen.newly_trainable():
             if self._is_in_ddp and not self.is_in_rounds:
-                raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
+                raise RuntimeError(UNFROZEN_UNDER_DDP.format(unfrozen[0]))
             self.extend()
         self.pace.begin_backward(loss)
 
@@ -385,7 +384,7 @@ class Session:
         if not self.owns(optimizer) or self._use.moves_nothing(optimizer):
             return
         if not self._use.knows(optimizer):
-            check_optimizers(self.sync.compressor, self.options, [optimizer])
+            self.options.check_optimizers(self.sync.compressor, [optimizer])
         self._use.on_optimizer_step(optimizer)
         self._is_open, self._num_passes = True, 0
         if in_backward():  # others may step in it: the next pass ends the step

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
@@ -127,6 +129,16 @@ class SyncOptions:
             )
         for part in self.parts:
             part.check_layout(self, scatter=scatter)
+
+    def check_optimizers(self, compressor: Compressor, optimizers: Iterable[Optimizer]) -> None:
+        """Raises:
+        ValueError: An optimizer's momentum conflicts with the compressor's, it lacks what the options need, or it
+            exchanges weights itself with local steps.
+        """
+        for optimizer in optimizers:
+            compressor.check_optimizer(optimizer)
+            for part in self.parts:
+                part.check_optimizer(optimizer)
 
 
 def _members(value: Any, source: Source) -> RoundMembers:

@@ -1,4 +1,4 @@
-"""What replicas agree on and hand over when they meet. torchft's `Manager` votes inside a replica, and compares step
+"""What replicas agree on when they meet. torchft's `Manager` votes inside a replica, and compares step
 numbers.
 
 With that, one replica may commit while another does not, and two replicas with different weights after the same number
@@ -11,19 +11,13 @@ When members meet again, the histories show who has committed.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.elastic.member_comm import MemberComm
 from lowbit_strategy.kernels.reference.rng import hash32
-from lowbit_strategy.model.parameters import local_part
 
 NO_HISTORY = 0
 
@@ -132,79 +126,3 @@ def agree(states: Sequence[MemberState]) -> Agreement:
 def history_after(history: int, clock: int) -> int:
     """The history after the synchronization of agreement number `clock` is committed; never `NO_HISTORY`."""
     return hash32(hash32(history) + clock) or 1
-
-
-def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
-    """Each member's weight, 1 on average; exactly 1 if all have trained the same number of samples, or none."""
-    total = sum(trained)
-    return tuple(each * len(trained) / total if total else 1.0 for each in trained)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MembersChange:
-    """The members have changed since the previous synchronization.
-
-    Args:
-        step: Optimizer steps completed before.
-        members: The names of all members, in rank order.
-        joined: The new members; at first all.
-        lost: The members that are gone.
-        seconds: Seconds from the end of a round, or the start, until all remaining members had met and had the same
-            state.
-    """
-
-    step: int
-    members: tuple[str, ...]
-    joined: tuple[str, ...]
-    lost: tuple[str, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        changes = [
-            f"{what}: {', '.join(names)}" for what, names in (("joined", self.joined), ("lost", self.lost)) if names
-        ]
-        return (
-            f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
-            f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
-        )
-
-
-def send(state: Any, comm: MemberComm, rank: int) -> None:
-    """Send dicts, lists, numbers, texts, None and tensors to one member, in torch's format. torchft pickles them, and
-    loading a pickle may run code.
-
-    Raises:
-        ExchangeFailedError: It is lost.
-        TypeError: The state has something else in it.
-    """
-    buffer = io.BytesIO()
-    torch.save(tree_map(_plain, state), buffer)
-    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    comm.send(torch.tensor([data.numel()]), rank).wait()
-    comm.send(data, rank).wait()
-
-
-def receive(comm: MemberComm, rank: int) -> Any:
-    """Receive from one member; tensors are on the CPU.
-
-    Raises:
-        ExchangeFailedError: It is lost.
-        ValueError: It has sent something else.
-    """
-    size = torch.empty(1, dtype=torch.int64)
-    comm.receive(size, rank).wait()
-    data = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(data, rank).wait()
-    try:
-        return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-    except Exception as error:  # other bytes fail in any of the ways of pickle
-        raise ValueError(f"a state that has arrived is damaged ({error})") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        local = local_part(value.detach()).cpu()
-        return local.clone() if local.nbytes < local.untyped_storage().nbytes() else local  # all of it would be saved
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"{type(value).__name__} cannot be sent to another replica: numbers, texts and tensors can")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -220,17 +219,6 @@ def start_lighthouse(bind: str, *, min_replicas: int, join_timeout: float, heart
     )
 
 
-def address_towards(lighthouse: str) -> str:
-    """The address from which this machine reaches the lighthouse; nothing is sent."""
-    url = urlparse(lighthouse)
-    assert url.hostname is not None
-    family, kind, protocol, _, target = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def import_torchft() -> Any:
     """Raises:
     ImportError: It is not installed.
@@ -277,30 +265,6 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
         reason = why_not()
         reasons = [*reasons, reason] if reason else []
     raise RuntimeError(reasons[-1])
-
-
-@contextlib.contextmanager
-def noting_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether SIGTERM has come since; the program's own handler is called as well.
-
-    Frameworks' handlers only note the signal and act at the next batch, which a wait delays. Without a handler the
-    signal ends the process as usual.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    received = []
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        handler(number, frame)
-
-    signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def answers(host: str, port: int) -> bool:

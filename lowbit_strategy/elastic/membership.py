@@ -11,29 +11,29 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm
 from lowbit_strategy.elastic.lighthouse import (
-    Elastic,
     Identity,
     Patience,
     Quorum,
     Registration,
-    address_towards,
     has_ended,
     import_torchft,
-    noting_sigterm,
     watched,
 )
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
+from lowbit_strategy.elastic.options import Elastic
 
 _FACTS, _MET = "lowbit_strategy/facts", "lowbit_strategy/met"
 _STATUS = 128 + signal.SIGTERM
@@ -343,3 +343,38 @@ def _bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> 
         wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     comm.broadcast(wire, 0).wait()
     return wire.cpu().numpy().tobytes()
+
+
+def address_towards(lighthouse: str) -> str:
+    """The address from which this machine reaches the lighthouse; nothing is sent."""
+    url = urlparse(lighthouse)
+    assert url.hostname is not None
+    family, kind, protocol, _, target = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+@contextlib.contextmanager
+def noting_sigterm() -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether SIGTERM has come since; the program's own handler is called as well.
+
+    Frameworks' handlers only note the signal and act at the next batch, which a wait delays. Without a handler the
+    signal ends the process as usual.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, handler)

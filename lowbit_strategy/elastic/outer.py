@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -21,18 +21,15 @@ from torch import Tensor, nn
 from lowbit_strategy.elastic.agreement import (
     NO_HISTORY,
     Agreement,
-    MembersChange,
     MemberState,
     agree,
     gathered_states,
     history_after,
     merge_ranks,
-    receive,
-    sample_weights,
-    send,
 )
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.elastic.membership import Members, Membership
+from lowbit_strategy.elastic.plain_state import receive, send
 from lowbit_strategy.elastic.sampler import ElasticSampler
 from lowbit_strategy.elastic.timed_turns import TimedTurns
 from lowbit_strategy.inform import inform
@@ -411,3 +408,38 @@ class ElasticOuterSync(OuterSync):
         self._set_step(state["step_index"])
         self.num_heals += 1
         self.on_healed()
+
+
+def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
+    """Each member's weight, 1 on average; exactly 1 if all have trained the same number of samples, or none."""
+    total = sum(trained)
+    return tuple(each * len(trained) / total if total else 1.0 for each in trained)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembersChange:
+    """The members have changed since the previous synchronization.
+
+    Args:
+        step: Optimizer steps completed before.
+        members: The names of all members, in rank order.
+        joined: The new members; at first all.
+        lost: The members that are gone.
+        seconds: Seconds from the end of a round, or the start, until all remaining members had met and had the same
+            state.
+    """
+
+    step: int
+    members: tuple[str, ...]
+    joined: tuple[str, ...]
+    lost: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        changes = [
+            f"{what}: {', '.join(names)}" for what, names in (("joined", self.joined), ("lost", self.lost)) if names
+        ]
+        return (
+            f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
+            f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
+        )

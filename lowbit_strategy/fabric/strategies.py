@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
@@ -83,7 +82,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
 
     def _take_optimizer(self, optimizer: Any) -> None:
         """An optimizer is set up."""
-        check_optimizers(self.compressor, self.options, [optimizer])
+        self.options.check_optimizers(self.compressor, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -203,22 +203,6 @@ class DDPWiring:
         return hook is None or hook.close()
 
 
-def refuse_other_hooks(model: DistributedDataParallel) -> None:
-    """Raises:
-    RuntimeError: DDP calls another hook with this model's gradients.
-    """
-    if model.mixed_precision is not None:
-        raise RuntimeError(
-            "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, which"
-            " compression would replace: leave it out, and use autocast or the framework's precision"
-        )
-    if model._comm_hooks:
-        name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
-        raise RuntimeError(
-            f"the model already has a communication hook ({name}), and DDP calls one: do not register it"
-        )
-
-
 def refuse_python_reducer() -> None:
     """Raises:
     RuntimeError: ``optimize_ddp="python_reducer"`` is set: compiled autograd bypasses communication hooks.

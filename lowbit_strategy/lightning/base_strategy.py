@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit_strategy.adaptation.model_control import ModelControl
-from lowbit_strategy.attach.checks import check_optimizers
 from lowbit_strategy.attach.constructors import LowBitStrategy
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
@@ -91,7 +90,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             return
         signals = self._defer_signals(trainer)
         signals.begin()
-        check_optimizers(self.compressor, self.options, self.optimizers)
+        self.options.check_optimizers(self.compressor, self.optimizers)
         self.session.clipped(trainer.gradient_clip_val, "gradient_clip_val")
         loop: Any = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = functools.partial(

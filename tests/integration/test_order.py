@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lowbit_strategy import DiLoCo, LocalSGD, LoCo
-from lowbit_strategy.attach.checks import MANY_PASSES
+from lowbit_strategy.attach.mistakes import MANY_PASSES
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios

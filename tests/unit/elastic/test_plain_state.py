@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit_strategy.elastic.agreement import receive, send
+from lowbit_strategy.elastic.plain_state import receive, send
 
 STATE: dict[str, Any] = {
     "step": 3,
