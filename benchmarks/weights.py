@@ -31,7 +31,7 @@ from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.weight_codings import WeightCoding, as_weights
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT, VOCABULARY
 from recipes.text import standard_library

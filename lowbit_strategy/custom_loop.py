@@ -37,9 +37,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.backward import before_backward
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.mesh import by_mesh, shard_group
 from lowbit_strategy.model.parameters import named_parameters
+from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.telemetry.observe import Observer
 

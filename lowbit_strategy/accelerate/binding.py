@@ -37,7 +37,7 @@ from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
+from lowbit_strategy.model.sharded import end_iteration, reshard
 from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
 
 _ATTRIBUTE = "lowbit"

@@ -24,7 +24,8 @@ from lowbit_strategy.control.base import labels
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
-from lowbit_strategy.model.handshake import handshake, to_plain
+from lowbit_strategy.model.fingerprint import to_plain
+from lowbit_strategy.model.handshake import handshake
 
 _SLOT = "_lowbit_attached"
 

@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, add_ranges_, in_memory_order
 from lowbit_strategy.control.base import Accumulate
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Tally
+from lowbit_strategy.engine.tally import Tally
 from lowbit_strategy.telemetry.measure import StepMeasure
 
 STATE_KEY = "window"

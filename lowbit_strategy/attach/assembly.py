@@ -18,9 +18,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.model.handshake import handshake, settings_facts
-from lowbit_strategy.model.mesh import model_group
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.fingerprint import settings_facts
+from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.model.module_layout import ModuleLayout
+from lowbit_strategy.model.parallel_dims import model_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports

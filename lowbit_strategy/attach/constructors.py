@@ -28,14 +28,9 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.model.fsdp_sharding import (
-    DEFAULT_MIN_SHARD_NUMEL,
-    ShardPolicy,
-    policy_of,
-    shard_any,
-    sharded_groups,
-)
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
 from lowbit_strategy.model.mesh import by_mesh, data_ranks, give_replicas
+from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.options.configuration import take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size

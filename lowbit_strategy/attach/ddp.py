@@ -20,7 +20,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
-from lowbit_strategy.model.mesh import describe_dims
+from lowbit_strategy.model.parallel_dims import describe_dims
 from lowbit_strategy.model.param_groups import ddp_buckets
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, named_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks

@@ -23,7 +23,7 @@ from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 _log = logging.getLogger("lowbit_strategy")

@@ -19,7 +19,8 @@ from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
-from lowbit_strategy.model.handshake import fingerprint, handshake, to_plain
+from lowbit_strategy.model.fingerprint import fingerprint, to_plain
+from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.ranks.ranks import Topology

@@ -28,7 +28,8 @@ from lowbit_strategy.config_file.section import plugin_from_section, read_config
 from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
-from lowbit_strategy.model.param_groups import ModuleLayout, ParamGroup, ddp_buckets
+from lowbit_strategy.model.module_layout import ModuleLayout
+from lowbit_strategy.model.param_groups import ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.lines import lines
 from lowbit_strategy.plan.plan import StepPlan, make_plan

@@ -19,7 +19,7 @@ from lowbit_strategy.elastic.options import Elastic
 from lowbit_strategy.elastic.outer import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.rule import OuterRule
-from lowbit_strategy.model.handshake import fingerprint
+from lowbit_strategy.model.fingerprint import fingerprint
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.groups import new_group
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.engine.interfaces import Tally
+from lowbit_strategy.engine.tally import Tally
 from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -31,30 +30,6 @@ class RankState(Protocol):
 
     def forget(self) -> None:
         """The state is lost: continue from what all ranks share."""
-
-
-class Tally:
-    """State that follows reductions. The methods here do nothing; subclasses override those that they need."""
-
-    def keep(self, names: Collection[str]) -> None:
-        """These parameters are about to be reduced, and the reduction may be rolled back."""
-
-    def commit(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters have been used."""
-
-    def roll_back(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters are thrown away."""
-
-    def set_aside(self, names: Collection[str]) -> None:
-        """The gradients of these parameters were cleared; what becomes of their reductions is decided later."""
-        self.roll_back(names)
-
-    def settle(self, names: Collection[str], *, used: bool) -> None:
-        """It is now known whether the reductions that were set aside were `used`."""
-
-    def taken_back(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """A context, for checkpoints, in which these parameters' state is as before their reductions."""
-        return nullcontext()
 
 
 class Rounds(Protocol):

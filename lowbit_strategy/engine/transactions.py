@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.engine.copies import Copies, average_, copy_
-from lowbit_strategy.engine.interfaces import Tally
 from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.tally import Tally
 
 
 class Follower(Tally):

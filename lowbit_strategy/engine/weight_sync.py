@@ -16,7 +16,7 @@ from lowbit_strategy.collectives.weight_gather import WeightGather
 from lowbit_strategy.collectives.weight_rows import CodecParams
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import ModuleLayout, has_codes
+from lowbit_strategy.model.module_layout import ModuleLayout
 
 
 class ModuleWeights:
@@ -44,7 +44,7 @@ class ModuleWeights:
         self.reduced, self.world_size = False, comm.world_size
         rows = [dim0_row_numel(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(rows)
-        parts = self._parts(coding, layout, rows, comm.world_size) if has_codes(coding, layout) else None
+        parts = self._parts(coding, layout, rows, comm.world_size) if layout.has_codes(coding) else None
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         self.gather = WeightGather(

@@ -20,8 +20,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
-from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
-from lowbit_strategy.model.fsdp_sharding import reshard
+from lowbit_strategy.checkpoint.mismatch import explain_mismatch
+from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
+from lowbit_strategy.model.sharded import reshard
 
 from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 

@@ -17,7 +17,7 @@ from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.fitting.memory import Memory
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, choose, enough_gb, memory_options
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.prepared import copies_residuals, extra_of, without_extra
 from lowbit_strategy.ranks.ranks import Ranks

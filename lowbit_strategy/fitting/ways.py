@@ -15,7 +15,8 @@ from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ModuleLayout, ParamGroup
+from lowbit_strategy.model.module_layout import ModuleLayout
+from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.plan import make_plan

@@ -39,9 +39,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
+from lowbit_strategy.model.sharded import ShardedGroup
 from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 

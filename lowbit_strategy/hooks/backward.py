@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import trainable_parameters
+from lowbit_strategy.model.sharded import sharded_groups
 
 
 def before_backward(model: nn.Module, call: Callable[[], None]) -> None:

@@ -15,9 +15,9 @@ from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, Hybrid
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, reduce_dtype, set_mesh, take_over_replication
 from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
+from lowbit_strategy.model.sharded import ShardedGroup, reduce_dtype, set_mesh, take_over_replication
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _SET = ("_all_gather_comm", "_reduce_scatter_comm")  # by attaching, on the parameter groups of FSDP2

@@ -33,7 +33,7 @@ from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, Reductions
-from lowbit_strategy.model.fsdp_sharding import reduce_dtype
+from lowbit_strategy.model.sharded import reduce_dtype
 from lowbit_strategy.telemetry.step_times import clock_of
 
 

@@ -14,9 +14,10 @@ from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.checkpoint.loading import explain_mismatch, optimizers_without_state
+from lowbit_strategy.checkpoint.mismatch import explain_mismatch
+from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.fsdp_sharding import cost_of_accumulation, end_iteration
+from lowbit_strategy.model.sharded import cost_of_accumulation, end_iteration
 
 from .base_strategy import SessionStrategy
 from .stock import DDPStrategy, ModelParallelStrategy

@@ -29,7 +29,7 @@ from lowbit_strategy.local_steps.fragment import (
 from lowbit_strategy.local_steps.interval import Interval
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.local_steps.turns import Turns
-from lowbit_strategy.model.handshake import to_plain
+from lowbit_strategy.model.fingerprint import to_plain
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:

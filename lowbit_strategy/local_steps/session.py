@@ -22,8 +22,8 @@ from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runne
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.digest import differing
-from lowbit_strategy.model.mesh import group_of
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
+from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -1,29 +1,19 @@
-"""Reads from a model which ranks average its gradients, and which ranks hold a part of it.
-
-FSDP2 and DDP know the former, the data-parallel dims of a mesh. Other dims, of tensor and expert parallelism, show in
-parameters that are `DTensor`s. What belongs to others, such as other stages of a pipeline, does not show.
-"""
+"""Reads from the meshes of sharded modules which ranks average their gradients, and gives modules replicas."""
 
 from __future__ import annotations
 
-import hashlib
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.model.fsdp_sharding import ShardedGroup, set_mesh
-from lowbit_strategy.ranks.groups import connected, new_group, timeout_of
+from lowbit_strategy.model.sharded import ShardedGroup, set_mesh
 
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
 CONTEXT_DIMS = ("cp", "context_parallel")
 
 
@@ -162,63 +152,3 @@ def _mesh_like(row: list[int], device_type: str) -> DeviceMesh:
             " unknown: give fully_shard the mesh of (replicas, ranks that shard one model)"
         )
     return DeviceMesh(device_type, rows, mesh_dim_names=("replicate", "shard"))
-
-
-def model_group(
-    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, mesh: DeviceMesh | None = None
-) -> dist.ProcessGroup | None:
-    """The group of all ranks that hold part of `module`, including those that share a parameter with a rank of `group`.
-    Call it on all of them; None is the default group.
-
-    Args:
-        module: The model.
-        group: The ranks that average its gradients.
-        device: Device of the gradients.
-        mesh: A mesh whose ranks always belong to the group.
-    """
-    own = set(dist.get_process_group_ranks(group))
-    meshes = {id(each): each for each in map(_mesh_of, module.parameters()) if each is not None}
-    for each in [*meshes.values(), *([] if mesh is None else [mesh])]:
-        own.update(each.mesh.flatten().tolist())
-    return group_of(sorted(set().union(*gathered(own, group))), group, device)
-
-
-def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    """The mesh of a parameter. DDP with ``device_mesh=`` keeps its local part, and its distribution separately."""
-    spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
-    return None if spec is None else spec.device_mesh
-
-
-def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """The group of these ranks, made once in a run. Call it on all of them.
-
-    Args:
-        ranks: Global ranks, in order.
-        near: An existing group, returned if it has these ranks; a new group gets its timeout.
-        device: Device of its tensors.
-    """
-    if len(ranks) == dist.get_world_size():
-        return None
-    if list(ranks) == dist.get_process_group_ranks(near):
-        return near
-    made = _made.setdefault(c10d._get_default_group(), {})
-    if (key := tuple(ranks)) not in made:
-        purpose = f"model/{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
-        made[key] = connected(new_group(ranks, None, purpose, timeout=timeout_of(near, device)), device)
-    return made[key]
-
-
-def describe_dims(mesh: DeviceMesh | None, params: Iterable[nn.Parameter]) -> str:
-    """Describe the dims of the whole mesh over which gradients are compressed; empty if it has one dim or unnamed dims.
-
-    Args:
-        mesh: The mesh of the data-parallel dims; the second of two dims shards.
-        params: Parameters, some of them on the whole mesh, needed if `mesh` was not cut from that.
-    """
-    if mesh is None or (own := mesh.mesh_dim_names) is None:
-        return ""
-    whole: list[Any] = [mesh._get_root_mesh(), *filter(None, map(_mesh_of, params))]
-    named = [dict(zip(each.mesh_dim_names or (), each.shape, strict=False)) for each in whole]
-    dims = max(([f"{name} {size}" for name, size in each.items() if size > 1] for each in named), key=len)
-    inside = "".join(f", exact over {name}" for name, size in zip(own[1:], mesh.shape[1:], strict=True) if size > 1)
-    return f"{' x '.join(dims)}, compressed over {own[0]}{inside}" if len(dims) > 1 else ""

@@ -1,15 +1,10 @@
-"""Finds which parameters are reduced, or gathered, together."""
+"""Finds which parameters are reduced together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
-
-from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 
 Layout = Literal["ddp", "fsdp", "hsdp"]  # what wraps the model
 DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
@@ -47,26 +42,3 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
         found[-1][0].append(name)
         nbytes += numel * itemsize
     return [ParamGroup(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleLayout:
-    """What one sharded module gathers together.
-
-    Args:
-        specs: Its parameters, in the order of their shards in a row.
-        dtype: Dtype of the gathered weights.
-        num_gathers: Number of gathers by FSDP2 in a step of one forward and one backward pass.
-        coded: Whether they can be coded, which fails if a parameter has a dtype that is not float, or customizes its
-            all-gather.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    dtype: torch.dtype
-    num_gathers: int
-    coded: bool = True
-
-
-def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
-    """Whether a module's weights are sent as codes; if not, FSDP2 gathers them, or rows are sent as they are."""
-    return layout.coded and not isinstance(coding, Exact)

@@ -9,7 +9,8 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ModuleLayout, ParamGroup, ddp_buckets
+from lowbit_strategy.model.module_layout import ModuleLayout
+from lowbit_strategy.model.param_groups import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ReductionPlan, gradient_transfers
 from lowbit_strategy.plan.messages import TransferGroup, internode_nbytes, step_nbytes

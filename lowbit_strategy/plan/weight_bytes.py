@@ -9,7 +9,8 @@ from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ModuleLayout, has_codes
+from lowbit_strategy.model.module_layout import ModuleLayout
+from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.plan.levels import ring_internode_fraction, world_internode_fraction
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology
@@ -48,7 +49,7 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
     others, itemsize = world_size - 1, layout.dtype.itemsize
     rows = [dim0_row_numel(spec.shape, world_size) for spec in layout.specs]
     exact = sum(rows) * itemsize
-    coded = has_codes(coding, layout)
+    coded = layout.has_codes(coding)
     sizes = [row * itemsize for row in rows]
     if layout.coded:
         codecs = [coding.codec(spec) for spec in layout.specs]
@@ -93,7 +94,7 @@ def weight_transfers(
     transfers = []
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
-        coded, memory, brief = has_codes(coding, module), cost.buffer_nbytes, 0
+        coded, memory, brief = module.has_codes(coding), cost.buffer_nbytes, 0
         row, framing = cost.gather_nbytes // (num_ranks - 1), cost.row_framing_nbytes
         what = "weights" if coded else EXACT_WEIGHTS
         ours = coded or coding.keep == "replica"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 _PREFIX = "lowbit_strategy/"
 _num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
 
 
 def new_group(
@@ -118,3 +120,22 @@ def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
         dist.all_to_all_single(torch.empty_like(number_W), number_W, group=group)
         number_W.cpu()
     return group
+
+
+def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """The group of these ranks, made once in a run. Call it on all of them.
+
+    Args:
+        ranks: Global ranks, in order.
+        near: An existing group, returned if it has these ranks; a new group gets its timeout.
+        device: Device of its tensors.
+    """
+    if len(ranks) == dist.get_world_size():
+        return None
+    if list(ranks) == dist.get_process_group_ranks(near):
+        return near
+    made = _made.setdefault(c10d._get_default_group(), {})
+    if (key := tuple(ranks)) not in made:
+        purpose = f"model/{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+        made[key] = connected(new_group(ranks, None, purpose, timeout=timeout_of(near, device)), device)
+    return made[key]

@@ -13,7 +13,7 @@ from typing import Any
 from lowbit_strategy.adaptation.driver import AdaptiveDriver, Event, shares
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.control.base import Progress, describe, labels
-from lowbit_strategy.model.handshake import to_plain
+from lowbit_strategy.model.fingerprint import to_plain
 from lowbit_strategy.report.record import FILE_NAME
 from lowbit_strategy.telemetry.observe import Observation
 from lowbit_strategy.telemetry.startup_report import describe_ranks

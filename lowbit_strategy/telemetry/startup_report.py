@@ -16,7 +16,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 

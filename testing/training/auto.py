@@ -16,7 +16,7 @@ from lowbit_strategy.auto.choice import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS,
 from lowbit_strategy.auto.times import Timed, Verdict
 from lowbit_strategy.hooks.ddp import hooked
 from lowbit_strategy.methods.weight_codings import Exact
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.sharded import sharded_groups
 
 OWN = WARM_STEPS + OWN_STEPS
 TRIED = 2 * (WARM_TRIED_STEPS + num_timed(2))

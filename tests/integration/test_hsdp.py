@@ -26,8 +26,9 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.model.digest import differing
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any, sharded_groups
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.mesh import give_replicas
+from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 from testing.counting.traffic import count_exchanges

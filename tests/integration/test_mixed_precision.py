@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lowbit_strategy import Exact, LoCo, WeightCode
 from lowbit_strategy.fabric import LowBitFSDPStrategy
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.sharded import sharded_groups
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, scenarios

@@ -20,8 +20,8 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.weight_codings import Exact
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
 

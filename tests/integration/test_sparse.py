@@ -36,8 +36,8 @@ from lowbit_strategy.methods.zoo.gtopk import GTopK
 from lowbit_strategy.methods.zoo.micro import MiCRO
 from lowbit_strategy.methods.zoo.scalecom import ScaleCom
 from lowbit_strategy.methods.zoo.sidco import SIDCo
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, scenarios

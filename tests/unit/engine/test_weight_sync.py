@@ -17,7 +17,7 @@ from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import ModuleLayout
+from lowbit_strategy.model.module_layout import ModuleLayout
 from testing.worlds.shards import CPU, SPECS, Shards
 from testing.worlds.simulated import SimulatedWorld
 

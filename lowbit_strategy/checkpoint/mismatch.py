@@ -1,4 +1,4 @@
-"""Helps to load a framework's checkpoint: names what does not fit the model, and handles optimizers without state.
+"""Names what in a framework's checkpoint does not fit the model.
 
 FSDP2's loaders fail on the first tensor, often with an error about broadcasting. This code looks only after they have
 failed.
@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from lowbit_strategy.model.parameters import canonical_name
 
 Shapes = dict[str, tuple[int, ...]]
-_LOAD = "_load_checkpoint"
-_REKEY = "_rekey_optimizer_state_if_needed"
 
 
 @contextlib.contextmanager
@@ -69,35 +65,3 @@ def _difference(saved: Shapes | None, module: nn.Module) -> str:
     for name in [name for name, shape in here.items() if name in held and held[name] != shape][:3]:
         parts.append(f"{name} is {list(held[name])} in the checkpoint and {list(here[name])} in the model")
     return "; ".join(parts)
-
-
-@contextlib.contextmanager
-def optimizers_without_state(strategy: object) -> Iterator[None]:
-    """Let `strategy` load an optimizer that has no state, such as SGD without momentum.
-
-    Lightning 2.6.6 looks at the first entry of the saved state to see whether its keys are numbers, and torch 2.13
-    takes its device from an entry. Both fail if there is none. Such an optimizer needs only its groups' options.
-    """
-    methods = [cls.__dict__["load_checkpoint"] for cls in type(strategy).__mro__ if "load_checkpoint" in cls.__dict__]
-    stock = next((m.__globals__[_LOAD] for m in methods if _LOAD in m.__globals__), None)
-    names = {} if stock is None else stock.__globals__
-    if _REKEY not in names:  # another version, which does it in another way
-        yield
-        return
-    rekey, set_state = names[_REKEY], torch_state_dict.set_optimizer_state_dict
-
-    def rekey_if_any(saved: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-        return rekey(saved, module) if saved["state"] else saved
-
-    def set_state_if_any(model: nn.Module, optimizer: Optimizer, *, optim_state_dict: Any, **options: Any) -> None:
-        if optim_state_dict.get("state", True):
-            set_state(model, optimizer, optim_state_dict=optim_state_dict, **options)
-            return
-        for group, saved in zip(optimizer.param_groups, optim_state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-
-    names[_REKEY], torch_state_dict.set_optimizer_state_dict = rekey_if_any, set_state_if_any  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        names[_REKEY], torch_state_dict.set_optimizer_state_dict = rekey, set_state

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy.checkpoint.loading import explain_mismatch
+from lowbit_strategy.checkpoint.mismatch import explain_mismatch
 
 
 class _Attack:
