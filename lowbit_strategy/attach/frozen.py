@@ -7,8 +7,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.model.parameters import describe_parameters, keep_names, named_parameters, trainable_parameters
-from lowbit_strategy.model.sharded import check_held, sharded_groups, sharded_parameters
+from lowbit_strategy.model.parameters import (
+    describe_parameters,
+    keep_names,
+    named_parameters,
+    sharded_parameters,
+    trainable_parameters,
+)
+from lowbit_strategy.model.sharded import check_held, sharded_groups
 
 
 class Frozen:

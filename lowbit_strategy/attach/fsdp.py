@@ -22,8 +22,8 @@ from lowbit_strategy.hooks.fsdp import FSDPWiring
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.mesh import by_mesh, check_parts, give_replicas, has_other_parts, mean_ranks, shard_group
 from lowbit_strategy.model.parallel_dims import describe_dims
-from lowbit_strategy.model.parameters import describe_parameters, local_part, named_parameters
-from lowbit_strategy.model.sharded import ShardedGroup, check_held, reshard, sharded_groups, sharded_parameters
+from lowbit_strategy.model.parameters import describe_parameters, local_part, named_parameters, sharded_parameters
+from lowbit_strategy.model.sharded import ShardedGroup, check_held, reshard, sharded_groups
 from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 

@@ -22,8 +22,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.interfaces import Rounds
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.model.digest import differing
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
-from lowbit_strategy.model.sharded import sharded_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, sharded_parameters
 from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks
 

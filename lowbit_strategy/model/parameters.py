@@ -213,3 +213,9 @@ def shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
         return part_N.view(spec.shape)
     values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
     return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])
+
+
+def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by name, as shards if FSDP2 has gathered them."""
+    shards = {at: record.sharded_param for at, record in shard_records(module).items()}
+    return {name: shards.get(id(param), param) for name, param in named_parameters(module)}

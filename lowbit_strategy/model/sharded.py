@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from lowbit_strategy.model.parameters import canonical_name, named_parameters, param_groups, shard_records
+from lowbit_strategy.model.parameters import canonical_name, param_groups
 from lowbit_strategy.options.sizes import size
 
 
@@ -94,12 +94,6 @@ def reshard(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
-
-
-def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by name, as shards if FSDP2 has gathered them."""
-    shards = {at: record.sharded_param for at, record in shard_records(module).items()}
-    return {name: shards.get(id(param), param) for name, param in named_parameters(module)}
 
 
 def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:

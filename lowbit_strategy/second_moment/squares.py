@@ -36,8 +36,7 @@ from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
-from lowbit_strategy.model.parameters import local_part, shaped
-from lowbit_strategy.model.sharded import sharded_parameters
+from lowbit_strategy.model.parameters import local_part, shaped, sharded_parameters
 from lowbit_strategy.second_moment.exchange_steps import WINDOW, steps_until_due, turns
 from lowbit_strategy.second_moment.mean_moment import NotExchanged
 from lowbit_strategy.second_moment.optimizers import has_stepped, unsuitable
