@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu_acceptance.training import apart
-from lowbit_strategy.model.fsdp_sharding import policy_of
+from lowbit_strategy.attach.constructors import policy_of
 
 SIZES = {  # width, layers, heads, heads of keys and values, hidden, vocabulary, context, batch
     "cuda": (1024, 16, 16, 8, 2816, 32_000, 512, 4),

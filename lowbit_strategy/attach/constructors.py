@@ -28,7 +28,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.topk import TopK
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, policy_of, shard_any
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 from lowbit_strategy.model.mesh import by_mesh, data_ranks, give_replicas
 from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.options.configuration import take_options, takes_options_of
@@ -36,6 +36,7 @@ from lowbit_strategy.options.conversion import known_of, types_of, unknown_optio
 from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 
 Accumulate = Literal["local", "reduce"]
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 # Options of FSDP1, for those who come from it.
 _FSDP1_REMEDIES = {
@@ -291,3 +292,18 @@ def _whose(strategy: type, name: str) -> str:
             if name in {field.name for field in dataclasses.fields(each)}:
                 return f"it is an option of {form.format(type(each).__name__, name)}"
     return ""
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """FSDP2's policy for a trainer's `precision`.
+
+    With ``bf16-mixed`` and ``16-mixed``, shards and optimizer states stay float32, and weights are gathered and used in
+    half precision. Otherwise FSDP2 would gather float32, and autocast would keep a half-precision copy of every weight
+    for backward. The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half
+    precision.
+
+    With any other precision, everything has the parameters' dtype.
+    """
+    if precision not in _COMPUTE:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=_COMPUTE[precision], reduce_dtype=torch.float32)

@@ -20,7 +20,6 @@ from lowbit_strategy.model.sharded import end_iteration
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
-_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
@@ -80,21 +79,6 @@ class ShardPolicy:
     forward_methods: tuple[str, ...] = ()
     by_child: bool = False
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy:
-    """FSDP2's policy for a trainer's `precision`.
-
-    With ``bf16-mixed`` and ``16-mixed``, shards and optimizer states stay float32, and weights are gathered and used in
-    half precision. Otherwise FSDP2 would gather float32, and autocast would keep a half-precision copy of every weight
-    for backward. The compressor gets float32 gradients: it codes them anyway, and their mean is not rounded to half
-    precision.
-
-    With any other precision, everything has the parameters' dtype.
-    """
-    if precision not in _COMPUTE:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=_COMPUTE[precision], reduce_dtype=torch.float32)
 
 
 def needs_own_type(module: nn.Module) -> bool:
