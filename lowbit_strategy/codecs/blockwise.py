@@ -36,6 +36,11 @@ class BlockwiseCodec(BucketCodec):
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         """float32 [K, B]."""
 
+    @staticmethod
+    def trailer(payload_KC: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Copy the last bytes of every block as numbers, [K, ...]; a view would need aligned offsets and strides."""
+        return payload_KC[:, -nbytes:].clone(memory_format=torch.contiguous_format).view(dtype)
+
     def wire_nbytes(self, numel: int) -> int:
         return -(-numel // self.block_size) * self.block_nbytes
 
@@ -63,8 +68,3 @@ class BlockwiseCodec(BucketCodec):
         packed = pack_segments(segments, self.block_size)
         for wire in wire_WB:
             yield self.decode_blocks(packed.collect_wire(wire, self.block_nbytes)).reshape(-1)
-
-
-def trailer(payload_KC: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Copy the last bytes of every block as numbers, [K, ...]; a view would need aligned offsets and strides."""
-    return payload_KC[:, -nbytes:].clone(memory_format=torch.contiguous_format).view(dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.format import DenseFormat, Format
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 
@@ -31,7 +31,7 @@ def encode_(
     x: Tensor,
     wire: Tensor,
     segments: Segments,
-    fmt: BlockFormat | DenseFormat,
+    fmt: Format,
     *,
     flag: Tensor,
     stochastic: bool = False,
@@ -68,9 +68,7 @@ def encode_(
     )
 
 
-def decode_sum_(
-    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, *, alpha: float = 1.0
-) -> None:
+def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: Format, *, alpha: float = 1.0) -> None:
     """``out[segment] = alpha * sum over sources of decode(source, segment)``, added in float32 in rank order.
 
     Args:

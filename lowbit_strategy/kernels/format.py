@@ -168,6 +168,11 @@ def e2m1(block_size: int) -> BlockFormat:
     return BlockFormat(bits=4, block_size=block_size, codebook=codebook)
 
 
+def ternary(block_size: int) -> BlockFormat:
+    """-1, 0 and 1 times the largest magnitude, five trits per byte: exact for votes, which all have one magnitude."""
+    return BlockFormat(bits=2, block_size=block_size, codebook=(-1.0, 0.0, 1.0))
+
+
 @dataclass(frozen=True, slots=True)
 class DenseFormat:
     """Plain floats, or floats rounded to the nearest bfloat16: blocks of one element without a scale."""
@@ -193,6 +198,4 @@ class DenseFormat:
         return numel * self.code_nbytes
 
 
-def ternary(block_size: int) -> BlockFormat:
-    """-1, 0 and 1 times the largest magnitude, five trits per byte: exact for votes, which all have one magnitude."""
-    return BlockFormat(bits=2, block_size=block_size, codebook=(-1.0, 0.0, 1.0))
+Format = BlockFormat | DenseFormat  # of a section of a message

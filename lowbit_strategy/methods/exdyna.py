@@ -13,10 +13,10 @@ from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES
+from lowbit_strategy.methods._base.density import num_kept
 from lowbit_strategy.methods._base.flat_model import MAX_BLOCKS, FlatModel, UnionSelection
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _BAND = 1.1  # counts off the target by more than this factor: the threshold is estimated again

@@ -12,17 +12,10 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.low_rank import (
-    LowRankCompressor,
-    matrix_shape,
-    orthogonalize_all,
-    product,
-    random_factor,
-    store_error_,
-    store_factor_,
-)
+from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
+from lowbit_strategy.methods._base.matrices import orthogonalize_all, product
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import zero_residuals
+from lowbit_strategy.methods._base.residuals import store_error_, zero_residuals
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -81,7 +74,7 @@ class PowerSGD(LowRankCompressor):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = zero_residuals(specs, device)
         for spec in specs:
-            state[spec.name]["q"] = random_factor(spec, 1, self.rank, seed=0).to(device)
+            state[spec.name]["q"] = self.random_factor(spec, 1, seed=0).to(device)
         return state
 
     def reduce(
@@ -103,7 +96,7 @@ class PowerSGD(LowRankCompressor):
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
             if view.sent is not None:
                 view.fill_observed_(matrices[i], ps[i] @ own_qs[i].T)
-            store_factor_(tensors["q"], mean_q)
+            self.store_factor_(tensors["q"], mean_q)
             store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Arena, Codec, DenseCodec, StatefulCodec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
@@ -46,7 +46,7 @@ class SignCodec(BlockwiseCodec):
         return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        mean_K1 = trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
+        mean_K1 = self.trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
         return torch.where(unpack_bits(payload_KC[:, :-SCALE_NBYTES]), mean_K1, -mean_K1)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, Format
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for, threads
 from lowbit_strategy.kernels.segments import Segments
@@ -103,7 +103,7 @@ class Extent(NamedTuple):
     aligned: bool  # whether every piece of the residual starts with a block
 
 
-def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
+def extent(segments: Segments, fmt: Format) -> Extent:
     """Compute the extent. The C code trusts the table, so nothing may lie outside the buffers."""
     num_blocks = x = state = wire = 0
     for row in segments.rows:
@@ -125,7 +125,7 @@ def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
 
 
 def call_struct(
-    x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, feedback: Feedback | None = None
+    x: Tensor, wire_WB: Tensor, segments: Segments, fmt: Format, feedback: Feedback | None = None
 ) -> tuple[CallStruct, Extent]:
     """Fill the structure that encode and decode share. A call without a block format is about unquantized floats.
 
@@ -177,7 +177,7 @@ def encode_(
     x: Tensor,
     wire: Tensor,
     segments: Segments,
-    fmt: BlockFormat | DenseFormat,
+    fmt: Format,
     *,
     flag: Tensor,
     stochastic: bool = False,
@@ -190,9 +190,7 @@ def encode_(
         flag |= 1
 
 
-def decode_sum_(
-    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, *, alpha: float
-) -> None:
+def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: Format, *, alpha: float) -> None:
     call, reach = call_struct(out, wire_WB, segments, fmt)
     call.alpha = alpha
     _run("lowbit_decode_sum", call, reach)

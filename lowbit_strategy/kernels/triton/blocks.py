@@ -23,8 +23,8 @@ from lowbit_strategy.kernels.triton.layout import (
     signed,
     tiles_of,
 )
-from lowbit_strategy.kernels.triton.packing import load_scale
-from lowbit_strategy.kernels.triton.unpacking import add_source, interleaved, load_codes
+from lowbit_strategy.kernels.triton.loading import load_codes, load_scale
+from lowbit_strategy.kernels.triton.unpacking import add_source
 
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
@@ -78,6 +78,14 @@ def add_sources(
     for s in tl.static_range(NUM):
         totals = add_source(totals, packed[s], scales[s], common.zero, fmt)
     return totals
+
+
+@triton.jit
+def interleaved(a, b, c, d):
+    """[rows, 4 n] of four [rows, n]."""
+    K: tl.constexpr = a.shape[0]
+    N: tl.constexpr = a.shape[1]
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [K, 4 * N])
 
 
 @triton.jit

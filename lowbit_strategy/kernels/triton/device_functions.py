@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: where a tile lies, loading it, sums.
+"""Device functions shared by the kernels: where a tile lies, and the bits of its elements.
 
 A tile is some whole blocks of one segment. A block's elements are held as a tuple of parts ``[rows, length]``, one row
 per block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``. Every float operation is the
@@ -54,21 +54,6 @@ def offsets(STRIDE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr):
 
 
 @triton.jit
-def load_parts(pointer, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """Tuple of [rows, length]; zeros beyond `left` elements unless PLAIN."""
-    PARTS: tl.constexpr = fmt.parts
-    at = offsets(fmt.block, fmt, shape)
-    parts = ()
-    for p in tl.static_range(PARTS):
-        place = at + p * fmt.length
-        if PLAIN:
-            parts = parts + (tl.load(pointer + place),)
-        else:
-            parts = parts + (tl.load(pointer + place, mask=place < left, other=0),)
-    return parts
-
-
-@triton.jit
 def as_float32(parts):
     floats = ()
     for p in tl.static_range(len(parts)):
@@ -95,22 +80,6 @@ def bits_of(x):
 
 
 @triton.jit
-def largest_bits(parts):
-    """int32 [rows]: bits of the largest magnitude, more than those of infinity if there is a NaN."""
-    if len(parts) == 1:
-        return tl.max(bits_of(parts[0]) & MAGNITUDE, axis=1)
-    largest = tl.abs(parts[0])
-    for p in tl.static_range(1, len(parts)):
-        largest = tl.maximum(largest, tl.abs(parts[p]), propagate_nan=tl.PropagateNan.ALL)
-    return tl.max(bits_of(largest), axis=1)
-
-
-@triton.jit
-def either(a, b):
-    return a | b
-
-
-@triton.jit
 def any_nonzero(parts):
     """Bool [rows]."""
     bits = registers(parts[0])
@@ -118,6 +87,11 @@ def any_nonzero(parts):
         bits = bits | registers(parts[p])
     MASK: tl.constexpr = MAGNITUDE if parts[0].dtype == tl.float32 else TWO_MAGNITUDES
     return (tl.reduce(bits, 1, either) & MASK) != 0
+
+
+@triton.jit
+def either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -136,28 +110,3 @@ def registers(x):
 def add_product(total, value, scale):
     """Total + value * scale of the row, in one instruction: only where the product is exact."""
     return tl.fma(value, tl.broadcast_to(scale[:, None], value.shape), total)
-
-
-@triton.jit
-def add_halves(parts, HALF: tl.constexpr):
-    sums = ()
-    for p in tl.static_range(HALF):
-        sums = sums + (parts[p] + parts[p + HALF],)
-    return sums
-
-
-@triton.jit
-def tree_sum(parts, fmt: tl.constexpr, shape: tl.constexpr):
-    """float32 [rows]: first half plus second half, again and again; the same order on every backend."""
-    if len(parts) == 8:
-        parts = add_halves(parts, 4)
-    if len(parts) == 4:
-        parts = add_halves(parts, 2)
-    if len(parts) == 2:
-        parts = add_halves(parts, 1)
-    K: tl.constexpr = shape.rows
-    total = parts[0]
-    for i in tl.static_range(12):
-        if (fmt.length >> i) > 1:
-            total = tl.sum(tl.reshape(total, [K, 2, fmt.length >> (i + 1)]), axis=1)
-    return tl.reshape(total, [K])

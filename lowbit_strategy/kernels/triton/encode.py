@@ -16,11 +16,11 @@ from lowbit_strategy.kernels.triton.device_functions import (
     as_float32,
     elements_in_rows,
     is_plain,
-    load_parts,
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
+from lowbit_strategy.kernels.triton.loading import load_parts, load_scale
+from lowbit_strategy.kernels.triton.packing import raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.quantize import (
     block_scale,
     inverse,

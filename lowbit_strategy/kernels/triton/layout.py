@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, float_bits
+from lowbit_strategy.kernels.format import BlockFormat, Format, float_bits
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -203,7 +203,7 @@ class Tiles(NamedTuple):
     rows: Tensor
 
 
-def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, device: torch.device) -> Tiles:
+def tiles_of(segments: Segments, fmt: Format, tile: int, device: torch.device) -> Tiles:
     """The tiles of a segment table, kept with it: 4 bytes per tile and 56 per segment on the device."""
     block = fmt.block_size
 

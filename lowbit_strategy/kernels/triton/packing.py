@@ -1,4 +1,4 @@
-"""Device functions: codes and scales to the wire and back. Half-split packing keeps every byte within one thread."""
+"""Device functions: codes and scales to the wire. Half-split packing keeps every byte within one thread."""
 
 from __future__ import annotations
 
@@ -197,22 +197,3 @@ def store_scale(pointer, scale, rows, shape: tl.constexpr, BYTES: tl.constexpr):
         store_once(pointer, row * 2 + 1, (high >> 8).to(tl.uint8), rows, shape)
     else:
         store_once(pointer.to(tl.pointer_type(tl.int16)), row, high.to(tl.int16), rows, shape)
-
-
-@triton.jit
-def load_rows(pointer, mask, PLAIN: tl.constexpr):
-    if PLAIN:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=mask, other=0)
-
-
-@triton.jit
-def load_scale(pointer, rows, shape: tl.constexpr, BYTES: tl.constexpr, PLAIN: tl.constexpr):
-    """float32 [rows]."""
-    row = tl.arange(0, shape.rows)
-    if BYTES:
-        low = load_rows(pointer + row * 2, rows, PLAIN).to(tl.int32)
-        high = low | (load_rows(pointer + row * 2 + 1, rows, PLAIN).to(tl.int32) << 8)
-    else:
-        high = load_rows(pointer.to(tl.pointer_type(tl.int16)) + row, rows, PLAIN).to(tl.int32)
-    return (high << 16).to(tl.float32, bitcast=True)

@@ -8,7 +8,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM as _CODE_STREAM
 from lowbit_strategy.kernels.reference.rng import GOLDEN as _GOLDEN
-from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, bits_of, elements_in_rows, largest_bits, tree_sum
+from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, MAGNITUDE, bits_of, elements_in_rows
 
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(0x00800000)
@@ -242,3 +242,39 @@ def add_dither(y, at, key):
     x = hash32(at * GOLDEN + key)
     signed = ((x & 0xFFFFFF00) ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
     return tl.fma(signed, tl.full(y.shape, 2.0**-32, tl.float32), y)
+
+
+@triton.jit
+def largest_bits(parts):
+    """int32 [rows]: bits of the largest magnitude, more than those of infinity if there is a NaN."""
+    if len(parts) == 1:
+        return tl.max(bits_of(parts[0]) & MAGNITUDE, axis=1)
+    largest = tl.abs(parts[0])
+    for p in tl.static_range(1, len(parts)):
+        largest = tl.maximum(largest, tl.abs(parts[p]), propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(bits_of(largest), axis=1)
+
+
+@triton.jit
+def add_halves(parts, HALF: tl.constexpr):
+    sums = ()
+    for p in tl.static_range(HALF):
+        sums = sums + (parts[p] + parts[p + HALF],)
+    return sums
+
+
+@triton.jit
+def tree_sum(parts, fmt: tl.constexpr, shape: tl.constexpr):
+    """float32 [rows]: first half plus second half, again and again; the same order on every backend."""
+    if len(parts) == 8:
+        parts = add_halves(parts, 4)
+    if len(parts) == 4:
+        parts = add_halves(parts, 2)
+    if len(parts) == 2:
+        parts = add_halves(parts, 1)
+    K: tl.constexpr = shape.rows
+    total = parts[0]
+    for i in tl.static_range(12):
+        if (fmt.length >> i) > 1:
+            total = tl.sum(tl.reshape(total, [K, 2, fmt.length >> (i + 1)]), axis=1)
+    return tl.reshape(total, [K])

@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from lowbit_strategy.kernels.format import E2M1
-from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, add_product, offsets
-from lowbit_strategy.kernels.triton.packing import load_rows
+from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, add_product
 
 BYTE_BITS = tl.constexpr(0x4B000000)  # of 2**23: a number or'ed into its mantissa is added to it
 SIGN = tl.constexpr(-(2**31))
@@ -65,50 +64,6 @@ BLACKWELL_PTX = tl.constexpr(
     )
     + "}"
 )
-
-
-@triton.jit
-def load_codes(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """The packed codes of the tile's blocks as a tuple of tensors: int32 words, or uint8 in the order of the planes."""
-    if fmt.words:
-        packed = (load_words(pointer, rows, fmt, shape, PLAIN),)
-    else:
-        packed = load_bytes(pointer, rows, fmt, shape, PLAIN)
-    return packed
-
-
-@triton.jit
-def load_words(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """int32 [rows, length / 4]."""
-    WORDS: tl.constexpr = fmt.length // 4
-    VECTOR: tl.constexpr = max(1, shape.vector // 4)
-    at = tl.arange(0, shape.rows)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    place = pointer.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(at, [1, VECTOR])
-    return load_rows(place, rows[:, None], PLAIN)
-
-
-@triton.jit
-def load_bytes(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    packed = ()
-    if fmt.ternary:
-        byte = tl.arange(0, fmt.block)[None, :] % fmt.code_nbytes
-        at = tl.arange(0, shape.rows)[:, None] * fmt.code_nbytes + byte
-        packed = packed + (load_rows(pointer + at, rows[:, None], PLAIN),)
-    else:
-        for i in tl.static_range(len(fmt.planes)):
-            packed = packed + load_plane(pointer, rows, i, fmt, shape, PLAIN)
-    return packed
-
-
-@triton.jit
-def load_plane(pointer, rows, PLANE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    SPREAD: tl.constexpr = fmt.planes[PLANE].spread
-    at = offsets(fmt.code_nbytes, fmt, shape)
-    packed = ()
-    for r in tl.static_range(SPREAD):
-        place = pointer + (at + (fmt.planes[PLANE].first_byte + r * fmt.length))
-        packed = packed + (load_rows(place, rows[:, None], PLAIN),)
-    return packed
 
 
 @triton.jit
@@ -170,14 +125,6 @@ def e2m1_values(word, zero, fmt: tl.constexpr):
         bits = (tl.abs(number) << 22) | (number & SIGN)  # a float whose smallest are below the normal range, as E2M1's
         values = values + (bits.to(tl.float32, bitcast=True) * 2.0**127,)
     return values
-
-
-@triton.jit
-def interleaved(a, b, c, d):
-    """[rows, 4 n] of four [rows, n]."""
-    K: tl.constexpr = a.shape[0]
-    N: tl.constexpr = a.shape[1]
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [K, 4 * N])
 
 
 @triton.jit

@@ -13,7 +13,8 @@ from lowbit_strategy.codecs.base import Codec, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up
-from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState, finite_gain
+from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
+from lowbit_strategy.methods._base.residuals import finite_gain
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from lowbit_strategy.kernels.select import (
     select_above,
     top_k,
 )
+from lowbit_strategy.methods._base.density import num_kept
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import Condition, form_, num_kept, pending_sums, undo_
+from lowbit_strategy.methods._base.sparse_residuals import Condition, form_, pending_sums, undo_
 
 MAX_BLOCKS = 1024
 BLOCK_MULTIPLE = 32

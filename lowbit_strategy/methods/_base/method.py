@@ -10,7 +10,6 @@ A `CodecPair` (`codec_pair.py`) has one codec per hop; all pairs of a bucket sha
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -175,11 +174,6 @@ class Method(ABC):
     def continues(self, earlier: Method) -> bool:
         """Whether all state of `earlier`, and not only the residual, means the same to this method."""
         return self == earlier
-
-
-def finite_gain(residual_gain: float | None) -> float:
-    """Residual per unit not yet sent; 1 if a method gives no law."""
-    return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
 
 def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
+from lowbit_strategy.codecs.sparse_values import Values, value_codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
@@ -26,21 +27,18 @@ from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
+from lowbit_strategy.methods._base.density import check_density, num_kept
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_, zero_residuals
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
-    Values,
     accumulate_,
-    check_density,
     fill_observed_,
     filler,
     in_order,
     layout_of,
-    num_kept,
     pending_sums,
     undo_,
-    value_codec,
     write_sums_,
 )
 from lowbit_strategy.options.configuration import configuration

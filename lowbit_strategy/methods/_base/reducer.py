@@ -12,7 +12,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState, finite_gain
+from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
+from lowbit_strategy.methods._base.residuals import finite_gain
 
 
 class Reducer(Method):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -68,3 +69,14 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
         codes_KB, scale_K = blocks.quantize_residual(part_KB, noise)
         residual[at : at + part_KB.numel()] = codes_KB.view(-1)
         scale[at // block_size : at // block_size + len(part_KB)] = blocks.to_bfloat16(scale_K)
+
+
+def store_error_(residual_N: Tensor, error: Tensor) -> None:
+    """Store the error in the residual where it is finite."""
+    error_N = error.reshape(-1)
+    residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
+
+
+def finite_gain(residual_gain: float | None) -> float:
+    """Residual per unit not yet sent; 1 if a method gives no law."""
+    return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain

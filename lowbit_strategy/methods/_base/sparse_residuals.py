@@ -16,53 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, DenseCodec, StateTensors
-from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.backends import is_native
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.methods._base.reducer import ReducerState
-
-Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
-_CODECS: dict[str, Codec] = {
-    "float32": DenseCodec("float32"),
-    "bfloat16": DenseCodec("bfloat16"),
-    **{f"int{bits}": BlockCodec(uniform(bits, 128 if bits == 8 else 64)) for bits in range(2, 9)},
-}
-
-
-def value_codec(values: str | Codec) -> Codec:
-    """The codec of sparse values.
-
-    Raises:
-        ValueError: `values` is neither a codec nor the name of one.
-    """
-    if isinstance(values, Codec):
-        return values
-    if values not in _CODECS:
-        raise ValueError(f"values must be one of {', '.join(_CODECS)} or a Codec, got {values!r}")
-    return _CODECS[values]
-
-
-def check_density(density: float, field: str = "density") -> None:
-    """Raises:
-    ValueError: The density is not in (0, 1].
-    """
-    if not 0.0 < density <= 1.0:
-        raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
-
-
-def num_kept(density: float, numel: int) -> int:
-    """Number of elements to send out of `numel`: at least one, if there are any."""
-    return min(numel, max(1, round(density * numel)))
 
 
 class Condition(Enum):

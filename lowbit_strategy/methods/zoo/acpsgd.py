@@ -11,17 +11,10 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
-from lowbit_strategy.methods._base.low_rank import (
-    LowRankCompressor,
-    matrix_shape,
-    orthogonalize_all,
-    product,
-    random_factor,
-    store_error_,
-    store_factor_,
-)
+from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
+from lowbit_strategy.methods._base.matrices import orthogonalize_all, product
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import zero_residuals
+from lowbit_strategy.methods._base.residuals import store_error_, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -60,8 +53,8 @@ class ACPSGD(LowRankCompressor):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = zero_residuals(specs, device)
         for spec in specs:
-            state[spec.name]["p"] = random_factor(spec, 0, self.rank, seed=1).to(device)
-            state[spec.name]["q"] = random_factor(spec, 1, self.rank, seed=0).to(device)
+            state[spec.name]["p"] = self.random_factor(spec, 0, seed=1).to(device)
+            state[spec.name]["q"] = self.random_factor(spec, 1, seed=0).to(device)
         return state
 
     def reduce(
@@ -83,7 +76,7 @@ class ACPSGD(LowRankCompressor):
             if sends == "q":
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
             view.fill_observed_(matrix, sent)
-            store_factor_(tensors[sends], mean_factor)
+            self.store_factor_(tensors[sends], mean_factor)
             store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)
 

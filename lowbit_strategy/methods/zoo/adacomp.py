@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.sparse_values import value_codec
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.positions import OwnPositions
-from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StepContext
+from lowbit_strategy.codecs.sparse_values import Values, value_codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.density import check_density
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype
-from lowbit_strategy.methods._base.sparse_residuals import Values, check_density, value_codec
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.contraction import nearest
 from lowbit_strategy.methods.zoo.errorfeedback import FeedbackReducer, check_decay

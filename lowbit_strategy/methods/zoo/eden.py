@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, StateTensors
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.codebooks import gaussian_codebook
@@ -83,7 +83,7 @@ class EdenCodec(BlockwiseCodec):
         packed.spread_(rotate(total, inverse=True).mul_(alpha).view(-1), out)
 
     def _rotated(self, payload_KC: Tensor) -> Tensor:
-        scale_K1 = trailer(payload_KC, _SCALE_NBYTES, torch.bfloat16).float()
+        scale_K1 = self.trailer(payload_KC, _SCALE_NBYTES, torch.bfloat16).float()
         planes = payload_KC[:, :-_SCALE_NBYTES].split(self.block_size // 8, dim=1)
         code_KB = sum(unpack_bits(plane).long() << bit for bit, plane in enumerate(planes))
         assert isinstance(code_KB, Tensor)

@@ -14,8 +14,9 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.low_rank import product, store_error_
+from lowbit_strategy.methods._base.matrices import product
 from lowbit_strategy.methods._base.reducer import ReducerState
+from lowbit_strategy.methods._base.residuals import store_error_
 from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
@@ -49,7 +49,7 @@ class TwoMeansCodec(BlockwiseCodec):
         return torch.cat([pack_bits(positive_KB), means_K2.view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        means_K2 = trailer(payload_KC, _MEAN_NBYTES, torch.bfloat16).float()
+        means_K2 = self.trailer(payload_KC, _MEAN_NBYTES, torch.bfloat16).float()
         positive_KB = unpack_bits(payload_KC[:, :-_MEAN_NBYTES])
         return torch.where(positive_KB, means_K2[:, 1:], means_K2[:, :1])
 

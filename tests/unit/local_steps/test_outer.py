@@ -19,12 +19,12 @@ from lowbit_strategy import (
     LoCo,
     OverlapLocalSGD,
 )
+from lowbit_strategy.codecs.sparse_values import value_codec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.fragment import Fragment
 from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.sparse_residuals import value_codec
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK
 from lowbit_strategy.model.parameters import describe_parameters

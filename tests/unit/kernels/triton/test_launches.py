@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("kernels would be compiled for another GPU", allow_module_level=True)
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, Format, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.triton import blocks, dense
@@ -23,7 +23,7 @@ FLAG = torch.zeros(1, dtype=torch.int32)
 LoCo4 = uniform(4, 128)
 
 
-def _messages(fmt: BlockFormat | DenseFormat, shift: int) -> torch.Tensor:
+def _messages(fmt: Format, shift: int) -> torch.Tensor:
     nbytes = fmt.num_blocks(NUMEL) * (fmt.code_nbytes + 2) if isinstance(fmt, BlockFormat) else NUMEL * fmt.code_nbytes
     row = -(-nbytes // 16) * 16
     return torch.zeros(SOURCES * row + 16, dtype=torch.uint8)[shift : SOURCES * row + shift].view(SOURCES, row)

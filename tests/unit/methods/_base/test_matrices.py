@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_strategy.methods._base.low_rank import orthogonalize, orthogonalize_all, product
+from lowbit_strategy.methods._base.matrices import orthogonalize, orthogonalize_all, product
 from testing.worlds.echo import Operations
 from testing.worlds.one_tensor import gaussian
 
