@@ -7,7 +7,7 @@ from typing import ClassVar
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.code_sizes import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.residuals import ResidualDtype

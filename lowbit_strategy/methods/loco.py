@@ -18,7 +18,7 @@ from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, unbi
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.checks import check_bits
+from lowbit_strategy.methods._base.code_sizes import check_bits
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import REFERENCE, TwoPrecisionCompressor
 from lowbit_strategy.methods._base.residuals import ResidualDtype, residual_arenas

@@ -8,7 +8,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.code_sizes import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.options.configuration import configuration

@@ -14,16 +14,9 @@ from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
-from lowbit_strategy.kernels.triton.layout import (
-    Launch,
-    Program,
-    decode_launch,
-    device_format,
-    encode_launch,
-    signed,
-    tiles_of,
-)
+from lowbit_strategy.kernels.triton.layout import Launch, decode_launch, device_format, encode_launch, signed
 from lowbit_strategy.kernels.triton.loading import load_codes, load_scale
+from lowbit_strategy.kernels.triton.programs import Program, tiles_of
 from lowbit_strategy.kernels.triton.unpacking import add_source
 
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used

@@ -10,7 +10,8 @@ from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, loops_of
 from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
-from lowbit_strategy.kernels.triton.layout import Launch, Program, tiles_of
+from lowbit_strategy.kernels.triton.layout import Launch
+from lowbit_strategy.kernels.triton.programs import Program, tiles_of
 from lowbit_strategy.kernels.triton.quantize import INFINITY, NAN_BITS
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)

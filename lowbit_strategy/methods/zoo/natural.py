@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
-from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.code_sizes import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.options.configuration import configuration

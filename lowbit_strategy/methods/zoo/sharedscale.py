@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods._base.checks import check_codes
+from lowbit_strategy.methods._base.code_sizes import check_codes
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import TwoPrecisionCompressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState

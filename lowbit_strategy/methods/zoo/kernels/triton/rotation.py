@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_strategy.kernels.triton.layout import Launch, on
+from lowbit_strategy.kernels.triton.layout import Launch
+from lowbit_strategy.kernels.triton.programs import on
 
 LAUNCH = Launch(elements_per_thread=16, num_warps=1, vector=4)  # no value leaves its warp: no barriers
 

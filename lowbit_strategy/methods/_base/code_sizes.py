@@ -1,4 +1,4 @@
-"""Checks of block sizes and bits for many compressors."""
+"""Checks of the sizes of codes, for many compressors: elements of a block and bits of an element."""
 
 from __future__ import annotations
 
