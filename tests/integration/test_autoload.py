@@ -157,7 +157,7 @@ import accelerate.commands.launch; accelerate.Accelerator()
 
 @pytest.mark.slow
 def test_half_removed(broken: Path) -> None:
-    for name in ("register.py", "options", "launch", "methods"):
+    for name in ("register.py", "options", "run.py", "methods"):
         path = broken / "lowbit_strategy" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     where, before, after = show(f"PATH = {str(broken)!r}\n{_BROKEN}")
