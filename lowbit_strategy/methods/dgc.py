@@ -199,7 +199,7 @@ class DGC(OwnPositions):
             yield from self.send(*picked, state, comm, step)
         if whole:
             views = [views[i] for i in whole]
-            indices = [torch.arange(view.spec.numel, device=view.x.device) for view in views]
+            indices = yield from _WHOLE.positions(views, state, comm, step)
             yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm)
 
     def accumulate_(
