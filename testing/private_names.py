@@ -198,7 +198,7 @@ PRIVATE_NAMES["torch"] = _listed(
     "python_reducer" bypasses communication hooks, which must be refused
       read torch._dynamo.config:optimize_ddp
     it takes the device of an optimizer's state from an entry, and SGD without momentum has none \
-    (checkpoint/stateless_optimizers.py, while a checkpoint is loaded)
+    (attach/stateless_optimizers.py, while a checkpoint is loaded)
       wrapped torch.distributed.checkpoint.state_dict:set_optimizer_state_dict(model, optimizers)
     """,
 )
@@ -235,10 +235,10 @@ PRIVATE_NAMES["lightning"] = _listed(
     HSDP: the ranks that shard a model are those of a node, and the stock mesh has no such dim
       set {_MODEL_PARALLEL}._device_mesh
       set {_FABRIC}:ModelParallelStrategy._device_mesh
-    its module's names are those that loading looks up (checkpoint/stateless_optimizers.py)
+    its module's names are those that loading looks up (attach/stateless_optimizers.py)
       read {_FABRIC}:_load_checkpoint
     it looks at the first entry of an optimizer's state, and SGD without momentum has none \
-    (checkpoint/stateless_optimizers.py, while a checkpoint is loaded)
+    (attach/stateless_optimizers.py, while a checkpoint is loaded)
       wrapped {_FABRIC}:_rekey_optimizer_state_if_needed(optimizer_state_dict, module)
     the error for an unknown name of a strategy knows nothing of the nearest one (register.py)
       wrapped {_LIGHTNING}.strategies:StrategyRegistry.available_strategies()

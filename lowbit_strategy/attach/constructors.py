@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.chooser import Chooser
@@ -221,6 +222,12 @@ class FSDPConstructor(LowBitStrategy):
     def stock_options(self) -> dict[str, Any]:
         """Additional arguments for the framework's strategy."""
         return {}
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        stock: Any = super()
+        with optimizers_without_state(stock.load_checkpoint):
+            loaded: dict[str, Any] = stock.load_checkpoint(*args, **kwargs)
+        return loaded
 
     def setup_environment(self) -> None:
         # Stock "auto" means one data-parallel rank per node; here every rank is one.

@@ -20,8 +20,6 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.all_ranks import Stamp
-from lowbit_strategy.checkpoint.mismatch import explain_mismatch
-from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.model.sharded import reshard
 
 from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
@@ -209,9 +207,3 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
                 reshard(value)  # a validation leaves the outermost module gathered
         # stock takes the path of rank 0, since all ranks write; so do the residuals
         super().save_checkpoint(self.broadcast(path), state, *args, **kwargs)
-
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        entries = state.items() if isinstance(state, dict) else ()
-        modules = {key: value for key, value in entries if isinstance(value, nn.Module)}
-        with explain_mismatch(path, modules), optimizers_without_state(self):
-            return super().load_checkpoint(path, state, *args, **kwargs)

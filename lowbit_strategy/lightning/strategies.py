@@ -14,8 +14,6 @@ from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.checkpoint.mismatch import explain_mismatch
-from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.sharded import cost_of_accumulation, end_iteration
 
@@ -165,11 +163,6 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save to rank 0's path, as the stock strategy does because all ranks write. Residuals use the same path."""
         super().save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None
-        with explain_mismatch(checkpoint_path, {"state_dict": self.model}), optimizers_without_state(self):
-            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def teardown(self) -> None:
         if self.model is not None:

@@ -98,7 +98,7 @@ def fitted(folder: Path, kind: Kind) -> Facts:
     }
 
 
-@scenarios(fitted, kind=("ddp", "fsdp"), slow=all_but(kind="ddp"))
+@scenarios(fitted, kind=("ddp", "fsdp"), slow=all_but(kind="fsdp"))
 def test_residuals_follow_a_scheduler_of_lightning(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"resumed": True, "matters": True}

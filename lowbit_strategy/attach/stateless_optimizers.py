@@ -15,15 +15,14 @@ _REKEY = "_rekey_optimizer_state_if_needed"
 
 
 @contextlib.contextmanager
-def optimizers_without_state(strategy: object) -> Iterator[None]:
-    """Let `strategy` load an optimizer that has no state, such as SGD without momentum.
+def optimizers_without_state(load_checkpoint: Any) -> Iterator[None]:
+    """Let `load_checkpoint`, a method of ``ModelParallelStrategy``, load an optimizer that has no state, such as SGD
+    without momentum, from one full file.
 
     Lightning 2.6.6 looks at the first entry of the saved state to see whether its keys are numbers, and torch 2.13
     takes its device from an entry. Both fail if there is none. Such an optimizer needs only its groups' options.
     """
-    methods = [cls.__dict__["load_checkpoint"] for cls in type(strategy).__mro__ if "load_checkpoint" in cls.__dict__]
-    stock = next((m.__globals__[_LOAD] for m in methods if _LOAD in m.__globals__), None)
-    names = {} if stock is None else stock.__globals__
+    names = getattr(load_checkpoint.__globals__.get(_LOAD), "__globals__", {})
     if _REKEY not in names:  # another version, which does it in another way
         yield
         return
