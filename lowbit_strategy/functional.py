@@ -22,7 +22,7 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.comm import Comm, GroupComm, Pending, scatter_uneven
 from lowbit_strategy.collectives.layout import round_up, row_length
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import Planes
 
 __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
@@ -79,8 +79,7 @@ class Bounded:
             if width == _RAW:
                 parts.append(x_KB[chosen].contiguous().view(torch.uint8).reshape(-1))
             elif width:
-                planes = [pack_bits(u_KB[chosen] >> bit & 1) for bit in range(width)]
-                parts.append(torch.cat(planes, 1).reshape(-1))
+                parts.append(Planes((1,) * width).pack(u_KB[chosen]).reshape(-1))
         return torch.cat(parts)
 
     def decode(self, wire_B: Tensor, numel: int) -> Tensor:
@@ -97,8 +96,7 @@ class Bounded:
             if width == _RAW:
                 out_KB[chosen] = payload_KC.clone().view(torch.float32)
             elif width:
-                planes = payload_KC.split(_PLANE_NBYTES, dim=1)
-                u_KB = torch.stack([unpack_bits(plane).long() << bit for bit, plane in enumerate(planes)]).sum(0)
+                u_KB = Planes((1,) * width).unpack(payload_KC.long())
                 q_KB = torch.where(u_KB % 2 == 1, -(u_KB + 1) // 2, u_KB // 2)
                 out_KB[chosen] = (q_KB.double() * (2 * self.bound)).float()
         return out_KB.view(-1)[:numel]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import ParamView, add_ranges_, in_memory_order
+from lowbit_strategy.collectives.layout import ParamView, add_part_, in_memory_order, views_at
 from lowbit_strategy.control.base import Accumulate
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.tally import Tally
@@ -188,7 +188,7 @@ class WindowSums(Tally):
             values = in_memory_order(
                 whole.values, own["sums"][name]["shape"], own["sums"][name]["memory_order"], spec.memory_order
             )
-            part = torch.cat([values[start : start + length] for start, length in runs] or [values[:0]])
+            part = torch.cat([values[:0], *views_at(values, runs)])
             share = part.numel() / max(values.numel(), 1)
             parts[name] = (part, whole.square * share if name in own["squares"] else None)
         return parts
@@ -205,10 +205,11 @@ class _Whole:
     def add(self, saved: Mapping[str, Any], name: str) -> bool:
         """Add what a rank saved. Return whether the parameter is complete."""
         part = saved["sums"].get(name)
-        if part is not None and not all(bool(self._known[at : at + length].all()) for at, length in part["runs"]):
-            add_ranges_(self.values, part["runs"], part["values"])
-            for start, length in part["runs"]:
-                self._known[start : start + length] = True
+        known = [] if part is None else views_at(self._known, part["runs"])
+        if not all(bool(each.all()) for each in known):
+            add_part_(self.values, part["runs"], part["values"])
+            for each in known:
+                each.fill_(True)
             self.square += saved["squares"].get(name, 0.0)
         return bool(self._known.all())
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import MemoryOrder, add_ranges_, in_memory_order
+from lowbit_strategy.collectives.layout import MemoryOrder, add_part_, in_memory_order
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
@@ -288,7 +288,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
     if unsent is None:
         return None
     whole = torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
-    add_ranges_(whole, entry["runs"], unsent)
+    add_part_(whole, entry["runs"], unsent)
     return in_memory_order(whole, entry["shape"], entry["memory_order"], memory_order)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -95,7 +95,7 @@ class TensorSpec:
         """This part of the flat parameter `whole_N`, or all of it."""
         if self.whole_shape is None:
             return whole_N
-        return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
+        return torch.cat(views_at(whole_N, self.ranges))
 
     def row_numel(self, world_size: int, block_size: int) -> int:
         """Elements of each reducing rank's share, padding included."""
@@ -241,12 +241,15 @@ def salt_of(name: str, number: int) -> int:
     return hash32(zlib.crc32(name.encode()) + number * GOLDEN)
 
 
-def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor) -> None:
+def views_at(whole_N: Tensor, runs: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Views of the runs, each a start and a length, of a flat parameter. Joined they are a part of it."""
+    return [whole_N[start : start + length] for start, length in runs]
+
+
+def add_part_(whole_N: Tensor, runs: Sequence[Sequence[int]], part_N: Tensor) -> None:
     """Add a part to the flat parameter to which it belongs."""
-    at = 0
-    for start, length in ranges:
-        whole_N[start : start + length] += part_N[at : at + length]
-        at += length
+    for view, run_N in zip(views_at(whole_N, runs), part_N.split([length for _, length in runs]), strict=True):
+        view += run_N
 
 
 def in_memory_order(values_N: Tensor, shape: Sequence[int], source: MemoryOrder, target: MemoryOrder) -> Tensor:

@@ -40,8 +40,10 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     world_size, numel = comm.world_size, x_N.numel()
     if world_size == 1:
         return x_N
-    padded_N = torch.nn.functional.pad(x_N, (0, -numel % world_size)) if numel % world_size else x_N.contiguous()
-    rows_WN = padded_N.view(world_size, padded_N.numel() // world_size)
+    share = _share(numel, world_size)
+    padding = share * world_size - numel
+    padded_N = torch.nn.functional.pad(x_N, (0, padding)) if padding else x_N.contiguous()
+    rows_WN = padded_N.view(world_size, share)
     received_WN = torch.empty_like(rows_WN)
     yield comm.all_to_all(received_WN, rows_WN)
     total_N = torch.empty_like(received_WN[0])
@@ -49,6 +51,16 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     gathered_WN = torch.empty_like(rows_WN)
     yield comm.all_gather(gathered_WN, total_N)
     return gathered_WN.view(-1)[:numel]
+
+
+def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
+    """Bytes that a rank sends in `sum_ordered` of `numel` elements."""
+    return 2 * (world_size - 1) * _share(numel, world_size) * itemsize
+
+
+def _share(numel: int, world_size: int) -> int:
+    """Elements of a row, one of which each rank adds up."""
+    return -(-numel // world_size)
 
 
 def sum_each(tensors: list[Tensor], comm: Comm) -> Generator[Pending, None, list[Tensor]]:
@@ -136,11 +148,6 @@ def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
     for row_N in x_WN[1:]:
         total_N += row_N
     out_N.copy_(total_N.mul_(alpha))
-
-
-def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
-    """Bytes that a rank sends for `numel` elements."""
-    return 2 * (world_size - 1) * -(-numel // world_size) * itemsize
 
 
 class Gathering:

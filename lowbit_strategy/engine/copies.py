@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.methods._base.method import MethodStore
-from lowbit_strategy.methods._base.residuals import HOPS, read_residual, write_residual_
+from lowbit_strategy.methods._base.residuals import HOPS, RESIDUAL, SCALE, read_residual, write_residual_
 
 
 class Copies:
@@ -95,13 +95,13 @@ def average_(targets: StateTensors, sources: StateTensors, share: float) -> None
     if share == 1.0:
         copy_(targets, sources)
         return
-    coded = [hop for hop in HOPS if f"{hop}residual_scale" in targets]
+    coded = [hop for hop in HOPS if hop + SCALE in targets]
     for hop in coded:
         values, other = read_residual(targets, hop), read_residual(sources, hop)
         assert values is not None
         assert other is not None
         write_residual_(targets, values.lerp(other, share), hop)
-    done = {f"{hop}{key}" for hop in coded for key in ("residual", "residual_scale")}
+    done = {hop + key for hop in coded for key in (RESIDUAL, SCALE)}
     for key, tensor in targets.items():
         if key not in done and tensor.is_floating_point():
             tensor.lerp_(sources[key], share)

@@ -6,51 +6,63 @@ This vectorizes; neighboring elements in one byte do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def pack_digits(codes_RN: Tensor, count: int, base: int) -> Tensor:
-    """Pack `count` codes below `base` into each byte: uint8 [R, N / count]."""
-    parts_RKN = codes_RN.view(codes_RN.shape[0], count, -1)
-    byte_RN = parts_RKN[:, 0].clone()
-    for k in range(1, count):
-        byte_RN += parts_RKN[:, k] * base**k
-    return byte_RN.to(torch.uint8)
+class Digits(NamedTuple):
+    """Codes as digits of a number system.
+
+    Args:
+        per_byte: Codes in each byte.
+        base: Codes are below it. ``base ** per_byte`` is at most 256.
+    """
+
+    per_byte: int
+    base: int
+
+    def pack(self, codes_RN: Tensor) -> Tensor:
+        """uint8 [R, N / per_byte]."""
+        parts_RKN = codes_RN.view(codes_RN.shape[0], self.per_byte, -1)
+        byte_RN = parts_RKN[:, 0].clone()
+        for k in range(1, self.per_byte):
+            byte_RN += parts_RKN[:, k] * self.base**k
+        return byte_RN.to(torch.uint8)
+
+    def unpack(self, packed_RB: Tensor) -> Tensor:
+        """The inverse of `pack`, in the dtype of `packed_RB`."""
+        return torch.cat([(packed_RB // self.base**k) % self.base for k in range(self.per_byte)], 1)
 
 
-def unpack_digits(packed_RB: Tensor, count: int, base: int) -> Tensor:
-    """The inverse of `pack_digits`, in the dtype of `packed_RB`."""
-    return torch.cat([(packed_RB // base**k) % base for k in range(count)], 1)
+class Planes(NamedTuple):
+    """Codes cut into planes of bits, low bits first.
+
+    Args:
+        widths: Bits of a code in each plane: 1, 2, 4 or 8.
+    """
+
+    widths: tuple[int, ...]
+
+    def pack(self, codes_RN: Tensor) -> Tensor:
+        """uint8 [R, N / 8 * bits]. N is a multiple of 8."""
+        planes = []
+        for width in self.widths[:-1]:
+            planes.append(Digits(8 // width, 1 << width).pack(codes_RN & ((1 << width) - 1)))
+            codes_RN = codes_RN >> width
+        top = self.widths[-1]
+        return torch.cat([*planes, Digits(8 // top, 1 << top).pack(codes_RN)], 1)
+
+    def unpack(self, packed_RB: Tensor) -> Tensor:
+        """The inverse of `pack`, in the dtype of `packed_RB`."""
+        bytes_of_bit = packed_RB.shape[1] // sum(self.widths)
+        planes = packed_RB.split([width * bytes_of_bit for width in self.widths], 1)
+        codes_RN = packed_RB.new_zeros(packed_RB.shape[0], 8 * bytes_of_bit)
+        for width, plane_RB in zip(reversed(self.widths), reversed(planes), strict=True):
+            fields = [(plane_RB >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
+            codes_RN = (codes_RN << width) | torch.cat(fields, 1)
+        return codes_RN
 
 
-def pack_planes(codes_RN: Tensor, widths: Sequence[int]) -> Tensor:
-    """Cut codes into planes of these widths, low bits first: uint8 [R, N / 8 * bits]. N is a multiple of 8."""
-    planes, shift = [], 0
-    for width in widths:
-        planes.append(pack_digits((codes_RN >> shift) & ((1 << width) - 1), 8 // width, 1 << width))
-        shift += width
-    return torch.cat(planes, 1)
-
-
-def unpack_planes(packed_RB: Tensor, widths: Sequence[int]) -> Tensor:
-    """The inverse of `pack_planes`, in the dtype of `packed_RB`."""
-    bytes_of_bit = packed_RB.shape[1] // sum(widths)
-    codes_RN, shift = packed_RB.new_zeros(packed_RB.shape[0], 8 * bytes_of_bit), 0
-    for width, plane_RB in zip(widths, packed_RB.split([width * bytes_of_bit for width in widths], 1), strict=True):
-        fields = [(plane_RB >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
-        codes_RN |= torch.cat(fields, 1) << shift
-        shift += width
-    return codes_RN
-
-
-def pack_bits(bits_KB: Tensor) -> Tensor:
-    """Pack bits as uint8 [K, B / 8]: byte j holds elements j, j + B/8, j + 2B/8 ..."""
-    return pack_digits(bits_KB.to(torch.uint8), 8, 2)
-
-
-def unpack_bits(packed_KC: Tensor) -> Tensor:
-    """The inverse of `pack_bits`: Boolean [K, 8 C]."""
-    return torch.cat([(packed_KC >> k) & 1 for k in range(8)], 1).bool()
+BITS = Planes((1,))

@@ -11,11 +11,12 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
+from lowbit_strategy.kernels.orthogonal import orthogonalize_all
+from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
-from lowbit_strategy.methods._base.matrices import orthogonalize_all, product
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import store_error_, zero_residuals
+from lowbit_strategy.methods._base.residuals import zero_residuals
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -97,7 +98,7 @@ class PowerSGD(LowRankCompressor):
             if view.sent is not None:
                 view.fill_observed_(matrices[i], ps[i] @ own_qs[i].T)
             self.store_factor_(tensors["q"], mean_q)
-            store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
+            self.store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

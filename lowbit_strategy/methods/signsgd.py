@@ -14,7 +14,7 @@ from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import SCALE_NBYTES, ternary, uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import BITS
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
@@ -43,11 +43,11 @@ class SignCodec(BlockwiseCodec):
         zero_KB = (h_KB == 0) & valid_KB
         if zero_KB.is_cuda or bool(zero_KB.any()):  # on a GPU the check costs more than the noise
             h_KB = torch.where(zero_KB, noise(CODE_STREAM), h_KB)
-        return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
+        return torch.cat([BITS.pack((h_KB >= 0).byte()), mean_K[:, None].view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         mean_K1 = self.trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
-        return torch.where(unpack_bits(payload_KC[:, :-SCALE_NBYTES]), mean_K1, -mean_K1)
+        return torch.where(BITS.unpack(payload_KC[:, :-SCALE_NBYTES]).bool(), mean_K1, -mean_K1)
 
 
 @dataclass(frozen=True, slots=True)

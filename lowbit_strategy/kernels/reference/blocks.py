@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
+from lowbit_strategy.kernels.integers import Digits, Planes
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Run, Segments, runs
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
-_TRITS = 5  # to a byte
+_TRITS = Digits(per_byte=5, base=3)
 _RESIDUAL_GRID = uniform(8, 128)  # of blocks of any size
 
 
@@ -102,16 +102,16 @@ def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:
 def pack(codes_KB: Tensor, fmt: BlockFormat) -> Tensor:
     """uint8 [K, C], as `lowbit_strategy.kernels.integers` packs."""
     if fmt.is_ternary:
-        padding = (0, _TRITS * fmt.code_nbytes - fmt.block_size)
-        return pack_digits(torch.nn.functional.pad(codes_KB, padding, value=fmt.zero_code), _TRITS, 3)
-    return pack_planes(codes_KB, fmt.planes)
+        padding = (0, _TRITS.per_byte * fmt.code_nbytes - fmt.block_size)
+        return _TRITS.pack(torch.nn.functional.pad(codes_KB, padding, value=fmt.zero_code))
+    return Planes(fmt.planes).pack(codes_KB)
 
 
 def unpack(packed_KC: Tensor, fmt: BlockFormat) -> Tensor:
     """Codes, uint8 [K, B]: the inverse of `pack`."""
     if fmt.is_ternary:
-        return unpack_digits(packed_KC, _TRITS, 3)[:, : fmt.block_size]
-    return unpack_planes(packed_KC, fmt.planes)
+        return _TRITS.unpack(packed_KC)[:, : fmt.block_size]
+    return Planes(fmt.planes).unpack(packed_KC)
 
 
 def valid_mask(numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:

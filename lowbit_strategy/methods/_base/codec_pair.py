@@ -14,7 +14,6 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import CodedGroup
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, round_up
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
-from lowbit_strategy.methods._base.residuals import finite_gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,8 @@ class CodecStore(MethodStore):
         of_all = {
             "world_size": comm.world_size,
             "rank": comm.rank,
-            "residual_gain": finite_gain(pair.uplink.residual_gain),
-            "downlink_residual_gain": finite_gain(pair.downlink.residual_gain),
+            "residual_gain": self.finite_gain(pair.uplink.residual_gain),
+            "downlink_residual_gain": self.finite_gain(pair.downlink.residual_gain),
         }
         block_size, end = pair.block_size, 0
         for name, spec in specs.items():

@@ -23,7 +23,7 @@ from lowbit_strategy.kernels.select import (
     select_above,
     top_k,
 )
-from lowbit_strategy.methods._base.density import num_kept
+from lowbit_strategy.methods._base.positions import num_kept
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.sparse_residuals import Condition, form_, pending_sums, undo_
 

@@ -10,6 +10,7 @@ A `CodecPair` (`codec_pair.py`) has one codec per hop; all pairs of a bucket sha
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec, row_length
-from lowbit_strategy.methods._base.residuals import HOPS, read_residual, write_residual_
+from lowbit_strategy.methods._base.residuals import HOPS, RESIDUAL, SCALE, read_residual, write_residual_
 
 ReducerState = dict[str, StateTensors]  # by parameter name
 
@@ -50,6 +51,11 @@ class MethodStore:
         self.method, self.state = method, state
         self._numbers, self._device, self.arenas = numbers, device, list(arenas)
         self._parked = False
+
+    @staticmethod
+    def finite_gain(residual_gain: float | None) -> float:
+        """Residual per unit not yet sent, as one of `numbers`; 1 if a method gives no law."""
+        return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
     def tensors(self, name: str) -> StateTensors:
         """All state of one parameter: views that may be written, or copies if the store is parked."""
@@ -82,7 +88,7 @@ class MethodStore:
         The parameter's state must be fresh. If the method keeps no residual, this returns False and does nothing.
         """
         tensors, numbers = self.tensors(name), self.numbers(name)
-        residual = tensors.get(f"{self.hop}residual")
+        residual = tensors.get(self.hop + RESIDUAL)
         if residual is None:
             return False
         world_size, row_numel = _rows(numbers)
@@ -148,7 +154,7 @@ class Method(ABC):
     def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
         """Multiply what one parameter has not sent yet by `factor`; other state stays."""
         for hop in HOPS:
-            key = f"{hop}residual_scale" if f"{hop}residual_scale" in tensors else f"{hop}residual"
+            key = hop + SCALE if hop + SCALE in tensors else hop + RESIDUAL
             if key in tensors:
                 tensors[key].mul_(factor)
 

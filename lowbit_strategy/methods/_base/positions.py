@@ -27,7 +27,6 @@ from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
 from lowbit_strategy.kernels.sparse import take_out_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.density import check_density, num_kept
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_, zero_residuals
 from lowbit_strategy.methods._base.sparse_residuals import (
@@ -43,7 +42,18 @@ from lowbit_strategy.methods._base.sparse_residuals import (
 )
 from lowbit_strategy.options.configuration import configuration
 
-_BLOCK = 128  # of a residual of int8
+
+def check_density(density: float, field: str = "density") -> None:
+    """Raises:
+    ValueError: The density is not in (0, 1].
+    """
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
+
+
+def num_kept(density: float, numel: int) -> int:
+    """Number of elements to send out of `numel`: at least one, if there are any."""
+    return min(numel, max(1, round(density * numel)))
 
 
 @configuration
@@ -87,15 +97,7 @@ class SparseCompressor(ReducingCompressor):
         return self.own_temporary_nbytes + (0.0 if self.residual == "float32" else 1.5)
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        if self.residual == "float32":
-            return zero_residuals(specs, device)
-        state = {}
-        for spec in specs:
-            num_blocks = -(-spec.numel // _BLOCK)
-            codes = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
-            scales = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
-            state[spec.name] = {"residual": codes, "residual_scale": scales}
-        return state
+        return zero_residuals(specs, device, self.residual)
 
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

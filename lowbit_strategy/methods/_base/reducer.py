@@ -13,7 +13,6 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
-from lowbit_strategy.methods._base.residuals import finite_gain
 
 
 class Reducer(Method):
@@ -64,7 +63,13 @@ class Reducer(Method):
         for tensors in state.values():
             self.rescale_residual_(tensors, factor)
 
+    @staticmethod
+    def store_error_(residual_N: Tensor, error: Tensor) -> None:
+        """Store the error in the residual where it is finite."""
+        error_N = error.reshape(-1)
+        residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
+
     def make_store(self, specs: Mapping[str, TensorSpec], comm: Comm, device: torch.device) -> MethodStore:
-        gain = finite_gain(self.residual_gain)
+        gain = MethodStore.finite_gain(self.residual_gain)
         numbers = {name: {"numel": spec.numel, "residual_gain": gain} for name, spec in specs.items()}
         return MethodStore(self, self.init(list(specs.values()), device), numbers, device)

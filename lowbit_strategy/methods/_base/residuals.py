@@ -1,8 +1,7 @@
-"""Reads and writes residuals of all kinds: float32, or int8 with scales."""
+"""Makes, reads and writes residuals of all kinds: float32, or int8 with scales."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -17,18 +16,31 @@ from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
 ResidualDtype = Literal["int8", "float32"]
-HOPS = ("", "uplink.", "downlink.")  # what names of residuals begin with
+RESIDUAL, SCALE = "residual", "residual_scale"  # names in a method's state
+HOPS = ("", "uplink.", "downlink.")  # what these names begin with
+_BLOCK = 128  # elements that share a scale, where the method does not say it
 
 
 def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
+    """The state of codecs that keep nothing but a residual."""
     if dtype == "float32":
-        return {"residual": Arena(torch.float32)}
-    return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+        return {RESIDUAL: Arena(torch.float32)}
+    return {RESIDUAL: Arena(torch.int8), SCALE: Arena(torch.bfloat16, per_block=True)}
 
 
-def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> dict[str, StateTensors]:
-    """The state of methods that keep nothing but a float32 residual, by parameter name."""
-    return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
+def zero_residuals(
+    specs: Sequence[TensorSpec], device: torch.device, dtype: ResidualDtype = "float32"
+) -> dict[str, StateTensors]:
+    """The state of methods that keep nothing but a residual, by parameter name."""
+    state = {}
+    for spec in specs:
+        if dtype == "float32":
+            state[spec.name] = {RESIDUAL: torch.zeros(spec.numel, dtype=torch.float32, device=device)}
+            continue
+        num_blocks = -(-spec.numel // _BLOCK)
+        codes = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
+        state[spec.name] = {RESIDUAL: codes, SCALE: torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)}
+    return state
 
 
 def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
@@ -37,7 +49,7 @@ def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
     `state` has ``residual`` and, if that is int8, ``residual_scale`` with one entry per block. For a pair of codecs
     their names begin with `hop`, ``uplink.`` or ``downlink.``.
     """
-    residual, scale = state.get(f"{hop}residual"), state.get(f"{hop}residual_scale")
+    residual, scale = state.get(hop + RESIDUAL), state.get(hop + SCALE)
     if residual is None:
         return None
     flat = residual.reshape(-1).float()
@@ -55,7 +67,7 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
         hop: See `read_residual`.
         key: Key of the random numbers by which int8 is rounded; None: round to nearest.
     """
-    residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
+    residual, scale = state[hop + RESIDUAL], state.get(hop + SCALE)
     if scale is None or not residual.numel():
         residual.copy_(values.view_as(residual))
         return
@@ -69,14 +81,3 @@ def write_residual_(state: StateTensors, values: Tensor, hop: str = "", key: int
         codes_KB, scale_K = blocks.quantize_residual(part_KB, noise)
         residual[at : at + part_KB.numel()] = codes_KB.view(-1)
         scale[at // block_size : at // block_size + len(part_KB)] = blocks.to_bfloat16(scale_K)
-
-
-def store_error_(residual_N: Tensor, error: Tensor) -> None:
-    """Store the error in the residual where it is finite."""
-    error_N = error.reshape(-1)
-    residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
-
-
-def finite_gain(residual_gain: float | None) -> float:
-    """Residual per unit not yet sent; 1 if a method gives no law."""
-    return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain

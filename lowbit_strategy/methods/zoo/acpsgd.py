@@ -11,10 +11,11 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
+from lowbit_strategy.kernels.orthogonal import orthogonalize_all
+from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
-from lowbit_strategy.methods._base.matrices import orthogonalize_all, product
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import store_error_, zero_residuals
+from lowbit_strategy.methods._base.residuals import zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -77,7 +78,7 @@ class ACPSGD(LowRankCompressor):
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
             view.fill_observed_(matrix, sent)
             self.store_factor_(tensors[sends], mean_factor)
-            store_error_(tensors["residual"], error)
+            self.store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

@@ -14,8 +14,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
-from lowbit_strategy.methods._base.matrices import product
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities
 from lowbit_strategy.options.configuration import configuration

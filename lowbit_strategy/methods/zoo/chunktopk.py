@@ -18,7 +18,6 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.density import check_density
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype
@@ -165,11 +164,10 @@ class ChunkTopK(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_density(self.density)
         check_decay(self.decay)
         if self.gather and self.residual != "float32":
             raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
-        self._codec()  # checks the size of the transform
+        self._codec()  # checks the density and the size of the transform
 
     def method(self, spec: TensorSpec) -> Method:
         if self.gather:

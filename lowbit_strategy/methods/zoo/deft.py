@@ -14,8 +14,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.density import num_kept
-from lowbit_strategy.methods._base.positions import CommonPositions
+from lowbit_strategy.methods._base.positions import CommonPositions, num_kept
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.options.configuration import configuration
 

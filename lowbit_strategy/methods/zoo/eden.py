@@ -16,7 +16,7 @@ from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.codebooks import gaussian_codebook
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import Planes
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.code_sizes import check_codes
@@ -69,8 +69,7 @@ class EdenCodec(BlockwiseCodec):
         scale_K = product_K / tree_sum(c_KB * c_KB) if self.least_error else square_K / product_K
         scale_K = torch.where(largest_K > 0, scale_K * largest_K, 0.0)
         scale_K = torch.where(finite_K, scale_K, torch.nan).to(torch.bfloat16)
-        planes = [pack_bits(code_KB >> bit & 1) for bit in range(self.bits)]
-        return torch.cat([*planes, scale_K[:, None].view(torch.uint8)], 1)
+        return torch.cat([Planes((1,) * self.bits).pack(code_KB), scale_K[:, None].view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         return rotate(self._rotated(payload_KC), inverse=True)
@@ -84,10 +83,8 @@ class EdenCodec(BlockwiseCodec):
 
     def _rotated(self, payload_KC: Tensor) -> Tensor:
         scale_K1 = self.trailer(payload_KC, _SCALE_NBYTES, torch.bfloat16).float()
-        planes = payload_KC[:, :-_SCALE_NBYTES].split(self.block_size // 8, dim=1)
-        code_KB = sum(unpack_bits(plane).long() << bit for bit, plane in enumerate(planes))
-        assert isinstance(code_KB, Tensor)
-        return _codebook(self.bits, payload_KC.device)[code_KB] * scale_K1
+        code_KB = Planes((1,) * self.bits).unpack(payload_KC[:, :-_SCALE_NBYTES])
+        return _codebook(self.bits, payload_KC.device)[code_KB.long()] * scale_K1
 
 
 @functools.cache

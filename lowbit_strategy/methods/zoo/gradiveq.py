@@ -13,10 +13,9 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.kernels.reference.blocks import to_blocks
+from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
-from lowbit_strategy.methods._base.matrices import product
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.residuals import store_error_
 from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
@@ -108,7 +107,7 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
             numel = view.spec.numel
             sent_N = product(coefficients, basis).reshape(-1)[:numel]
             view.fill_observed_(h_N, sent_N)
-            store_error_(state[view.spec.name]["residual"], h_N - sent_N)
+            self.store_error_(state[view.spec.name]["residual"], h_N - sent_N)
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 
     def _update_bases_(

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import BITS
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.residuals import ResidualDtype
@@ -46,11 +46,11 @@ class TwoMeansCodec(BlockwiseCodec):
             means.append(tree_sum(torch.where(part_KB, h_KB, 0.0) / count_K[:, None]))
         means_K2 = torch.stack(means, 1)
         means_K2 = torch.where(finite_K[:, None], means_K2, torch.nan).to(torch.bfloat16)
-        return torch.cat([pack_bits(positive_KB), means_K2.view(torch.uint8)], 1)
+        return torch.cat([BITS.pack(positive_KB.byte()), means_K2.view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         means_K2 = self.trailer(payload_KC, _MEAN_NBYTES, torch.bfloat16).float()
-        positive_KB = unpack_bits(payload_KC[:, :-_MEAN_NBYTES])
+        positive_KB = BITS.unpack(payload_KC[:, :-_MEAN_NBYTES]).bool()
         return torch.where(positive_KB, means_K2[:, 1:], means_K2[:, :1])
 
 

@@ -17,7 +17,7 @@ from lowbit_strategy.codecs.packed import PART_NUMEL, Packed
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import BITS
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -295,8 +295,8 @@ class MultiScaleReducer(SharedScaleReducer):
         rows_WN = shared.rows(shared.h_KB.abs() * self.ratio <= norm_K1)
         numel = rows_WN.shape[1]
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
-        agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
-        is_fine_KB = shared.unrows(unpack_bits(agreed)[:, :numel])
+        agreed = yield from all_of_bits(BITS.pack(padded.byte()), shared.comm)
+        is_fine_KB = shared.unrows(BITS.unpack(agreed)[:, :numel].bool())
         return torch.where(is_fine_KB, norm_K1 / (self.limit * self.ratio), norm_K1 / self.limit)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, prune
 
-from lowbit_strategy.collectives.layout import add_ranges_
+from lowbit_strategy.collectives.layout import add_part_
 from lowbit_strategy.custom_loop import adapt
 from testing.processes.node_size import nodes_of
 from testing.training.comparing import full
@@ -329,7 +329,7 @@ class Loop:
                     continue
                 mean, spec = torch.zeros(whole.numel()), session.sync.specs[own]
                 runs = [(0, spec.numel)] if spec.whole_shape is None else spec.ranges
-                add_ranges_(mean, runs, unsent)
+                add_part_(mean, runs, unsent)
                 dist.all_reduce(mean)
                 whole += mean.view_as(whole) / session.sync.ranks.peers.world_size
             found.append(whole)

@@ -17,7 +17,7 @@ from lowbit_strategy.codecs.base import Codec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.codebooks import lloyd_max
 from lowbit_strategy.kernels.format import ternary, uniform
-from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import BITS
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.signsgd import SignCodec
 from lowbit_strategy.methods.zoo.contraction import nearest
@@ -222,8 +222,8 @@ def test_two_means_of_one_sign() -> None:
 
 def test_bits_pack_and_unpack() -> None:
     bits = torch.rand(5, 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    assert pack_bits(bits).shape == (5, 8)
-    assert torch.equal(unpack_bits(pack_bits(bits)), bits)
+    assert BITS.pack(bits.byte()).shape == (5, 8)
+    assert torch.equal(BITS.unpack(BITS.pack(bits.byte())).bool(), bits)
 
 
 # -- natural compression ---------------------------------------------------------------------------------------------
