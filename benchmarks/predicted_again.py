@@ -25,7 +25,7 @@ from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
 from lowbit_strategy.advisor.workload import Workload, plan_for, uncompressed
-from lowbit_strategy.model.param_groups import Layout
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.plan.plan import StepPlan

@@ -37,10 +37,11 @@ from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
 from lowbit_strategy.advisor.workload import layers_of, transformer, uncompressed
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 TOLERANCE = 0.2

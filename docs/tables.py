@@ -17,6 +17,7 @@ from typing import Any
 
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS, Bounds
 from lowbit_strategy.custom_loop import SyncOptions
@@ -28,7 +29,6 @@ from lowbit_strategy.methods._base.low_rank import LowRankCompressor
 from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.weight_codings import WEIGHTS
 from lowbit_strategy.methods.zoo.composed import Composed
-from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.ranks import Topology

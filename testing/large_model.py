@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 _LAYER = {

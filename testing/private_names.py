@@ -176,7 +176,7 @@ PRIVATE_NAMES["torch"] = _listed(
       set {_WRAPPER}._static_graph_delay_allreduce_enqueued
     what DDP ignores may differ between ranks (divergence/comparison.py)
       read {_WRAPPER}._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
-    where compression does not help, all that attaching has set is put back (hooks/ddp.py, hooks/fsdp.py)
+    where compression does not help, all that attaching has set is put back (auto/switching.py, hooks/fsdp.py)
       set {_FSDP_GROUP}._all_gather_comm
     what FSDP2 must be set to, it is set to while it reduces: the user's settings stay (hooks/fsdp_gradients.py)
       set {_FSDP_GROUP}._all_reduce_hook

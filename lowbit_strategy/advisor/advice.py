@@ -24,11 +24,11 @@ from lowbit_strategy.advisor.workload import (
     topology_for,
     uncompressed,
 )
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, memory_options
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import default_weights
-from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_strategy.advisor.cost import Ring, ranks_per_node
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.messages import Level, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.ranks.ranks import Topology
 

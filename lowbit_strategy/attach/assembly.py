@@ -107,7 +107,7 @@ def make_session(
     begun: list[EveryStep | None] = []
     if not sync.ranks.alone:
         if isinstance(prepared.compressor, Chooser):
-            begun.append(prepared.compressor.begin(prepared, sync, hook))
+            begun.append(prepared.compressor.begin(prepared, sync, model, hook))
         begun += [part.attach(sync, module, prepared) for part in prepared.parts]
     pace = next((each for each in begun if each is not None), EveryStep())
     session = Session(sync, module, prepared.options, pace, hook=hook)

@@ -17,12 +17,10 @@ from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
+from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.parallel_dims import describe_dims
-from lowbit_strategy.model.param_groups import ddp_buckets
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, named_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 
@@ -67,11 +65,7 @@ def attach_ddp(
     prepared, sync = make_engine(model.module, prepared, ranks, device, has_scaler=has_scaler)
     if ranks.alone:
         return make_session(model, prepared, sync)
-    hook = DDPWiring(model, sync) if isinstance(prepared.compressor, Chooser) else DDPHook(model, sync)
-    params = named_parameters(model.module)
-    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
-    sync.expect(ddp_buckets(trained, hook.cap_nbytes))
-    return make_session(model, prepared, sync, hook=hook)
+    return make_session(model, prepared, sync, hook=DDPHook(model, sync))
 
 
 def attach_replica(

@@ -18,7 +18,7 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.all_gather import module_layouts
-from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.mesh import by_mesh, check_parts, give_replicas, has_other_parts, mean_ranks, shard_group
 from lowbit_strategy.model.parallel_dims import describe_dims
@@ -80,9 +80,8 @@ def attach_fsdp(
         _share_weights(module, ranks, others, device)
     layouts = module_layouts(module, groups)
     prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler, modules=layouts, others=others)
-    wiring = FSDPWiring(module, groups, sync)
-    wiring.take(prepared.weights)  # refuses unsupported models now
-    return make_session(module, prepared, sync, hook=wiring)
+    assert prepared.weights is not None
+    return make_session(module, prepared, sync, hook=FSDPHook(module, groups, sync, prepared.weights))
 
 
 def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:

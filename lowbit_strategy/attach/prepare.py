@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -21,10 +22,10 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.fingerprint import fingerprint, to_plain
 from lowbit_strategy.model.handshake import handshake
-from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.ranks.ranks import Topology
 
+Layout = Literal["ddp", "fsdp", "hsdp"]  # what wraps the model
 _log = logging.getLogger("lowbit_strategy")
 
 

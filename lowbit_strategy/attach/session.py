@@ -31,15 +31,15 @@ from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.engine.engine import GradientSync, in_backward
-from lowbit_strategy.hooks.ddp import DDPHook, DDPWiring
-from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 CHECKPOINT_KEY = "lowbit_strategy"
 
 _log = logging.getLogger("lowbit_strategy")
-Hook = DDPHook | DDPWiring | FSDPWiring  # feeds the engine during training
+Hook = DDPHook | FSDPHook  # feeds the engine during training
 
 
 class Session:
@@ -83,7 +83,7 @@ class Session:
         self.is_closed = False
         self.frozen = Frozen(module)
         watch_optimizers(self)
-        if isinstance(hook, FSDPWiring):
+        if isinstance(hook, FSDPHook):
             self._end_with(self, _give_back, hook.stop, [group for ranks in self._ranks for group in ranks.own])
 
     @property
@@ -367,7 +367,7 @@ class Session:
         specs, params = self.frozen.take_newly_trainable()
         self.sync.extend(specs)
         self.pace.extend(params)
-        if model is not None and isinstance(self._hook, DDPHook | DDPWiring):
+        if model is not None and isinstance(self._hook, DDPHook):
             self._hook.close()
             self._hook = self._hook.rewrapped(model)
             self.close_with(model)

@@ -17,21 +17,24 @@ import statistics
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import EveryStep
-from lowbit_strategy.attach.prepare import PreparedModel
+from lowbit_strategy.attach.prepare import Layout, PreparedModel
 from lowbit_strategy.auto.option import Auto
+from lowbit_strategy.auto.switching import DDPSwitch, FSDPSwitch
 from lowbit_strategy.auto.times import Timed, decide
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.ddp import DDPWiring
-from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding
-from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.telemetry.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"
@@ -105,7 +108,8 @@ class AutoChoice(EveryStep):
     Args:
         prepared: A configuration whose compressor is `Auto`.
         sync: The engine; nothing calls it yet.
-        wiring: Switches between the framework's own communication and the engine's.
+        model: The model, which may be wrapped in DDP.
+        hook: The hook through which the engine reduces.
 
     Attributes:
         active: The current candidate; None: the framework's own steps.
@@ -118,12 +122,18 @@ class AutoChoice(EveryStep):
         self,
         prepared: PreparedModel,
         sync: GradientSync,
-        wiring: DDPWiring | FSDPWiring,
+        model: nn.Module,
+        hook: DDPHook | FSDPHook,
     ) -> None:
         assert isinstance(prepared.compressor, Auto)
         self.auto = prepared.compressor
         self.sync = sync
-        self.wiring = wiring
+        self.switch: DDPSwitch | FSDPSwitch
+        if isinstance(hook, FSDPHook):
+            self.switch = FSDPSwitch(hook, sync, prepared.weights)
+        else:
+            assert isinstance(model, DistributedDataParallel)
+            self.switch = DDPSwitch(model, sync)
         self.active: Candidate | None = None
         self.reason = ""
         self.trial_steps = 0
@@ -141,13 +151,22 @@ class AutoChoice(EveryStep):
         self._reference_s: float | None = None
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
-        wiring.give_back()
         self._time_baseline()
         sync.save_with(EXTRA_STATE_KEY, self)
 
     @property
     def is_baseline(self) -> bool:
         return self.active is None and self.phase != "empty"
+
+    def attached(self, session: Any, model: nn.Module) -> None:
+        self.switch.give_back()
+
+    def wrapped_by(self, model: DistributedDataParallel) -> None:
+        assert isinstance(self.switch, DDPSwitch)
+        self.switch.rewrapped(model)
+
+    def close(self) -> bool:
+        return self.switch.close()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +260,7 @@ class AutoChoice(EveryStep):
         self.active = candidate
 
     def _take(self, weights: WeightCoding | None) -> None:
-        self.wiring.take(weights)
+        self.switch.take(weights)
         self._coding = weights
 
     # -- stepping aside -------------------------------------------------------------------------------------------
@@ -266,7 +285,7 @@ class AutoChoice(EveryStep):
             self._begin(1, 1)
             return
         self.phase = "own"
-        self.wiring.give_back()
+        self.switch.give_back()
         if self._own is None:  # a checkpoint has been loaded that was written while something was tried
             self._restart()
         else:

@@ -36,5 +36,5 @@ class Auto(Chooser):
 
     quality: Literal["same", "close"] = "same"
 
-    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Any:
-        return leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, wiring)
+    def begin(self, prepared: Any, sync: Any, model: Any, hook: Any) -> Any:
+        return leaves.load("lowbit_strategy.auto.choice:AutoChoice", "Auto")(prepared, sync, model, hook)

@@ -29,11 +29,11 @@ from lowbit_strategy.control.base import labels
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import ParamGroup, ddp_buckets
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.plan.lines import lines
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.prepared import copies_residuals, extra_of
+from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 from lowbit_strategy.telemetry.startup_report import Report

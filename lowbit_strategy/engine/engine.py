@@ -25,7 +25,6 @@ from lowbit_strategy.engine.transactions import Follower, Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_NOTES = 1000
@@ -71,7 +70,6 @@ class GradientSync:
         rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are rounds, now or later.
         follower: Is called when optimizers step on what was reduced.
-        expected_groups: What hooks will reduce together, as far as they know.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class GradientSync:
         self._num_passes = 0  # in this step, including the current one
         self._step = StepContext(0, 0, 0)  # the current backward pass
         self._observers: list[BucketObserver] = []
-        self.expected_groups: Sequence[ParamGroup] = ()
         self._after_backward: Callable[[], None] | None = None
         self.transactions = Transactions(self.state, StepFlags(device), keeps_copies=keeps_copies)
         self.use(compressor)
@@ -467,10 +464,6 @@ class GradientSync:
     def save_per_rank(self, name: str, part: RankState) -> None:
         """Save and restore state that differs between ranks."""
         self.rank_state[name] = part
-
-    def expect(self, groups: Sequence[ParamGroup]) -> None:
-        """Hooks will reduce `groups`, in the order of backward, if nothing changes."""
-        self.expected_groups = groups
 
     def follow(self, follower: Follower) -> None:
         """Call `follower` when an optimizer steps on what was reduced."""

@@ -126,12 +126,6 @@ class WeightSync:
         """Count `nbytes` that this rank sends because FSDP2 itself gathers weights in training."""
         self._uncoded_nbytes += nbytes
 
-    def end(self) -> None:
-        """Something else sends the weights from now on. Call it on all ranks."""
-        self.invalidate()
-        for comm in self.comms:
-            comm.end()
-
     def invalidate(self) -> None:
         """The weights have changed: what is kept is old. Call it on all ranks."""
         for module in self.modules.values():

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured

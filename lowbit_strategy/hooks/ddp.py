@@ -2,7 +2,6 @@
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
-import dataclasses
 import weakref
 from typing import Any
 
@@ -16,11 +15,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import TURN_AFTER
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
-from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import bring_back, named_parameters
 from lowbit_strategy.telemetry.step_times import clock_of
 
-_MIB = 1024 * 1024
 # The size of compressed buckets. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
 # overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
 # on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
@@ -34,14 +31,11 @@ def default_bucket_cap_mb(device: torch.device) -> int:
     return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
-def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = None) -> None:
+def renew_reducer(model: DistributedDataParallel) -> None:
     """Give DDP a new reducer, without a communication hook.
 
     PyTorch cannot remove a hook. This makes the reducer again, as unpickling a model does. Call it between steps.
-    `bucket_cap_mb`: size of the buckets; None: unchanged.
     """
-    if bucket_cap_mb is not None:
-        _set_bucket_cap(model, round(bucket_cap_mb * _MIB))
     model._remove_autograd_hooks()
     bring_back(model.module)
     parameters, is_sparse = model._build_params_for_reducer()
@@ -54,15 +48,6 @@ def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = 
         model.reducer._set_static_graph()
         logger: Any = model.logger
         logger._set_static_graph()
-
-
-def _set_bucket_cap(model: Any, nbytes: int) -> None:
-    first = min(nbytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
-    model.bucket_bytes_cap = nbytes
-    if hasattr(model, "_bucket_config"):  # torch 2.13 and later
-        model._bucket_config = dataclasses.replace(
-            model._bucket_config, bucket_bytes_cap=nbytes, first_bucket_bytes_cap=first
-        )
 
 
 class DDPHook:
@@ -150,57 +135,6 @@ class DDPHook:
         """Stop the worker. Return True once it has stopped."""
         self.closed = True
         return self._runner.close()
-
-
-class DDPWiring:
-    """Switches a DDP model between the framework's communication, which is used at first, and the engine's.
-
-    Args:
-        sync: The engine. Its buckets have the default size unless the user has chosen one; the framework's keep their
-            size.
-    """
-
-    def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
-        self._sync = sync
-        self._hook: DDPHook | None = None
-        self._taken = False
-        self._cap = default_bucket_cap_mb(sync.device)
-        self.rewrapped(model)
-
-    def rewrapped(self, model: DistributedDataParallel) -> "DDPWiring":
-        """See `DDPHook.rewrapped`."""
-        self._model_of = weakref.ref(model)  # the session closes when the model is gone
-        self._chosen = not model.bucket_bytes_cap_default  # the user has given their size
-        self._own_cap_mb = model.bucket_bytes_cap / _MIB
-        if self._taken:
-            self.take(None)
-        return self
-
-    @property
-    def cap_nbytes(self) -> int:
-        return round(_MIB * (self._own_cap_mb if self._chosen else self._cap))
-
-    def take(self, weights: WeightCoding | None) -> None:
-        """Let the engine reduce gradients. `weights`: how FSDP2's weights are coded."""
-        self.close()
-        model = self._model_of()
-        assert model is not None
-        renew_reducer(model, None if self._chosen else self._cap)
-        self._hook, self._taken = DDPHook(model, self._sync), True
-
-    def give_back(self) -> None:
-        """Return to the framework's communication, without a hook."""
-        if not self._taken:
-            return
-        self.close()
-        self._taken = False
-        if (model := self._model_of()) is not None:
-            renew_reducer(model, None if self._chosen else self._own_cap_mb)
-
-    def close(self) -> bool:
-        """End threads. Return True once they have stopped."""
-        hook, self._hook = self._hook, None
-        return hook is None or hook.close()
 
 
 def refuse_python_reducer() -> None:

@@ -14,10 +14,9 @@ from lowbit_strategy.hooks.all_gather import install_weights
 from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction
 from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
-from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
-from lowbit_strategy.model.param_groups import ParamGroup
+from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
-from lowbit_strategy.model.sharded import ShardedGroup, reduce_dtype, set_mesh, take_over_replication
+from lowbit_strategy.model.sharded import ShardedGroup, set_mesh, take_over_replication
 from lowbit_strategy.telemetry.step_times import clock_of
 
 _SET = ("_all_gather_comm", "_reduce_scatter_comm")  # by attaching, on the parameter groups of FSDP2
@@ -25,26 +24,31 @@ _WRAPPED = ("pre_forward", "post_backward")  # on the instance
 _HOLDER = "lowbit_wiring"  # on the instance: who remembers it. Kept elsewhere it would keep the model alive
 
 
-class FSDPWiring:
-    """Switches a model that is sharded over all ranks, or over a node's, between FSDP2's communication, which is used
-    at first, and the engine's. Call it between steps, on all ranks together.
+class FSDPHook:
+    """Gives each module of a model that is sharded over all ranks, or over a node's, a reduce-scatter and an all-gather
+    by the engine. Under HSDP the ranks that shard do an exact reduce-scatter, and the engine reduces over the replicas.
 
     It remembers FSDP2's communication. A later instance for the same model takes over, and the earlier one then
     restores nothing.
 
     Args:
         groups: The model's sharded groups.
+        weights: How weights are coded.
 
     Attributes:
         stop: A function that ends threads and returns True once they have stopped. It holds no reference to the model.
+
+    Raises:
+        ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync) -> None:
+    def __init__(
+        self, module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync, weights: WeightCoding
+    ) -> None:
         self._module, self._groups, self._sync = module, groups, sync
         is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
         self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync.device, clock_of(sync))
         self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
-        self._taken: WeightCoding | None = None
         self._stock: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, Any], dict[str, Any]]]
         self._stock = weakref.WeakKeyDictionary()
         for each in groups:
@@ -55,29 +59,18 @@ class FSDPWiring:
             wrapped = {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
             self._stock[group] = group.mesh_info, values, wrapped
             setattr(group, _HOLDER, self)
+        self.install(weights)
 
-    def take(self, weights: WeightCoding | None) -> None:
-        """Let the engine reduce gradients: each module gets a reduce-scatter and an all-gather. Under HSDP the ranks
-        that shard do an exact reduce-scatter, and the engine reduces over the replicas. See `DDPWiring.take`.
+    def install(self, weights: WeightCoding) -> None:
+        """Let the engine reduce gradients and gather weights. Call it between steps, on all ranks together.
 
         Raises:
             ValueError: A parameter is sharded along another dim than the first, or not at all.
         """
-        weights = weights or Exact()
-        if self._taken == weights:
-            return
-        if self._taken is not None:
-            self.give_back()
-        if not self._sync.scatter:
-            take_over_replication(self._groups)
         names = {id(param): name for name, param in named_parameters(self._module)}
         _check_sharded(self._module, self._groups, self._sync, names)
-        self._install(names)
-        self._sync.expect(_reduced(self._groups, names))
-        install_weights(self._module, self._groups, weights, self._sync)
-        self._taken = weights
-
-    def _install(self, names: Mapping[int, str]) -> None:
+        if not self._sync.scatter:
+            take_over_replication(self._groups)
         sync, overlapped = self._sync, self._overlapped
         has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
         between = BetweenNodes(sync.device) if has_levels and sync.device.type == "cuda" else None
@@ -87,15 +80,10 @@ class FSDPWiring:
             own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
             ranks = sync.state.ranks_of(next(iter(own.values())))
             kind(each.param_group, own, made[ranks.peers]).install()
+        install_weights(self._module, self._groups, weights, sync)
 
-    def give_back(self) -> None:
-        """Back to FSDP2's communication."""
-        if self._taken is not None and self._sync.weights is not None:
-            self._sync.weights.end()
-        self._taken = None
-        self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Give the modules FSDP2's communication."""
         for group, (mesh_info, values, wrapped) in self._stock.items():
             set_mesh(group, mesh_info)
             for name, value in values.items():
@@ -105,7 +93,7 @@ class FSDPWiring:
             vars(group).update(wrapped)
 
     def _release(self) -> None:
-        self._restore()
+        self.restore()
         for group in self._stock:
             delattr(group, _HOLDER)
         self._stock.clear()
@@ -114,17 +102,6 @@ class FSDPWiring:
         """Restore the model as it was before. Return True once threads have stopped."""
         self._release()
         return self.stop()
-
-
-def _reduced(groups: Sequence[ShardedGroup], names: Mapping[int, str]) -> list[ParamGroup]:
-    """The parameters that each module reduces, the last module first."""
-    found = []
-    for each in reversed(groups):
-        group = each.param_group
-        own = [names[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
-        if own:
-            found.append(ParamGroup(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))
-    return found
 
 
 def _check_sharded(

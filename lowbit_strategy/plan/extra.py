@@ -7,8 +7,8 @@ from typing import Any
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
-from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.plan.messages import TransferGroup
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 

@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.levels import peer_level, peers_internode_fraction
 from lowbit_strategy.plan.messages import Message, TransferGroup
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 

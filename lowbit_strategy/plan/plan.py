@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import Layout, ParamGroup, ddp_buckets
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ReductionPlan, gradient_transfers
 from lowbit_strategy.plan.messages import TransferGroup, internode_nbytes, step_nbytes
+from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.rounds import RoundPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
 from lowbit_strategy.ranks.ranks import Topology

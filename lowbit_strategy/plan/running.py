@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
+
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.ddp import hooked
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
+from lowbit_strategy.model.parameters import named_parameters
+from lowbit_strategy.model.sharded import reduce_dtype, sharded_groups
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks
+
+_expected: WeakKeyDictionary[GradientSync, Sequence[ParamGroup]] = WeakKeyDictionary()
+
+
+def expect(sync: GradientSync, module: nn.Module) -> None:
+    """Note what hooks will reduce together, in the order of backward, if nothing changes. Call it once the hooks of
+    `module` have been made.
+    """
+    params = [(name, param) for name, param in named_parameters(module) if name in sync.specs]
+    if sync.weights is not None:
+        _expected[sync] = _of_sharded(module, {id(param): name for name, param in params})
+        return
+    sizes = [(name, param.numel(), param.element_size()) for name, param in params]
+    caps = [hook.cap_nbytes for hook in hooked.values() if hook.sync is sync]  # none if gradients stay on their rank
+    _expected[sync] = [bucket for cap in caps for bucket in ddp_buckets(sizes, cap)]
+
+
+def _of_sharded(module: nn.Module, names: Mapping[int, str]) -> list[ParamGroup]:
+    """The parameters that each of FSDP2's modules reduces, the last module first."""
+    found = []
+    for each in reversed(sharded_groups(module)):
+        if own := [names[id(shard)] for shard in each.shards if id(shard) in names and shard.requires_grad]:
+            found.append(ParamGroup(tuple(own), reduce_dtype(each.param_group).itemsize, own[0].rpartition(".")[0]))
+    return found
 
 
 def plans_of(sync: GradientSync) -> list[StepPlan]:
@@ -33,7 +64,7 @@ def plan_of(
     rounds: Any = sync.rounds
     assignments = sync.state.assignments if assignments is None else assignments
     own = [name for name in sync.specs if ranks_of(name) is ranks]
-    expected = [each for each in sync.expected_groups if ranks_of(each.names[0]) is ranks]
+    expected = [each for each in _expected.get(sync, ()) if ranks_of(each.names[0]) is ranks]
     known = {name for each in expected for name in each.names}
     later = tuple(name for name in reversed(own) if name not in known)
     layout: Layout = "fsdp" if sync.scatter else "ddp" if weights is None else "hsdp"

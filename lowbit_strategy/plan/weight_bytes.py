@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import Layout
 from lowbit_strategy.plan.levels import ring_internode_fraction, world_internode_fraction
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
 from lowbit_strategy.ranks.ranks import Topology

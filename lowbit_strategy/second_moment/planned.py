@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, round_up
 from lowbit_strategy.methods._base.compressor import Assignment
-from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.second_moment.exchange_steps import EVERY, turns
 from lowbit_strategy.second_moment.served import NUM_SUMS, SKETCH_NUMEL, few_bits, methods_of_squares, served

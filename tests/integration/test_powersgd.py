@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.weight_codings import Exact
 from lowbit_strategy.model.parameters import describe_parameters
@@ -153,7 +153,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     model = fully_shard(module, mesh=mesh)
-    FSDPWiring(module, sharded_groups(module), sync).take(Exact())
+    FSDPHook(module, sharded_groups(module), sync, Exact())
     return {"losses": _losses(model, rank, sync), "sum": [p.full_tensor().sum().item() for p in module.parameters()]}
 
 
@@ -202,7 +202,7 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
             scatter=True,
         )
         model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
-        FSDPWiring(module, sharded_groups(module), sync).take(Exact())
+        FSDPHook(module, sharded_groups(module), sync, Exact())
         optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
         losses[inside] = []
         for step in range(5):

@@ -22,7 +22,7 @@ from lowbit_strategy.collectives.sparse_layout import counts_nbytes
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.fsdp import FSDPWiring
+from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.flat_model import FlatModel
 from lowbit_strategy.methods.dgc import DGC
@@ -81,7 +81,7 @@ def training(folder: Path, name: str, layout: str) -> Facts:
         mesh = init_device_mesh("cpu", (comm.world_size,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        FSDPWiring(model, sharded_groups(model), sync).take(Exact())
+        FSDPHook(model, sharded_groups(model), sync, Exact())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     data = torch.Generator().manual_seed(comm.rank)
     target = torch.randn(64, 10, generator=torch.Generator().manual_seed(9)) / 8

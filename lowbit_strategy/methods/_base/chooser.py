@@ -18,11 +18,12 @@ class Chooser(Compressor, ABC):
         return DENSE
 
     @abstractmethod
-    def begin(self, prepared: Any, sync: Any, wiring: Any) -> Any:
+    def begin(self, prepared: Any, sync: Any, model: Any, hook: Any) -> Any:
         """Begin to choose for one model. Returns what a session follows (`EveryStep`).
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.
             sync: The engine; nothing calls it yet.
-            wiring: Switches between the framework's communication and the engine's.
+            model: The model, which may be wrapped in DDP.
+            hook: The hook through which the engine reduces, already in place.
         """

@@ -18,9 +18,9 @@ from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, un
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
-from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.plan.messages import Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 SLOW = Link(0.01, 1e9 / 8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lowbit_strategy import Auto, Dense, Exact, LoCo, WeightCode, WeightDelta, as_compressor
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.auto.choice import MOST_TRIED_STEPS, WARM_TRIED_STEPS, candidates, has_changed, num_timed
 from lowbit_strategy.auto.times import Timed, decide
-from lowbit_strategy.model.param_groups import Layout
 
 OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import DGC, DiLoCo, Exact, LoCo, WeightCode, WeightDelta
+from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.fitting.memory import memory_of
@@ -15,8 +16,8 @@ from lowbit_strategy.local_steps.published import OUTER_RULES
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
-from lowbit_strategy.model.param_groups import Layout, ParamGroup
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 from testing.invariants.harness import CONFIGURATIONS, SPECS, everything

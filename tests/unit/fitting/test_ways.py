@@ -15,8 +15,8 @@ from lowbit_strategy.fitting.ways import Setup, choose, memory_option, memory_op
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.param_groups import ParamGroup
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 
 GPU = 80 * 10**9
