@@ -35,7 +35,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding
-from lowbit_strategy.telemetry.step_times import StepClock
+from lowbit_strategy.plan.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"
 WARM_STEPS = 3  # of the framework's own, before any is timed

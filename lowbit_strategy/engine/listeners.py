@@ -48,12 +48,15 @@ class Listeners:
         control: The listener that monitors and adapts the model; None: there is none.
         rates: Returns the learning rate of each parameter that an optimizer steps.
         learning_rate: Returns the rate of the optimizer that steps the model; None: it is not known which one does.
+        wait: Called when training begins to wait for messages. Returns what is called when the wait ends, from any
+            thread; None: nobody measures it.
     """
 
     def __init__(self) -> None:
         self.control: Any = None
         self.rates: Callable[[], Mapping[str, float]] = dict
         self.learning_rate: Callable[[], float | None] = lambda: None
+        self.wait: Callable[[], Callable[[], None] | None] = lambda: None
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
         self._together: list[Callable[[], None]] = []
 

@@ -37,12 +37,12 @@ from lowbit_strategy.collectives.comm import naming_lost_ranks, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weight_sync import WeightSync
+from lowbit_strategy.hooks.waiting import waiting
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.model.parameters import describe_parameters, is_float, named_parameters
 from lowbit_strategy.model.sharded import ShardedGroup
-from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
 class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
@@ -52,7 +52,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         weights: The model's weights.
         root: The module whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.
-        clock: Measures how long training waits for weights.
+        sync: The engine, which is told when training waits.
     """
 
     def __init__(
@@ -61,15 +61,14 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         group: ShardedGroup,
         root: nn.Module,
         order: _StreamOrder,
-        clock: StepClock,
+        sync: GradientSync,
     ) -> None:
-        self._weights = weights
+        self._weights, self._sync = weights, sync
         self._name = group.name
         self._module = weights.modules[group.name]
         self._params = group.param_group
         self._root = weakref.ref(root)
         self._order = order
-        self._clock = clock
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
         self._noted: Tensor | None = None  # digest of this rank's row when it was sent
@@ -89,7 +88,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             for each in sorted(self.together, key=lambda each: each is not self):  # send first what is needed first
                 each.send_early()
         self._check_row(input_tensor)
-        with self._order.ordered(), self._clock.waiting():
+        with self._order.ordered(), waiting(self._sync):
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
         return None
 
@@ -171,7 +170,7 @@ def install_weights(
     comms = {name: made[sync.state.ranks_of(layout.specs[0].name).peers] for name, layout in layouts.items()}
     weights = WeightSync(coding, layouts, comms, sync.device)
     order = _StreamOrder(sync.device)
-    gathers = {each.name: CodedAllGather(weights, each, module, order, clock_of(sync)) for each in groups}
+    gathers = {each.name: CodedAllGather(weights, each, module, order, sync) for each in groups}
     for each in groups:
         gather, own = gathers[each.name], comms[each.name]
         if own.between.is_far:

@@ -16,7 +16,6 @@ from lowbit_strategy.engine.schedule import TURN_AFTER
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
 from lowbit_strategy.model.parameters import bring_back, named_parameters
-from lowbit_strategy.telemetry.step_times import clock_of
 
 # The size of compressed buckets. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
 # overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
@@ -76,7 +75,6 @@ class DDPHook:
             renew_reducer(model)
         self.closed: bool = False
         self.sync = sync
-        self._clock = clock_of(sync)
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self.cap_nbytes: int = model.bucket_bytes_cap
         self._cuts: dict[tuple[object, ...], tuple[list[BucketLayout], list[int]]] = {}
@@ -121,9 +119,7 @@ class DDPHook:
         for layout, x in zip(layouts, buffer.tensor_split(starts), strict=True):
             stages.append(self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x))
         future = self._runner.submit(*stages, result=buffer, last=last)
-        if (
-            last and self._clock.is_timing and (done := self._clock.wait()) is not None
-        ):  # backward has nothing left to compute
+        if last and (done := self.sync.listeners.wait()) is not None:  # backward has nothing left to compute
             future.add_done_callback(lambda _: done())
         return future.then(torch.futures.Future.wait) if isinstance(self._runner, BucketWorker) else future
 

@@ -17,7 +17,6 @@ from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.model.sharded import ShardedGroup, set_mesh, take_over_replication
-from lowbit_strategy.telemetry.step_times import clock_of
 
 _SET = ("_all_gather_comm", "_reduce_scatter_comm")  # by attaching, on the parameter groups of FSDP2
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
@@ -47,7 +46,7 @@ class FSDPHook:
     ) -> None:
         self._module, self._groups, self._sync = module, groups, sync
         is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
-        self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync.device, clock_of(sync))
+        self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync)
         self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
         self._stock: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, Any], dict[str, Any]]]
         self._stock = weakref.WeakKeyDictionary()

@@ -33,8 +33,8 @@ from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, Reductions
+from lowbit_strategy.hooks.waiting import waiting
 from lowbit_strategy.model.sharded import reduce_dtype
-from lowbit_strategy.telemetry.step_times import clock_of
 
 
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
@@ -64,7 +64,6 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._marks: Tensor | None = None  # marks of the current reduction
         self._is_read_at_once = False
         self._has_waiting = False  # gradients of passes that were not reduced, which a pipeline reduces at its end
-        self._clock = clock_of(self._sync)
         self.on_reduced: Callable[[], None] = lambda: None
 
     def install(self) -> None:
@@ -192,7 +191,7 @@ class CompressedReduceScatter(_ReduceScatter):
         else:
             if self._between is not None:
                 self._between.make_room()
-            with self._clock.waiting():
+            with waiting(self._sync):
                 overlaps = self._between is not None
                 inside, self._between_stages = self._scatter(layout, input_tensor, output_tensor, overlaps=overlaps)
                 wait_for_all(inside if self._continues_between_nodes else itertools.chain(inside, self._between_stages))
@@ -211,7 +210,7 @@ class CompressedReduceScatter(_ReduceScatter):
         """Fill `reduced`, the output of the previous call."""
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
-        with self._clock.waiting():
+        with waiting(self._sync):
             wait_for_all(self._between_stages)
         self._divide_(reduced)
         if self._between is not None:

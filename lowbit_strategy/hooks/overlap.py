@@ -8,23 +8,25 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.hooks.runners import BucketWorker
-from lowbit_strategy.telemetry.step_times import StepClock
+from lowbit_strategy.hooks.waiting import waiting
 
 
 class OverlappedReducer:
     """Reduces the modules' shards while backward continues, in the same order on all ranks.
 
-    Args:
-        clock: Measures how long training waits for them.
+    Attributes:
+        close: Stops the worker, and returns True once it has stopped. It holds no reference to the engine.
     """
 
-    def __init__(self, device: torch.device, clock: StepClock) -> None:
-        self._clock = clock
-        on_cpu = device.type == "cpu"
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+        on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
-        self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
+        self.close: Callable[[], bool] = (lambda: True) if self._worker is None else self._worker.close
+        self.stream = None if on_cpu else torch.cuda.Stream(sync.device, priority=-1)
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._on_done: list[Callable[[], None]] = []
 
@@ -49,15 +51,11 @@ class OverlappedReducer:
         self._worker.finish()
         futures, self._futures = self._futures, []
         following, self._on_done = self._on_done, []
-        with self._clock.waiting():
+        with waiting(self._sync):
             for future in futures:
                 future.wait()
         for on_done in following:
             on_done()
-
-    def close(self) -> bool:
-        """Stop the worker. Return True once it has stopped."""
-        return self._worker is None or self._worker.close()
 
 
 class BetweenNodes:

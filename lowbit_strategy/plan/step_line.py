@@ -16,8 +16,8 @@ from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.running import plans_of
+from lowbit_strategy.plan.step_times import StepClock, StepTime
 from lowbit_strategy.plan.weight_bytes import weight_transfers
-from lowbit_strategy.telemetry.step_times import StepTime, clock_of
 
 WARM_STEPS, TIMED_STEPS = 40, 10
 
@@ -33,7 +33,8 @@ class StepTimes(StepListener):
     """
 
     def __init__(self, sync: GradientSync) -> None:
-        self._sync, self._clock = sync, clock_of(sync)
+        self._sync, self._clock = sync, StepClock(sync.device)
+        sync.listeners.wait = self._clock.wait
         self._num_steps = self._sent_before = 0
         sync.listeners.add(self, StepPhase.RECORD)
 

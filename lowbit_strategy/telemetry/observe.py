@@ -21,7 +21,7 @@ from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
-from lowbit_strategy.telemetry.step_times import Moment, now, seconds_between
+from lowbit_strategy.telemetry.moments import Moment, now, seconds_between
 
 _WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # of figures
 

@@ -8,7 +8,7 @@ import torch
 
 from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.hooks.runners import SideStream
-from lowbit_strategy.telemetry.step_times import StepClock
+from lowbit_strategy.plan.step_times import StepClock
 
 
 def call_after(future: torch.futures.Future[torch.Tensor], done: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit_strategy.plan.step_line import median_step
-from lowbit_strategy.telemetry.step_times import StepTime
+from lowbit_strategy.plan.step_times import StepTime
 
 
 def test_the_median_of_each() -> None:

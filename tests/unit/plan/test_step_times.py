@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lowbit_strategy.telemetry.step_times import StepClock
+from lowbit_strategy.plan.step_times import StepClock
 
 
 @pytest.fixture
@@ -25,8 +25,10 @@ def test_steps_and_what_they_wait_for_another_thread(clock: StepClock) -> None:
     waits.start()
     waits.join()
     clock.end_step()
-    with clock.waiting():
-        time.sleep(0.03)
+    done = clock.wait()
+    assert done is not None
+    time.sleep(0.03)
+    done()
     time.sleep(0.02)
     clock.end_step()
     first, second = clock.take()

@@ -1,0 +1,28 @@
+"""Moments, by this thread's clock on CPU and by the device's on CUDA."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Moment = float | torch.cuda.Event
+
+
+def now(device: torch.device) -> Moment:
+    """This thread's time on CPU; on CUDA the current stream's, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(began: Moment, ended: Moment) -> float:
+    """Seconds between two moments. On CUDA it waits until the device has reached `ended`."""
+    if isinstance(began, float):
+        assert isinstance(ended, float)
+        return ended - began
+    assert isinstance(ended, torch.cuda.Event)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
