@@ -29,7 +29,7 @@ from lowbit_strategy.methods._base.low_rank import LowRankCompressor
 from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.weight_codings import WEIGHTS
 from lowbit_strategy.methods.zoo.composed import Composed
-from lowbit_strategy.options.conversion import Source, describe_type, types_of
+from lowbit_strategy.options.conversion import describe_type, types_of
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.register import strategy_names
@@ -98,7 +98,9 @@ def _cell(text: str) -> str:
 
 
 def _value(kind: Any) -> str:
-    return re.sub(r"'(\w+)'", r"`\1`", _cell(describe_type(kind, Source.FILE))) or "in code only"
+    """What files can hold of what a field of this type accepts."""
+    text = re.sub(r"an instance of \w+ or | or an instance of \w+| or a function", "", describe_type(kind))
+    return re.sub(r"'(\w+)'", r"`\1`", _cell(text))
 
 
 def _default(value: Any) -> str:

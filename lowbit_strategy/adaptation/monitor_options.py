@@ -10,7 +10,7 @@ from lowbit_strategy.control.bounds import Bounds
 from lowbit_strategy.control.grouping import GroupBy
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.options.conversion import Mismatch, call, register_conversion
 
 
 @configuration
@@ -43,13 +43,11 @@ class MonitorOptions:
         return cls(*options, **more)
 
 
-def _make(value: Any, source: Source) -> MonitorOptions:
+def _make(value: Any) -> MonitorOptions:
     """Make options from true, or from a mapping."""
     if value is not True and not isinstance(value, Mapping):
         raise Mismatch
-    return call(MonitorOptions, {} if value is True else value, source)
+    return call(MonitorOptions, {} if value is True else value)
 
 
-register_conversion(
-    MonitorOptions, Conversion(_make, "MonitorOptions", "true or a mapping such as {every_n_steps: 50}")
-)
+register_conversion(MonitorOptions, _make, "MonitorOptions(), true or a mapping such as {every_n_steps: 50}")

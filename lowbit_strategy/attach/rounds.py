@@ -10,7 +10,7 @@ from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import register_other_names
-from lowbit_strategy.options.conversion import Conversion, Source, register_conversion
+from lowbit_strategy.options.conversion import register_conversion
 
 
 class RoundRule(Part, ABC):
@@ -27,8 +27,8 @@ class RoundMembers(Part):
     """An option that lets ranks join and leave: each process, or each node with one model, has its own world."""
 
 
-def _from_value(value: Any, source: Source) -> RoundRule:
-    made: RoundRule = leaves.load("lowbit_strategy.local_steps.published:made_rule", "outer")(value, source)
+def _from_value(value: Any) -> RoundRule:
+    made: RoundRule = leaves.load("lowbit_strategy.local_steps.published:made_rule", "outer")(value)
     return made
 
 
@@ -40,10 +40,7 @@ def _known() -> Iterable[RoundRule]:
 register_other_names(leaves.RULES, "it is an outer rule, outer={0!r} with a compressor or alone (strategy {0}_ddp)")
 register_conversion(
     RoundRule,
-    Conversion(
-        _from_value,
-        "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
-        "an outer rule such as diloco or {name: diloco, every: 30}",
-        known=_known,
-    ),
+    _from_value,
+    "an outer rule such as DiLoCo(every=30), 'diloco' or {name: diloco, every: 30}",
+    known=_known,
 )

@@ -16,7 +16,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.options.conversion import Mismatch, call, register_conversion
 
 
 @configuration
@@ -141,11 +141,11 @@ class SyncOptions:
                 part.check_optimizer(optimizer)
 
 
-def _members(value: Any, source: Source) -> RoundMembers:
+def _members(value: Any) -> RoundMembers:
     if not isinstance(value, Mapping):
         raise Mismatch
-    made: RoundMembers = call(leaves.load(leaves.NAMES["Elastic"], "elastic"), value, source)
+    made: RoundMembers = call(leaves.load(leaves.NAMES["Elastic"], "elastic"), value)
     return made
 
 
-register_conversion(RoundMembers, Conversion(_members, "an instance of Elastic", "a mapping", (dict[str, Any],)))
+register_conversion(RoundMembers, _members, "an instance of Elastic or a mapping")

@@ -20,7 +20,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.bounds import Bounds as Bounds
 from lowbit_strategy.control.grouping import group_of
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, named, register_conversion
+from lowbit_strategy.options.conversion import Mismatch, call, named, register_conversion
 
 if TYPE_CHECKING:
     from lowbit_strategy.control.zoo.accordion_batch import AccordionBatch as AccordionBatch
@@ -84,15 +84,15 @@ def register_controller(name: str, controller: Callable[..., Controller]) -> Non
         raise ValueError(f"there is a controller called {name!r} already: choose another name")
 
 
-def _make(value: Any, source: Source) -> Controller:
+def _make(value: Any) -> Controller:
     """Make a controller from ``{name: accordion, option: value, ...}``, as written in configuration files."""
     if not isinstance(value, Mapping):
         raise Mismatch
     known: dict[str, str | Callable[..., Controller]] = {**_ZOO, **CONTROLLERS}
     make, options = named(value, known, "controller")
-    return call(leaves.load(make, value["name"]) if isinstance(make, str) else make, options, source)
+    return call(leaves.load(make, value["name"]) if isinstance(make, str) else make, options)
 
 
 _MAPPING = f"a mapping with a name ({', '.join(CONTROLLERS)}) and the controller's options"
 
-register_conversion(Controller, Conversion(_make, f"one of lowbit_strategy.control or {_MAPPING}", _MAPPING))
+register_conversion(Controller, _make, f"one of lowbit_strategy.control or {_MAPPING}")

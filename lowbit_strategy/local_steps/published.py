@@ -9,6 +9,7 @@ import re
 from typing import Any, ClassVar
 
 from lowbit_strategy import leaves
+from lowbit_strategy.attach.rounds import RoundRule
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
@@ -16,7 +17,7 @@ from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Source, call, convert, named, register_conversion
+from lowbit_strategy.options.conversion import call, convert, named, register_conversion
 
 
 @configuration
@@ -237,36 +238,25 @@ def as_outer(value: object, field: str = "outer") -> OuterRule:
     Raises:
         ValueError: `value` is none of these, or has an unknown name or option.
     """
-    return convert(value, OuterRule, field, Source.CODE)
+    rule = convert(value, RoundRule, field)  # type: ignore[type-abstract]
+    assert isinstance(rule, OuterRule)
+    return rule
 
 
-def made_rule(value: Any, source: Source) -> OuterRule:
+def made_rule(value: Any) -> OuterRule:
     """Make an outer rule from its name or a mapping."""
     base, options = named(value, OUTER_RULES, "outer rule")
     preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    return call(type(base), preset | options, source)
+    return call(type(base), preset | options)
 
 
-def _interval(value: Any, source: Source) -> Interval:
+def _interval(value: Any) -> Interval:
     if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
         return Seconds(seconds=float(seconds[1]))
     cls, options = named(value, _INTERVALS, "interval")
-    return call(cls, options, source)
+    return call(cls, options)
 
 
 register_conversion(
-    OuterRule,
-    Conversion(
-        made_rule,
-        "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
-        "an outer rule such as diloco or {name: diloco, every: 30}",
-    ),
-)
-register_conversion(
-    Interval,
-    Conversion(
-        _interval,
-        "an interval such as Quadratic(alpha=0.02) or {name: quadratic, alpha: 0.02} or '30s'",
-        "an interval such as {name: quadratic, alpha: 0.02} or '30s'",
-    ),
+    Interval, _interval, "an interval such as Quadratic(alpha=0.02), '30s' or {name: quadratic, alpha: 0.02}"
 )

@@ -12,9 +12,7 @@ from lowbit_strategy import leaves
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.entries import ENTRIES
 from lowbit_strategy.options.conversion import (
-    Conversion,
     Mismatch,
-    Source,
     convert,
     convert_all,
     did_you_mean,
@@ -77,10 +75,10 @@ def as_compressor(value: object, field: str = "compressor") -> Compressor:
     """
     if isinstance(value, Compressor):
         return value
-    return convert(value, Compressor, field, Source.CODE)  # type: ignore[type-abstract]
+    return convert(value, Compressor, field)  # type: ignore[type-abstract]
 
 
-def _make(value: Any, source: Source) -> Compressor:
+def _make(value: Any) -> Compressor:
     """Make a compressor from a name, or from ``{compressor: name, option: value, ..., options: {option: value}}``."""
     if isinstance(value, str):
         return preset(value)
@@ -92,20 +90,19 @@ def _make(value: Any, source: Source) -> Compressor:
         raise ValueError(f"needs the compressor's name under 'compressor', got {value!r}")
     if not isinstance(more, Mapping):
         raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
-    return from_options(name, {**options, **more}, source)
+    return from_options(name, {**options, **more})
 
 
 def option_names(compressor: Compressor) -> list[str]:
     return [field.name for field in dataclasses.fields(compressor) if field.init]
 
 
-def from_options(name: str, options: Mapping[str, Any], source: Source = Source.CODE) -> Compressor:
+def from_options(name: str, options: Mapping[str, Any]) -> Compressor:
     """The preset called `name` with `options` changed, as configuration files write it.
 
     Args:
         name: The preset's name.
         options: Values of options, by name.
-        source: The origin of the values.
 
     Raises:
         ValueError: The name or an option is unknown, or an option is out of range.
@@ -116,15 +113,8 @@ def from_options(name: str, options: Mapping[str, Any], source: Source = Source.
         if key not in known:
             raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     kinds = types_of(type(base))
-    values = convert_all([(key, value, kinds[key]) for key, value in options.items()], source)
+    values = convert_all([(key, value, kinds[key]) for key, value in options.items()])
     return replace(base, **dict(zip(options, values, strict=True)))
 
 
-register_conversion(
-    Compressor,
-    Conversion(
-        _make,
-        "a compressor's configuration, a preset's name such as 'loco2' or {compressor: loco, bits: 2}",
-        "a compressor such as loco2 or {compressor: loco, bits: 2}",
-    ),
-)
+register_conversion(Compressor, _make, "a compressor such as LoCo(bits=2), 'loco2' or {compressor: loco, bits: 2}")

@@ -20,7 +20,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, Selector, match
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, named, register_conversion
+from lowbit_strategy.options.conversion import Mismatch, call, convert, named, register_conversion
 
 Keep = Literal["nothing", "codes", "replica"]
 
@@ -217,10 +217,10 @@ def as_weights(value: object) -> WeightCoding:
     Raises:
         ValueError: `value` is none of these, or has an unknown name or option.
     """
-    return convert(value, WeightCoding, "weights", Source.CODE)  # type: ignore[type-abstract]
+    return convert(value, WeightCoding, "weights")  # type: ignore[type-abstract]
 
 
-def _make(value: Any, source: Source) -> WeightCoding:
+def _make(value: Any) -> WeightCoding:
     """Make one from ``code``, ``code8``, ``{name: delta, bits: 4}``."""
     if isinstance(value, str):
         name, digits = re.fullmatch(r"(.*?)(\d*)", value.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
@@ -229,11 +229,12 @@ def _make(value: Any, source: Source) -> WeightCoding:
         raise Mismatch
     plain = {**value, "name": re.sub("(?i)^weight", "", name)}
     coding, options = named(plain, WEIGHTS, "way of sending weights")
-    return call(coding, options, source)
+    return call(coding, options)
 
 
-_NAMES = "a name such as 'exact', 'code8' or 'delta4', or {name: delta, bits: 4}"
 register_conversion(
     WeightCoding,
-    Conversion(_make, f"Exact(), WeightCode(), WeightDelta(), {_NAMES}", _NAMES, known=lambda: CHOICES),
+    _make,
+    "a coding of weights such as WeightDelta(bits=4), 'exact', 'code8', 'delta4' or {name: delta, bits: 4}",
+    known=lambda: CHOICES,
 )

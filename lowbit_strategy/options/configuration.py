@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from lowbit_strategy.options.conversion import Source, convert_all, or_name, types_of, unknown_option
+from lowbit_strategy.options.conversion import convert_all, types_of, unknown_option, written
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,7 +51,7 @@ def configuration(cls: type[T]) -> type[T]:
             if value is not defaults[name]:
                 changed.append((name, value, types_of(cls)[name]))  # type: ignore[arg-type]
         if changed:
-            for (name, *_), made in zip(changed, convert_all(changed, Source.CODE), strict=True):
+            for (name, *_), made in zip(changed, convert_all(changed), strict=True):
                 (options if name in options else positional)[name] = made
         initialize(self, *positional.values(), *values[len(by_position) :], **options)
 
@@ -70,7 +70,7 @@ def takes_options_of(source: type) -> Callable[[F], F]:
         own = inspect.signature(function)
         kinds = types_of(source)
         shown = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=or_name(kinds[name]))
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written(kinds[name]))
             for name, default in ((field.name, field.default) for field in dataclasses.fields(source))
         ]
         parameters = sorted([*shown, *own.parameters.values()], key=lambda each: each.kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import inspect
 import numbers
@@ -17,36 +16,17 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
-# What other libraries and publications call an option, or the last word of that, and its name here.
-_ELSEWHERE = {
-    "every": "every_n_steps",
-    "h": "every",
-    "interval": "every",
-    "k": "density",
-    "matrix_approximation_rank": "rank",
-    "num_bits": "bits",
-    "ratio": "density",
-    "sparsity": "density",
-    "start_powersgd_iter": "start_step",
-    "steps": "every",
-    "sync_every": "every",
-}
-
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name that is most similar to `name`, or that other libraries call `name`; None if none is similar.
+    """The known name that is most similar to `name`; None if none is similar.
 
     Args:
         name: Any text.
         known: Valid names.
         likeness: The least similarity; 1 for the name itself.
     """
-    choices = list(known)
-    last_word = name.lower().rpartition("_")[2]
-    if (same := _ELSEWHERE.get(name.lower())) in choices:
-        return same
-    found = get_close_matches(name, choices, n=1, cutoff=likeness)
-    return found[0] if found else next((each for each in choices if each == _ELSEWHERE.get(last_word)), None)
+    found = get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return found[0] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -84,48 +64,32 @@ def refusing_unknown_options(initialize: F) -> F:
     return __init__  # type: ignore[return-value]
 
 
-class Source(enum.Enum):
-    """The origin of values: code or a file.
-
-    A file has no tuples, functions or objects, and its numbers may be text, since YAML 1.1 reads ``1e-3`` as text.
-    """
-
-    CODE = enum.auto()
-    FILE = enum.auto()
-
-
-_NAMES = {
-    Source.CODE: {bool: "True or False", str: "a string", Path: "a path", type(None): "None"},
-    Source.FILE: {bool: "true or false", str: "a text", Path: "a path", type(None): ""},
-}
 _NUMBERS = {int: "an integer", float: "a number"}
+_NAMES = {bool: "true or false", str: "a string", Path: "a path", **_NUMBERS}
 
 
-class Conversion(NamedTuple):
-    """What a class accepts in addition to its instances. `make` turns it into an instance.
+class _Conversion(NamedTuple):
+    make: Callable[[Any], Any]
+    description: str
+    known: Callable[[], Iterable[Any]]
+
+
+_conversions: dict[type, _Conversion] = {}
+
+
+def register_conversion(
+    kind: type, make: Callable[[Any], Any], description: str, known: Callable[[], Iterable[Any]] = tuple
+) -> None:
+    """Let fields of type `kind` accept more than its instances from now on.
 
     Args:
-        make: Called with a value and its origin. It raises `Mismatch` for a value that it does not accept, and
-            ValueError for a wrong one, such as the name of an unknown preset.
-        description: What is accepted, for error messages.
-        in_files: The same for values in files.
-        forms: The types that code may pass, for constructors that show them.
+        kind: A class.
+        make: Makes an instance of a value. It raises `Mismatch` for a value that it does not accept, and ValueError for
+            a wrong one, such as the name of an unknown preset.
+        description: What is accepted, for error messages and tables.
         known: Returns instances, for hints about where an option belongs.
     """
-
-    make: Callable[[Any, Source], Any]
-    description: str
-    in_files: str
-    forms: tuple[Any, ...] = (str,)
-    known: Callable[[], Iterable[Any]] = tuple
-
-
-_conversions: dict[type, Conversion] = {}
-
-
-def register_conversion(kind: type, conversion: Conversion) -> None:
-    """Let fields of type `kind` accept more than its instances from now on."""
-    _conversions[kind] = conversion
+    _conversions[kind] = _Conversion(make, description, known)
 
 
 class Mismatch(ValueError):
@@ -143,36 +107,35 @@ class Faults(ValueError):
         return "; ".join(place + text for place, text in self.faults)
 
 
-def convert(value: object, kind: type[T], where: str, source: Source = Source.FILE) -> T:
+def convert(value: object, kind: type[T], where: str) -> T:
     """Make an object of type `kind` from `value`: mappings become dataclasses, and names become presets.
 
     Args:
         value: Mappings, lists, texts and numbers. Objects of the expected type are returned unchanged.
         kind: A type with a `Conversion`, a dataclass, or any type that their fields may have.
         where: The value's name in errors.
-        source: The origin of the value.
 
     Raises:
         ValueError: A name or a key is unknown (the message has the nearest valid one), a key is missing, or a value has
             the wrong type or is out of range. The message names all faults with their places.
     """
-    made: T = convert_all([(where, value, kind)], source)[0]
+    made: T = convert_all([(where, value, kind)])[0]
     return made
 
 
-def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
+def convert_all(parts: Iterable[tuple[str, Any, Any]]) -> list[Any]:
     """Convert several values, each given by name, value and type; see `convert`.
 
     Raises:
         ValueError: See `convert`; the message names the faults of all values.
     """
     try:
-        return _parts(parts, source)
+        return _parts(parts)
     except Faults as error:
         raise ValueError(str(error)) from error
 
 
-def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
+def _parts(parts: Iterable[tuple[str, Any, Any]]) -> list[Any]:
     """Convert the parts of one value, each given by place, value and type.
 
     Raises:
@@ -182,9 +145,9 @@ def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
     faults: list[tuple[str, str]] = []
     for place, value, kind in parts:
         try:
-            made.append(_converted(value, kind, source))
+            made.append(_converted(value, kind))
         except Mismatch:
-            faults.append((place, f" must be {describe_type(kind, source)}, got {value!r}"))
+            faults.append((place, f" must be {describe_type(kind)}, got {value!r}"))
         except Faults as error:
             faults += [(place + below, text) for below, text in error.faults]
         except (TypeError, ValueError) as error:
@@ -194,7 +157,7 @@ def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
     return made
 
 
-def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Source) -> T:
+def call(function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
     """Call a function, or construct a dataclass, with arguments from a mapping.
 
     Raises:
@@ -209,7 +172,7 @@ def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Sourc
             faults.append((f".{name}", " is missing"))
     given = {name: arguments[name] for name in known if name in arguments}
     try:
-        made = _parts([(f".{name}", value, kinds[name]) for name, value in given.items()], source)
+        made = _parts([(f".{name}", value, kinds[name]) for name, value in given.items()])
     except Faults as error:
         faults += error.faults
     if faults:
@@ -252,11 +215,10 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 # -- one value --------------------------------------------------------------------------------------------------------
 
 
-def or_name(kind: Any) -> Any:
-    """The type of what code may pass for `kind`, including what a registered conversion accepts, such as a name."""
+def written(kind: Any) -> Any:
+    """The type of what a constructor takes for `kind`: also a name or a mapping, if a conversion is registered."""
     kinds = typing.get_args(kind) or (kind,)
-    forms = [form for each in kinds if each in _conversions for form in _conversions[each].forms]
-    return typing.Union[(*kinds, *forms)] if forms else kind
+    return typing.Union[(*kinds, str, dict[str, Any])] if any(each in _conversions for each in kinds) else kind
 
 
 def known_of(kind: Any) -> list[Any]:
@@ -265,22 +227,22 @@ def known_of(kind: Any) -> list[Any]:
     return [value for each in kinds if each in _conversions for value in _conversions[each].known()]
 
 
-def _converted(value: Any, kind: Any, source: Source) -> Any:
+def _converted(value: Any, kind: Any) -> Any:
     """`value` as a field of type `kind` holds it: lists become tuples, and integers floats where needed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _first(value, arguments, source)
+        return _first(value, arguments)
     if origin is typing.Literal:
         return _checked(value, any(value == each and type(value) is type(each) for each in arguments))
     if origin in (tuple, Sequence):
-        return _elements(value, arguments, source)
+        return _elements(value, arguments)
     if origin is Mapping:
-        return _values(value, arguments[1], source)
+        return _values(value, arguments[1])
     if origin is Callable:
         return _checked(value, callable(value))
     if kind in _NUMBERS:
-        return _number(value, kind, source)
-    return _instance(value, origin or kind, source)
+        return _number(value, kind)
+    return _instance(value, origin or kind)
 
 
 def _checked(value: Any, fits: bool) -> Any:
@@ -289,88 +251,68 @@ def _checked(value: Any, fits: bool) -> Any:
     return value
 
 
-def _first(value: Any, kinds: Sequence[Any], source: Source) -> Any:
+def _first(value: Any, kinds: Sequence[Any]) -> Any:
     """Convert to the first type of a union that accepts the value."""
     for kind in kinds:
         try:
-            return _converted(value, kind, source)
+            return _converted(value, kind)
         except Mismatch:
             continue
     raise Mismatch
 
 
-def _elements(value: Any, kinds: Sequence[Any], source: Source) -> tuple[Any, ...]:
+def _elements(value: Any, kinds: Sequence[Any]) -> tuple[Any, ...]:
     """A tuple of any length, or of the length that its type requires."""
     _checked(value, isinstance(value, Sequence) and not isinstance(value, str))
-    if len(kinds) == 1 or kinds[1] is Ellipsis:
+    if _is_of_any_length(kinds):
         kinds = [kinds[0]] * len(value)
     _checked(value, len(value) == len(kinds))
-    if source is Source.CODE:  # an element of another type makes the whole of another type
-        return tuple(_converted(each, kind, source) for each, kind in zip(value, kinds, strict=True))
-    parts = [(f"[{at}]", each, kind) for at, (each, kind) in enumerate(zip(value, kinds, strict=True))]
-    return tuple(_parts(parts, source))
+    return tuple(_parts((f"[{at}]", each, kind) for at, (each, kind) in enumerate(zip(value, kinds, strict=True))))
 
 
-def _values(value: Any, kind: Any, source: Source) -> dict[Any, Any]:
+def _is_of_any_length(kinds: Sequence[Any]) -> bool:
+    """Whether these are the arguments of ``Sequence[T]`` or ``tuple[T, ...]``."""
+    return len(kinds) == 1 or kinds[1] is Ellipsis
+
+
+def _values(value: Any, kind: Any) -> dict[Any, Any]:
     """A mapping whose values are of one type."""
     _checked(value, isinstance(value, Mapping))
-    return dict(zip(value, _parts([(f"[{key!r}]", each, kind) for key, each in value.items()], source), strict=True))
+    return dict(zip(value, _parts((f"[{key!r}]", each, kind) for key, each in value.items()), strict=True))
 
 
-def _number(value: Any, kind: type, source: Source) -> Any:
-    if source is Source.FILE and kind is float and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise Mismatch from None
+def _number(value: Any, kind: type) -> Any:
     wanted = numbers.Integral if kind is int else numbers.Real
     return kind(_checked(value, isinstance(value, wanted) and not isinstance(value, bool)))
 
 
-def _instance(value: Any, kind: Any, source: Source) -> Any:
+def _instance(value: Any, kind: Any) -> Any:
     if kind is Any or not isinstance(kind, type) or isinstance(value, kind):
         return value
     if kind in _conversions:
-        return _conversions[kind].make(value, source)
+        return _conversions[kind].make(value)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return call(kind, value, source)
+        return call(kind, value)
     raise Mismatch
 
 
-# -- what is accepted -------------------------------------------------------------------------------------------------
-
-
-def describe_type(kind: Any, source: Source) -> str:
-    """What a field of type `kind` accepts, in a few words; empty if it cannot be written in files."""
+def describe_type(kind: Any) -> str:
+    """What a field of type `kind` accepts, None left out, in a few words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(filter(None, (describe_type(each, source) for each in arguments)))
+        return " or ".join(describe_type(each) for each in arguments if each is not type(None))
     if origin is typing.Literal:
         *others, last = map(repr, arguments)
         return f"{', '.join(others)} or {last}" if others else last
     if origin in (tuple, Sequence):
-        return _describe_elements(arguments, source)
+        if _is_of_any_length(arguments):
+            return f"a list, each element {describe_type(arguments[0])}"
+        return f"a list of {len(arguments)}: {'; '.join(map(describe_type, arguments))}"
     if origin is Callable:
-        return "a function" if source is Source.CODE else ""
+        return "a function"
     if origin is Mapping:
         return "a mapping"
-    return _NUMBERS.get(kind) or _describe_class(kind, source)
-
-
-def _describe_elements(kinds: Sequence[Any], source: Source) -> str:
-    any_length = len(kinds) == 1 or kinds[1] is Ellipsis
-    if source is Source.FILE:
-        return "a list" if any_length else f"a list of {len(kinds)}"
-    if any_length:
-        return f"a tuple, each element {describe_type(kinds[0], source)}"
-    return f"a tuple of {len(kinds)}: {'; '.join(describe_type(each, source) for each in kinds)}"
-
-
-def _describe_class(kind: Any, source: Source) -> str:
-    if kind in _NAMES[source]:
-        return _NAMES[source][kind]
     if kind in _conversions:
-        return _conversions[kind].description if source is Source.CODE else _conversions[kind].in_files
-    if source is Source.FILE:
-        return "a mapping" if dataclasses.is_dataclass(kind) else ""
-    return f"an instance of {getattr(kind, '__name__', kind)}"
+        return _conversions[kind].description
+    or_mapping = " or a mapping" if dataclasses.is_dataclass(kind) else ""
+    return _NAMES.get(kind) or f"an instance of {getattr(kind, '__name__', kind)}{or_mapping}"

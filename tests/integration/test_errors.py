@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model(facts: list[Facts]) -> None:
         ({"reset_steps": 0}, "reset_steps must be a positive integer or None, got 0"),
         ({"residual": "int2"}, "residual must be 'int8', 'float32' or 'none', got 'int2'"),
         ({"residual_rounding": "up"}, "residual_rounding must be 'nearest' or 'stochastic', got 'up'"),
-        ({"exempt": "@vector"}, "exempt must be a tuple, each element a string or a function"),
+        ({"exempt": "@vector"}, "exempt must be a list, each element a string or a function"),
         ({"exempt": ("@vectors",)}, "unknown predicate '@vectors', known: .* did you mean '@vector'"),
     ],
 )

@@ -98,7 +98,7 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
         assert "Static chooses this model's compressors already, so Accordion cannot as well" in rank["two controllers"]
         assert "one run has one record, but its callbacks name several folders" in rank["two folders"]
         for where in ("bounds", "accelerate's bounds"):
-            assert "bounds must be an instance of Bounds or None, got 0.5" in rank[where]
+            assert "bounds must be an instance of Bounds or a mapping, got 0.5" in rank[where]
         assert "record must be true, false or a folder, got 3" in rank["record"]
 
 

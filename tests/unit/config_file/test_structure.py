@@ -32,7 +32,7 @@ EIGHT = LoCo(bits=8)
     ("text", "controller"),
     [
         (
-            "{name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 5, unit: steps, eta: 3e-1}",
+            "{name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 5, unit: steps, eta: 0.3}",
             Accordion(light=EIGHT, heavy=LOCO2, interval=5, unit="steps", eta=0.3),
         ),
         ("{name: AccordionBatch, large: 4}", AccordionBatch(large=4)),
@@ -95,7 +95,7 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
         ),
         ({"compressor": "partition", "rules": [["*.gate"]]}, r"rules\[0\] must be a list of 2"),
         ({"controller": {"name": "accordion", "light": "loco", "heavy": "loco7"}}, "did you mean 'loco"),
-        ({"controller": "accordion"}, r"controller must be a mapping with a name \(accordion,"),
+        ({"controller": "accordion"}, r"or a mapping with a name \(accordion,"),
         ({"controller": {"name": "acordion"}}, r"unknown controller 'acordion'; did you mean 'accordion'\?"),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "intervall": 3}}, r"did you mean 'interval'\?"),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "interval": 0}}, "interval must be a positive integer"),
@@ -109,24 +109,30 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
         ({"controller": {"name": "accordion", "light": "loco"}}, "controller.heavy is missing"),
         ({"controller": {"name": "accordion", "light": 8, "heavy": "loco2"}}, "light must be a compressor such as"),
         ({"controller": {"name": "accordion", "light": "loca", "heavy": "loco2"}}, r"did you mean 'loco'\?"),
-        ({"controller": {"name": "adaqs", "ladder": "loco"}}, "ladder must be a list, got 'loco'"),
+        (
+            {"controller": {"name": "adaqs", "ladder": "loco"}},
+            "ladder must be a list, each element a compressor",
+        ),
         ({"controller": {"name": "guard", "inner": {"name": "statics"}, "bounds": {}}}, r"did you mean 'static'\?"),
         (
             {"controller": {"name": "schedule", "phases": [{"compressor": "loco", "begin": 0}]}},
             r"phases\[0\]: unknown key \'begin\'\. Known: compressor, start",
         ),
-        ({"controller": {"name": "schedule", "phases": ["loco"]}}, r"phases\[0\] must be a mapping"),
+        (
+            {"controller": {"name": "schedule", "phases": ["loco"]}},
+            r"phases\[0\] must be an instance of Phase or a",
+        ),
         ({"controller": {"name": "accordion_batch"}}, "compressor is missing"),
         ({"controler": {"name": "static"}}, r"unknown key 'controler'; did you mean 'controller'\?"),
         ({"compressor": "loco", "controler": {}}, r"unknown key 'controler'; did you mean 'controller'\?"),
-        ({"compressor": "loco", "monitor": 50}, "monitor must be true or a mapping such as"),
+        ({"compressor": "loco", "monitor": 50}, "or a mapping such as {every_n_steps"),
         ({"compressor": "loco", "monitor": {"every_n_step": 5}}, r"did you mean 'every_n_steps'\?"),
         ({"compressor": "loco", "monitor": {"every_n_steps": 0}}, "every_n_steps must be a positive integer"),
         ({"compressor": "loco", "monitor": {"group_by": "kinds"}}, "group_by must be"),
         ({"compressor": "loco", "monitor": {"bounds": {"max_err": 1}}}, r"did you mean 'max_error'\?"),
         ({"compressor": "loco", "monitor": {"bounds": {}}}, "give at least one of max_error"),
         ({"compressor": "loco", "num_steps": 0}, "num_steps must be a positive integer"),
-        ({"compressor": "loco", "record": 3}, "record must be true or false or a text or a path, got 3"),
+        ({"compressor": "loco", "record": 3}, "record must be true or false or a string or a path, got 3"),
     ],
 )
 def test_what_is_wrong_is_named(section: Any, message: str) -> None:

@@ -154,7 +154,7 @@ def test_levels_may_be_names_of_presets() -> None:
     assert by_name == Accordion(light=preset("loco"), heavy=preset("loco2"))
     with pytest.raises(ValueError, match="unknown compressor 'loco5'; did you mean 'loco"):
         Accordion(light="loco5", heavy="loco2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"heavy must be a compressor's configuration, .* got 2"):
+    with pytest.raises(ValueError, match=r"heavy must be a compressor such as LoCo\(.* got 2"):
         Accordion(light="loco", heavy=2)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from lowbit_strategy import Compressor, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS, Accordion, Controller, Decision, State, Telemetry, register_controller
-from lowbit_strategy.options.conversion import Source, convert
+from lowbit_strategy.options.conversion import convert
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2)
 
@@ -44,7 +44,7 @@ def registered() -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 def test_a_file_names_a_registered_controller() -> None:
     section = {"name": "alternating", "heavy": {"compressor": "loco", "bits": 3}}
-    assert convert(section, Controller, "controller", Source.FILE) == Alternating(heavy=LoCo(bits=3))
+    assert convert(section, Controller, "controller") == Alternating(heavy=LoCo(bits=3))
     assert LowBitPlugin(controller={"name": "alternating"}).controller == Alternating()  # type: ignore[arg-type]
     register_controller("alternating", Alternating)  # again, as when a module is imported twice
 

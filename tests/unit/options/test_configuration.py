@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 
-from lowbit_strategy import QSGD, Compressor, LoCo, WarmUp, from_options, preset
+from lowbit_strategy import QSGD, Compressor, LoCo, WarmUp, preset
 from lowbit_strategy.control import Bounds, Guard, Static
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import Source, convert, did_you_mean
+from lowbit_strategy.options.conversion import did_you_mean
 
 
 @configuration
@@ -69,15 +69,15 @@ def test_values_of_the_right_type_are_held_in_one_form(option: str, value: Any, 
         ("whole", True, "whole must be an integer, got True"),
         ("number", "high", "number must be a number, got 'high'"),
         ("number", True, "number must be a number, got True"),
-        ("flag", 1, "flag must be True or False, got 1"),
+        ("flag", 1, "flag must be true or false, got 1"),
         ("text", 3, "text must be a string, got 3"),
-        ("maybe", "1M", "maybe must be an integer or None, got '1M'"),
+        ("maybe", "1M", "maybe must be an integer, got '1M'"),
         ("choice", "c", "choice must be 'a' or 'b', got 'c'"),
-        ("many", "abc", "many must be a tuple, each element a number, got 'abc'"),
-        ("many", (1, "x"), "many must be a tuple, each element a number, got"),
-        ("pairs", (("a",),), "pairs must be a tuple, each element a tuple of 2: a string; an integer, got"),
+        ("many", "abc", "many must be a list, each element a number, got 'abc'"),
+        ("many", (1, "x"), r"many\[1\] must be a number, got 'x'"),
+        ("pairs", (("a",),), r"pairs\[0\] must be a list of 2: a string; an integer, got"),
         ("function", 3, "function must be a function or 'none', got 3"),
-        ("other", 0.5, "other must be an instance of Plain or None, got 0.5"),
+        ("other", 0.5, "other must be an instance of Plain, got 0.5"),
     ],
 )
 def test_values_of_another_type_are_refused(option: str, value: Any, message: str) -> None:
@@ -87,7 +87,7 @@ def test_values_of_another_type_are_refused(option: str, value: Any, message: st
 
 def test_positional_options_are_checked_too() -> None:
     assert Positional([1, 2]).values == (1, 2)
-    with pytest.raises(ValueError, match="values must be a tuple, each element an integer, got 3"):
+    with pytest.raises(ValueError, match="values must be a list, each element an integer, got 3"):
         Positional(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         Positional([1], 2)  # type: ignore[call-arg]
@@ -111,15 +111,8 @@ def test_a_mapping_of_options_is_a_configuration() -> None:
 
 
 def test_all_options_of_another_type_are_named() -> None:
-    with pytest.raises(ValueError, match="whole must be an integer, got 'x'; many must be a tuple"):
+    with pytest.raises(ValueError, match="whole must be an integer, got 'x'; many must be a list"):
         Everything(whole="x", text="right", many="abc")  # type: ignore[arg-type]
-
-
-def test_only_files_hold_numbers_as_text() -> None:
-    assert convert({"compressor": "loco", "beta": "1e-1"}, Compressor, "compressor") == LoCo(beta=0.1)  # type: ignore[type-abstract]
-    with pytest.raises(ValueError, match="beta must be a number, got '1e-1'"):
-        LoCo(beta="1e-1")  # type: ignore[arg-type]
-    assert from_options("loco", {"beta": "5e-1"}, Source.FILE).beta == 0.5  # type: ignore[attr-defined]
 
 
 def test_configurations_are_plain_values() -> None:
@@ -140,7 +133,6 @@ def test_the_signature_shows_the_options() -> None:
 
 def test_jsonargparse_builds_configurations() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
-    from lowbit_strategy import Compressor
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--compressor", type=Compressor)
