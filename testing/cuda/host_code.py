@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton import blocks, dense
-from lowbit_strategy.kernels.triton.programs import Tiles
+from lowbit_strategy.kernels.triton.tiles import Tiles
 
 CUDA = torch.device("cuda", 0)
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"

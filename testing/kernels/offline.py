@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,16 +17,15 @@ from typing import Any
 from unittest.mock import patch
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.triton import blocks, dense, encode
+from lowbit_strategy.kernels.triton import dense
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
-from lowbit_strategy.kernels.triton.encode import How, encode_kernel
-from lowbit_strategy.kernels.triton.layout import Launch, device_format
+from lowbit_strategy.kernels.triton.encode import encode_kernel
+from lowbit_strategy.kernels.triton.layout import How, Launch, device_format
 from lowbit_strategy.methods.zoo.kernels.chunk_top_k import CHUNK_NUMEL
 from lowbit_strategy.methods.zoo.kernels.triton import rotation
 from lowbit_strategy.methods.zoo.kernels.triton.chunk_top_k import NUM_WARPS, chunk_top_k_kernel
@@ -167,30 +167,23 @@ def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:
     return {"NARROW": fmt.code_nbytes == 2, "SIZE": dense.LAUNCH.tile(fmt.block_size)}
 
 
-@triton.jit
-def _always(pointer, left, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return True
+_condition = "is_plain"  # what kernels ask to know whether a tile is whole and aligned
 
 
 @contextlib.contextmanager
 def whole_tiles() -> Iterator[None]:
     """Kernels that are compiled inside have the way of whole, aligned tiles alone, which nearly all programs take."""
-    modules = (encode, blocks, dense)
-    before = [module.is_plain for module in modules]
-    for module in modules:
-        module.is_plain = _always  # type: ignore[attr-defined]
-    try:
+    with patch.object(sys.modules[__name__], "_condition", "True"):
         yield
-    finally:
-        for module, found in zip(modules, before, strict=True):
-            module.is_plain = found  # type: ignore[attr-defined]
 
 
 def _fresh(kernel: Any) -> Any:
     """The same kernel, which looks its functions up again."""
     alignment = [param.name for param in kernel.params if param.do_not_specialize_on_alignment]
     plain = [param.name for param in kernel.params if param.do_not_specialize]
-    return triton.jit(kernel.fn, do_not_specialize=plain, do_not_specialize_on_alignment=alignment)
+    fresh = triton.jit(kernel.fn, do_not_specialize=plain, do_not_specialize_on_alignment=alignment)
+    fresh._unsafe_update_src(fresh.src.replace("if is_plain:", f"if {_condition}:"))
+    return fresh
 
 
 def _compile(kernel: Any, types: dict[str, Any], constants: dict[str, Any], launch: Launch, arch: int) -> Resources:

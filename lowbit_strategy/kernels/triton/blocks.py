@@ -12,11 +12,11 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
-from lowbit_strategy.kernels.triton.encode import How, encode_kernel
-from lowbit_strategy.kernels.triton.layout import Launch, decode_launch, device_format, encode_launch, signed
-from lowbit_strategy.kernels.triton.loading import load_codes, load_scale
-from lowbit_strategy.kernels.triton.programs import Program, tiles_of
+from lowbit_strategy.kernels.triton.encode import encode_kernel
+from lowbit_strategy.kernels.triton.layout import How, Launch, decode_launch, device_format, encode_launch, signed
+from lowbit_strategy.kernels.triton.loading import load_codes, load_scale, offsets
+from lowbit_strategy.kernels.triton.programs import Program
+from lowbit_strategy.kernels.triton.tiles import CODES, NUMEL, SCALES, locate, tiles_of
 from lowbit_strategy.kernels.triton.unpacking import add_source
 
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
@@ -97,7 +97,7 @@ def decode_tile(
     PIECES: tl.constexpr = 4 if fmt.words else 1
     K: tl.constexpr = shape.rows
     L: tl.constexpr = fmt.length // PIECES
-    rows = elements_in_rows(left, fmt, shape) > 0
+    rows = left - tl.arange(0, shape.rows) * fmt.block > 0
     totals = ()
     for _ in tl.static_range(PARTS * PIECES):
         totals = totals + (tl.zeros([K, L], tl.float32),)
@@ -141,14 +141,14 @@ def decode_sum_kernel(
     small: tl.constexpr,
 ):
     TILE: tl.constexpr = shape.rows * fmt.block
-    row, tile, left = locate(segment_of_tile, segments, TILE)
-    codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
-    scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    out += ahead(tl.load(row), tile, TILE)
+    row, tile, start, left, is_plain = locate(segment_of_tile, segments, out, TILE)
+    out += start
+    codes_at = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (shape.rows * fmt.code_nbytes)
+    scales_at = wire + tl.load(row + SCALES) + tile * (shape.rows * 2)
     stride = stride.to(tl.int64)
-    zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it, nor that all have it
+    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # from memory: the compiler does not know it, nor that all have it
     common = Common(stride, alpha, zero, groups, singles)
-    if is_plain(out, left, TILE):
+    if is_plain:
         decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)
     else:
         for i in range(shape.rows // small.rows):
@@ -188,7 +188,7 @@ def encode_(
 
     def program() -> Program:
         device = device_format(fmt)
-        chosen = launch or encode_launch(device, kept, dithered=how.stochastic_residual)
+        chosen = launch or encode_launch(device, kept, how)
         tiles = tiles_of(segments, fmt, chosen.tile(fmt.block_size), x.device)
         constants = (device, *chosen.shapes(device), how)
         return Program(encode_kernel, tiles, x.device, constants, **chosen.options())

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.kernels.triton.bits import MAGNITUDE, as_float32, bits_of
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, loops_of
-from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
 from lowbit_strategy.kernels.triton.layout import Launch
-from lowbit_strategy.kernels.triton.programs import Program, tiles_of
-from lowbit_strategy.kernels.triton.quantize import INFINITY, NAN_BITS
+from lowbit_strategy.kernels.triton.programs import Program
+from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
+from lowbit_strategy.kernels.triton.tiles import CODES, locate, tiles_of
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
 VECTOR = tl.constexpr(4)  # neighboring elements of a thread, for all dtypes: no layout is converted
@@ -59,10 +60,10 @@ def encode_piece(x, wire, left, flag, NARROW: tl.constexpr, SIZE: tl.constexpr, 
 @triton.jit(do_not_specialize_on_alignment=["x", "flag"])
 def encode_kernel(segment_of_tile, segments, x, wire, flag, NARROW: tl.constexpr, SIZE: tl.constexpr):
     NBYTES: tl.constexpr = 2 if NARROW else 4
-    row, tile, left = locate(segment_of_tile, segments, SIZE)
-    source = x + ahead(tl.load(row), tile, SIZE)
-    target = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, SIZE * NBYTES)
-    if is_plain(source, left, SIZE):
+    row, tile, start, left, is_plain = locate(segment_of_tile, segments, x, SIZE)
+    source = x + start
+    target = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (SIZE * NBYTES)
+    if is_plain:
         encode_piece(tl.multiple_of(source, 16), target, left, flag, NARROW, SIZE, True)
     else:
         encode_piece(source, target, left, flag, NARROW, SIZE, False)
@@ -132,11 +133,11 @@ def decode_sum_kernel(
     SIZE: tl.constexpr,
 ):
     NBYTES: tl.constexpr = 2 if NARROW else 4
-    row, tile, left = locate(segment_of_tile, segments, SIZE)
-    target = out + ahead(tl.load(row), tile, SIZE)
-    source = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, SIZE * NBYTES)
+    row, tile, start, left, is_plain = locate(segment_of_tile, segments, out, SIZE)
+    target = out + start
+    source = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (SIZE * NBYTES)
     stride = stride.to(tl.int64)
-    if is_plain(target, left, SIZE):
+    if is_plain:
         here = tl.multiple_of(target, 16)
         decode_piece(source, stride, here, left, alpha, groups, singles, UNROLLED, NARROW, SIZE, True)
     else:

@@ -9,39 +9,18 @@ import triton.language as tl
 
 from lowbit_strategy.kernels.format import float_bits, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
-from lowbit_strategy.kernels.triton.device_functions import (
-    add_product,
-    ahead,
-    any_nonzero,
-    as_float32,
-    elements_in_rows,
-    is_plain,
-    locate,
-    offsets,
-)
-from lowbit_strategy.kernels.triton.loading import load_parts, load_scale
+from lowbit_strategy.kernels.triton.bits import any_nonzero, as_float32
+from lowbit_strategy.kernels.triton.loading import load_parts, load_scale, offsets
 from lowbit_strategy.kernels.triton.packing import raise_flag, store_codes, store_scale
-from lowbit_strategy.kernels.triton.quantize import (
-    block_scale,
-    inverse,
-    quantize,
-    residual_scale,
-    rounded_int8,
-    scaled,
-    stream_key,
-)
+from lowbit_strategy.kernels.triton.quantize import inverse, quantize, rounded_int8, scaled, stream_key
+from lowbit_strategy.kernels.triton.scales import block_scale, residual_scale
+from lowbit_strategy.kernels.triton.tiles import BLOCK, CODES, NUMEL, SALT, SCALES, locate
+from lowbit_strategy.kernels.triton.unpacking import add_product
 
 RESIDUAL_STREAM = tl.constexpr(_RESIDUAL_STREAM)
 RESIDUAL_QMAX = tl.constexpr(127)
 RESIDUAL_INVERSE_QMAX = tl.constexpr(1.0 / 127)
 RESIDUAL_MAX_SCALE_BITS = tl.constexpr(float_bits(uniform(8, 128).max_scale))
-
-
-class How(NamedTuple):
-    """What else an encoder is compiled for: rounding at random."""
-
-    stochastic: bool
-    stochastic_residual: bool
 
 
 class StepArguments(NamedTuple):
@@ -171,7 +150,7 @@ def encode_tile(
     if residual_scale is not None:
         residual_scale += done
     K: tl.constexpr = shape.rows
-    rows = elements_in_rows(left, fmt, shape) > 0
+    rows = left - tl.arange(0, shape.rows) * fmt.block > 0
     if residual is None:
         h = as_float32(load_parts(x, left, fmt, shape, PLAIN))
     else:
@@ -223,19 +202,19 @@ def encode_kernel(
 ):
     """Encode one tile. Without a residual (None) nothing is compensated."""
     TILE: tl.constexpr = shape.rows * fmt.block
-    row, tile, left = locate(segment_of_tile, segments, TILE)
-    x += ahead(tl.load(row), tile, TILE)
-    block = ahead(tl.load(row + 1), tile, shape.rows)
-    codes = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
-    scales = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    zero = (tl.load(row + 4) >> 62).to(tl.int32)  # from memory: the compiler does not know it
-    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), zero, flag)
-    first = tile * TILE
+    row, tile, start, left, is_plain = locate(segment_of_tile, segments, x, TILE)
+    x += start
+    block = tl.load(row + BLOCK) + tile * shape.rows
+    codes = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (shape.rows * fmt.code_nbytes)
+    scales = wire + tl.load(row + SCALES) + tile * (shape.rows * 2)
+    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # from memory: the compiler does not know it
+    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + SALT), zero, flag)
+    first = (tile * TILE).to(tl.int32)
     if residual is not None:
         residual += block * fmt.block
     if residual_scale is not None:
         residual_scale += block
-    if is_plain(x, left, TILE):
+    if is_plain:
         here = tl.multiple_of(x, 16)
         encode_tile(here, residual, residual_scale, codes, scales, TILE, first, 0, step, fmt, shape, how, True)
     else:

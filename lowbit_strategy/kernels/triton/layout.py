@@ -181,8 +181,20 @@ class Launch:
         return TileShape(rows, self.vector, max(1, fmt.length // min(self.vector, per_thread)))
 
 
-def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dithered: bool = False) -> Launch:
+class How(NamedTuple):
+    """What else an encoder is compiled for: rounding at random."""
+
+    stochastic: bool = False
+    stochastic_residual: bool = False
+
+
+def encode_launch(
+    fmt: DeviceFormat,
+    residual: torch.dtype | None = None,
+    how: How = How(),  # noqa: B008 (immutable)
+) -> Launch:
     """Reasoned from registers and bytes in flight; see docs/kernels.md. `benchmarks/gpu_kernels.py --sweep` checks."""
+    dithered = how.stochastic_residual
     if residual == torch.float32:  # 16-byte stores of the residual
         return Launch(elements_per_thread=4 * max(4, fmt.parts), num_warps=4, vector=4)
     if fmt.parts == 1:

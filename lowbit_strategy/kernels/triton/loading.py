@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.device_functions import offsets
+
+@triton.jit
+def offsets(STRIDE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr):
+    """[rows, length]: places of neighbors, STRIDE from row to row."""
+    VECTOR: tl.constexpr = shape.vector
+    at = tl.arange(0, shape.rows)[:, None] * STRIDE + tl.arange(0, fmt.length)[None, :]
+    return tl.max_contiguous(at, [1, VECTOR])
 
 
 @triton.jit

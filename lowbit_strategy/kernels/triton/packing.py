@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, bits_of, offsets
+from lowbit_strategy.kernels.triton.bits import HAS_PTX, bits_of
 from lowbit_strategy.kernels.triton.layout import signed
+from lowbit_strategy.kernels.triton.loading import offsets
 from lowbit_strategy.kernels.triton.quantize import ROUND, ROUND_BITS
 
 ZERO_TRITS = tl.constexpr(121)  # five middle trits

@@ -1,51 +1,14 @@
-"""The programs of a launch: the tiles on which they work, and a kernel with all that no call changes.
-
-A tile is some whole blocks of one segment.
-"""
+"""The programs of a launch: a kernel with all that no call changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from lowbit_strategy.kernels.format import Format
-from lowbit_strategy.kernels.segments import Segments
-
-
-class Tiles(NamedTuple):
-    """Where each program works.
-
-    Args:
-        count: Programs.
-        segment_of_tile: int32 [count].
-        rows: int64 [S, 7]: first element of x, first block of the residual, first byte of the codes and of the scales,
-            elements, first tile, salt.
-    """
-
-    count: int
-    segment_of_tile: Tensor
-    rows: Tensor
-
-
-def tiles_of(segments: Segments, fmt: Format, tile: int, device: torch.device) -> Tiles:
-    """The tiles of a segment table, kept with it: 4 bytes per tile and 56 per segment on the device."""
-    block = fmt.block_size
-
-    def tiles() -> Tiles:
-        x_S, numel_S, state_S, wire_S, salt_S = segments.table.unbind(1)
-        num_blocks_S = -(-numel_S // block)
-        num_tiles_S = -(-numel_S // tile)
-        first_S = num_tiles_S.cumsum(0) - num_tiles_S
-        scales_S = wire_S + num_blocks_S * fmt.code_nbytes
-        rows = torch.stack((x_S, state_S // block, wire_S, scales_S, numel_S, first_S, salt_S), 1)
-        segment_of_tile = torch.arange(len(segments), dtype=torch.int32).repeat_interleave(num_tiles_S)
-        return Tiles(count=segment_of_tile.numel(), segment_of_tile=segment_of_tile.to(device), rows=rows.to(device))
-
-    return segments.kept(("triton", block, fmt.code_nbytes, tile, device), tiles)
+from lowbit_strategy.kernels.triton.tiles import Tiles
 
 
 class Program:

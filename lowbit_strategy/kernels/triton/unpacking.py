@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from lowbit_strategy.kernels.format import E2M1
-from lowbit_strategy.kernels.triton.device_functions import HAS_PTX, add_product
+from lowbit_strategy.kernels.triton.bits import HAS_PTX
 
 BYTE_BITS = tl.constexpr(0x4B000000)  # of 2**23: a number or'ed into its mantissa is added to it
 SIGN = tl.constexpr(-(2**31))
@@ -188,3 +188,9 @@ def trit_of(byte, fmt: tl.constexpr):
     reciprocal = tl.where(digit == 3, 2428, tl.where(digit == 4, 810, reciprocal))
     quotient = (byte * reciprocal) >> 16
     return quotient - 3 * ((quotient * 171) >> 9)
+
+
+@triton.jit
+def add_product(total, value, scale):
+    """Total + value * scale of the row, in one instruction: only where the product is exact."""
+    return tl.fma(value, tl.broadcast_to(scale[:, None], value.shape), total)

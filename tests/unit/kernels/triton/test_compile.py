@@ -12,7 +12,7 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, terna
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowbit_strategy.kernels.triton.layout import decode_launch, device_format, encode_launch
+from lowbit_strategy.kernels.triton.layout import How, decode_launch, device_format, encode_launch
 from testing.kernels import offline
 from testing.kernels.cases import FITTED_2, codebook_format
 
@@ -24,7 +24,7 @@ FOUR_PROGRAMS, THREE_PROGRAMS, TWO_PROGRAMS = 128, 168, 255
 
 
 def loco(fmt: BlockFormat, x: str, arch: int, *, dithered: bool = False) -> offline.Resources:
-    launch = encode_launch(device_format(fmt), torch.int8, dithered=dithered)
+    launch = encode_launch(device_format(fmt), torch.int8, How(stochastic_residual=dithered))
     return offline.encode_resources(fmt, x=x, residual="int8", launch=launch, arch=arch, stochastic_residual=dithered)
 
 

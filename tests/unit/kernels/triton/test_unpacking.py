@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from lowbit_strategy.kernels.format import E2M1
-from lowbit_strategy.kernels.triton import device_functions, packing, quantize, unpacking
+from lowbit_strategy.kernels.triton import bits, packing, quantize, unpacking
 
 VALUES = np.array([*(-value for value in reversed(E2M1)), 0.0, *E2M1], dtype=np.float32)
 
@@ -148,7 +148,7 @@ def test_the_power_that_rounds_to_a_step_of_e2m1() -> None:
 
 def test_two_elements_of_a_register_are_in_the_first_place() -> None:
     words = np.array([0, 1, 0x8000_0000, 0x1234_5678], dtype=np.uint32)
-    found = run(device_functions.PAIR_PTX.value, {"$2": words})
+    found = run(bits.PAIR_PTX.value, {"$2": words})
     assert np.array_equal(found["$0"], words)
     assert not found["$1"].any()
 
@@ -162,7 +162,7 @@ def test_conversions_of_blackwell_give_half_of_every_value() -> None:
 def test_every_byte_in_every_place_is_its_number() -> None:
     byte = np.arange(256, dtype=np.uint8)
     words = np.stack([np.roll(byte, 64 * i) for i in range(4)], 1)
-    found = run(device_functions.BYTES_PTX.value, {"$4": np.ascontiguousarray(words).view(np.uint32)[:, 0]})
+    found = run(bits.BYTES_PTX.value, {"$4": np.ascontiguousarray(words).view(np.uint32)[:, 0]})
     assert np.array_equal(np.stack([found[f"${i}"] for i in range(4)], 1), words.view(np.int8).astype(np.float32))
 
 

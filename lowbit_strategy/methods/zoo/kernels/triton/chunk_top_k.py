@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE
+from lowbit_strategy.kernels.triton.bits import MAGNITUDE
 from lowbit_strategy.kernels.triton.programs import on
 
 NUM_WARPS = 8  # 16 elements per thread: the chunk stays in registers

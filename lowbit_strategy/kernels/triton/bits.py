@@ -1,9 +1,7 @@
-"""Device functions shared by the kernels: where a tile lies, and the bits of its elements.
+"""Device functions shared by the kernels: the bits of elements.
 
-A tile is some whole blocks of one segment. A block's elements are held as a tuple of parts ``[rows, length]``, one row
-per block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``. Every float operation is the
-one that `lowbit_strategy.kernels.reference` has, in its order; where a shorter form gives the same bits, a comment
-says why.
+Every float operation of the kernels is the one that `lowbit_strategy.kernels.reference` has, in its order; where a
+shorter form gives the same bits, a comment says why.
 """
 
 from __future__ import annotations
@@ -24,36 +22,6 @@ PAIR_PTX = tl.constexpr("mov.b32 $0, $2; mov.b32 $1, 0;")
 
 
 @triton.jit
-def locate(segment_of_tile, segments, TILE: tl.constexpr):
-    """The segment's row, this program's tile within the segment, and the elements from there on (at most TILE)."""
-    program = tl.program_id(0)
-    row = segments + tl.load(segment_of_tile + program).to(tl.int64) * 7
-    tile = program - tl.load(row + 5).to(tl.int32)
-    left = tl.minimum(tl.load(row + 4) - tile.to(tl.int64) * TILE, TILE).to(tl.int32)
-    return row, tile, left
-
-
-@triton.jit
-def ahead(base, tile, STEP: tl.constexpr):
-    """Base + tile * STEP in 64 bits: buffers may be longer than 2**31."""
-    return base + tile.to(tl.int64) * STEP
-
-
-@triton.jit
-def is_plain(pointer, left, TILE: tl.constexpr):
-    """Whether the tile is whole and its floats start on 16 bytes: then no access needs a mask."""
-    return (left == TILE) & ((pointer.to(tl.int64) & 15) == 0)
-
-
-@triton.jit
-def offsets(STRIDE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr):
-    """[rows, length]: places of neighbors, STRIDE from row to row."""
-    VECTOR: tl.constexpr = shape.vector
-    at = tl.arange(0, shape.rows)[:, None] * STRIDE + tl.arange(0, fmt.length)[None, :]
-    return tl.max_contiguous(at, [1, VECTOR])
-
-
-@triton.jit
 def as_float32(parts):
     floats = ()
     for p in tl.static_range(len(parts)):
@@ -65,13 +33,6 @@ def as_float32(parts):
         else:
             floats = floats + (parts[p].to(tl.float32),)
     return floats
-
-
-@triton.jit
-def elements_in_rows(left, fmt: tl.constexpr, shape: tl.constexpr):
-    """int32 [rows]: elements of each block that are not padding."""
-    here = left - tl.arange(0, shape.rows) * fmt.block
-    return tl.minimum(tl.maximum(here, 0), fmt.block)
 
 
 @triton.jit
@@ -104,9 +65,3 @@ def registers(x):
     else:
         bits = x.to(tl.uint16, bitcast=True).to(tl.int32)
     return bits
-
-
-@triton.jit
-def add_product(total, value, scale):
-    """Total + value * scale of the row, in one instruction: only where the product is exact."""
-    return tl.fma(value, tl.broadcast_to(scale[:, None], value.shape), total)
