@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec
 from lowbit_strategy.collectives.layout import salt_of
-from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid, Located
-from lowbit_strategy.kernels.sparse import locate, positions
+from lowbit_strategy.kernels.block_positions import BLOCK_BITS, BlockGrid, Located, locate, positions
 
 COUNT_NBYTES = 4
 POSITION_NBYTES = 2

@@ -1,70 +1,17 @@
-"""Public ops for a sparse step except selection: the largest magnitude, positions as bytes and back, the residual's
-update. Results do not depend on the backend.
+"""What a sparse step does with entries: it takes them out of the residual, and adds up those of all ranks. Results do
+not depend on the backend.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from operator import attrgetter
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.backends import is_native
-from lowbit_strategy.kernels.native import sparse as native
-from lowbit_strategy.kernels.reference import sparse as reference
-from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
-
-
-def _kernels(device: torch.device) -> ModuleType:
-    return native if is_native(device) else reference
-
-
-def peaks(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each tensor: infinity if it has inf or NaN, 0 if it is empty."""
-    if not tensors or not is_native(tensors[0].device):
-        return reference.peaks(tensors)
-    if set(map(attrgetter("dtype"), tensors)) == {torch.float32} and all(map(Tensor.is_contiguous, tensors)):
-        return native.peaks(tensors)
-    return [_peak(x) for x in tensors]
-
-
-def _peak(x: Tensor) -> float:
-    rows = [x] if x.is_contiguous() else x.unbind()  # under reduce-scatter a bucket has a row for each rank
-    if all(_is_plain(row) for row in rows):
-        return max(native.peaks(rows))
-    return reference.peaks([x])[0]
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_contiguous()
-
-
-def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
-    """Put entries in the order of messages.
-
-    Args:
-        index_E: int64 positions in the parameters, one parameter after the other, ascending in each.
-        sizes: Number of entries of each parameter.
-        grid: How parameters are cut.
-    """
-    found: Located = _kernels(index_E.device).locate(index_E.contiguous(), sizes, grid)
-    return found
-
-
-def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
-    """Decode the positions at the start of a message, int64 [count], relative to their parameters; None if one is
-    impossible.
-
-    Args:
-        counts_K: int32 number of entries in each block, not negative, `count` in total.
-        wire: uint8, at least two bytes per entry.
-        count: Total number of positions.
-        grid: How parameters are cut.
-    """
-    found: Tensor | None = _kernels(wire.device).positions(counts_K.contiguous(), wire.contiguous(), count, grid)
-    return found
+from lowbit_strategy.kernels.native import function
 
 
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
@@ -76,8 +23,13 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
         values: float32 [k].
         sent: float32 [k].
     """
-    if indices.numel():
-        _kernels(residual.device).take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
+    if not indices.numel():
+        return
+    if is_native(residual.device):
+        arguments = residual, indices.contiguous(), values.contiguous(), sent.contiguous()
+        function("lowbit_take_out")(*map(Tensor.data_ptr, arguments), indices.numel())
+    else:
+        residual.index_copy_(0, indices, (values - sent).nan_to_num_(0.0, 0.0, 0.0))
 
 
 def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
@@ -88,7 +40,38 @@ def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float
         parts: For each source in order, positions, int64 [k] without duplicates, and values, float32 [k].
         alpha: 1/W makes it a mean.
     """
-    if is_native(out.device) and _is_plain(out):
-        native.write_sum_(out, [(indices.contiguous(), values.contiguous()) for indices, values in parts], alpha)
+    if is_native(out.device) and out.dtype == torch.float32 and out.is_contiguous():
+        _write_sum_in_c_(out, [(indices.contiguous(), values.contiguous()) for indices, values in parts], alpha)
     else:
-        reference.write_sum_(out, parts, alpha)
+        _write_sum_in_torch_(out, parts, alpha)
+
+
+def _write_sum_in_torch_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
+    dense = out.dtype == torch.float32
+    total = out.zero_() if dense else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+    for indices, values in parts:
+        total.index_add_(0, indices, values)
+    if alpha != 1.0:
+        everywhere = torch.cat([indices for indices, _ in parts])  # what comes twice is written twice, equally
+        total.index_copy_(0, everywhere, total.index_select(0, everywhere).mul_(alpha))
+    if not dense:
+        out.copy_(total)
+
+
+def _write_sum_in_c_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
+    counts, positions, values = [], [], []
+    for index_E, value_E in parts:
+        counts.append(value_E.numel())
+        positions.append(index_E.data_ptr())
+        values.append(value_E.data_ptr())
+    pointers = ctypes.c_void_p * len(parts)
+    room = torch.empty(sum(counts) if alpha != 1.0 else 0, dtype=torch.float32)
+    function("lowbit_add_entries")(
+        out.zero_().data_ptr(),
+        pointers(*positions),
+        pointers(*values),
+        (ctypes.c_int64 * len(parts))(*counts),
+        len(parts),
+        alpha,
+        room.data_ptr(),
+    )

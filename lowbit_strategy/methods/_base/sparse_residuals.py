@@ -23,9 +23,10 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
-from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.backends import is_native
+from lowbit_strategy.kernels.peaks import peaks
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
+from lowbit_strategy.kernels.sparse import write_sum_
 from lowbit_strategy.methods._base.reducer import ReducerState
 
 
@@ -41,7 +42,7 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
     """The condition of each tensor, float [N]."""
     return [
         (Condition.LIVE if peak else Condition.IDLE) if math.isfinite(peak) else Condition.NONFINITE
-        for peak in sparse.peaks(tensors)
+        for peak in peaks(tensors)
     ]
 
 
@@ -81,7 +82,7 @@ def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]]
         world_size: Number of ranks in the mean.
     """
     for v, view in enumerate(views):
-        sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
+        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:

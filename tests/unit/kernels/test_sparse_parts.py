@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,12 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit_strategy.kernels import native, sparse
-from lowbit_strategy.kernels.native import sparse as native_sparse
-from lowbit_strategy.kernels.reference import sparse as reference
-from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid
+from lowbit_strategy.kernels import native
+from lowbit_strategy.kernels.block_positions import BLOCK_BITS, BlockGrid, locate, positions
+from lowbit_strategy.kernels.peaks import peaks
+from lowbit_strategy.kernels.sparse import take_out_, write_sum_
 
 _BLOCK = 1 << BLOCK_BITS
+
+
+def defined(op: Callable[..., Any], *args: Any) -> Any:
+    """What the definition in plain PyTorch gives."""
+    with patch.dict(os.environ, LOWBIT_KERNELS="torch"):
+        return op(*args)
 
 
 def _grid(spans: list[int], num_destinations: int) -> BlockGrid:
@@ -46,14 +56,14 @@ def _check_peaks(numel: int, special: float | None) -> None:
     wanted = float(x.abs().max()) if special is None else math.inf
     parts = [x, x.bfloat16(), x.view(1, -1).expand(2, -1), torch.zeros(numel), -torch.zeros(3), torch.empty(0)]
     rounded = float(x.bfloat16().abs().max()) if special is None else math.inf
-    assert sparse.peaks(parts) == [wanted, rounded, wanted, 0.0, 0.0, 0.0]
-    assert sparse.peaks([x[i:] for i in range(min(4, numel))]) == reference.peaks([x[i:] for i in range(min(4, numel))])
+    assert peaks(parts) == [wanted, rounded, wanted, 0.0, 0.0, 0.0]
+    assert peaks([x[i:] for i in range(min(4, numel))]) == defined(peaks, [x[i:] for i in range(min(4, numel))])
     rows = torch.stack([x, x]).t()[:, :1]
-    assert sparse.peaks([rows, torch.stack([-x, x])[:, : numel // 2 + 1]]) == [
+    assert peaks([rows, torch.stack([-x, x])[:, : numel // 2 + 1]]) == [
         wanted,
-        *reference.peaks([x[: numel // 2 + 1]]),
+        *defined(peaks, [x[: numel // 2 + 1]]),
     ]
-    assert sparse.peaks([]) == []
+    assert peaks([]) == []
 
 
 @pytest.mark.parametrize("value", [-3e38, -1e-45, 1e-45])
@@ -65,7 +75,7 @@ def test_a_peak_is_found_anywhere_with_any_number_of_threads(path: str, value: f
             for at in (0, 4095, 70_000, 199_999):
                 x = torch.zeros(200_000)
                 x[at] = value
-                assert sparse.peaks([x]) == [abs(float(x[at]))]
+                assert peaks([x]) == [abs(float(x[at]))]
     finally:
         torch.set_num_threads(before)
 
@@ -82,7 +92,7 @@ def test_messages_of_positions_are_the_definition_and_can_be_read(
 def _check_positions(spans: list[int], num_destinations: int, share: float) -> None:
     grid = _grid(spans, num_destinations)
     index_E, sizes = _entries(spans, num_destinations, share, seed=len(spans))
-    ours, wanted = sparse.locate(index_E, sizes, grid), reference.locate(index_E, sizes, grid)
+    ours, wanted = locate(index_E, sizes, grid), defined(locate, index_E, sizes, grid)
     assert torch.equal(ours.counts_DK, wanted.counts_DK)
     assert ours.counts_DK.dtype == torch.int32
     assert torch.equal(ours.positions, wanted.positions)
@@ -93,7 +103,7 @@ def _check_positions(spans: list[int], num_destinations: int, share: float) -> N
     at, found = 0, []
     for d in range(num_destinations):
         count = sum(ours.sizes_DV[d])
-        read = sparse.positions(ours.counts_DK[d], ours.positions[2 * at : 2 * (at + count)], count, grid)
+        read = positions(ours.counts_DK[d], ours.positions[2 * at : 2 * (at + count)], count, grid)
         assert read is not None
         found += [part + d * span for part, span in zip(read.split(ours.sizes_DV[d]), spans, strict=True)]
         at += count
@@ -112,7 +122,7 @@ def test_any_message_is_read_alike_or_refused(spans: list[int], counts: list[int
     counts_K = torch.tensor(counts[: grid.num_blocks], dtype=torch.int32)
     bytes_B = torch.frombuffer(bytearray(wire), dtype=torch.uint8)
     count = int(counts_K.sum())
-    wanted, ours = (each.positions(counts_K, bytes_B, count, grid) for each in (reference, sparse))
+    wanted, ours = (defined(positions, counts_K, bytes_B, count, grid), positions(counts_K, bytes_B, count, grid))
     assert (ours is None) == (wanted is None)
     if ours is not None and wanted is not None:
         assert torch.equal(ours, wanted)
@@ -122,7 +132,7 @@ def test_any_message_is_read_alike_or_refused(spans: list[int], counts: list[int
 @pytest.mark.parametrize("counts", [[3, 4], [-1, 7], [0, 0], [2**31 - 1, 2], [2, 2**31 - 1]])
 def test_c_does_not_write_beyond_its_room_whatever_the_counts(counts: list[int]) -> None:
     grid, wire = _grid([2 * _BLOCK], 1), torch.zeros(12, dtype=torch.uint8)
-    assert native_sparse.positions(torch.tensor(counts, dtype=torch.int32), wire, 6, grid) is None
+    assert positions(torch.tensor(counts, dtype=torch.int32), wire, 6, grid) is None
 
 
 def test_what_is_left_is_the_definition(path: str) -> None:
@@ -130,8 +140,8 @@ def test_what_is_left_is_the_definition(path: str) -> None:
     sent = torch.tensor([1.0, 0.0, -3e38, 1.0, 1.0, 0.5, 0.0])
     indices = torch.tensor([0, 2, 3, 5, 8, 13, 21])
     ours, wanted = torch.full((30,), 7.0), torch.full((30,), 7.0)
-    sparse.take_out_(ours, indices, values, sent)
-    reference.take_out_(wanted, indices, values, sent)
+    take_out_(ours, indices, values, sent)
+    defined(take_out_, wanted, indices, values, sent)
     assert torch.equal(ours.view(torch.int32), wanted.view(torch.int32))
     assert ours[indices].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.5, -(2.0**-149)]
 
@@ -147,8 +157,8 @@ def test_sums_of_entries_are_the_definition(path: str, alpha: float, num_parts: 
     if num_parts > 2:
         parts[1][1][0], parts[2][1][:2] = -0.0, torch.tensor([math.nan, 3e38])
     ours, wanted = torch.full((50,), 7.0, dtype=dtype), torch.full((50,), 8.0, dtype=dtype)
-    sparse.write_sum_(ours, parts, alpha)
-    reference.write_sum_(wanted, parts, alpha)
+    write_sum_(ours, parts, alpha)
+    defined(write_sum_, wanted, parts, alpha)
     assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
     exact = sum((torch.zeros(50).index_add_(0, *part) for part in parts), torch.zeros(50)) * alpha
     torch.testing.assert_close(ours.float(), exact, rtol=0.01, atol=0, equal_nan=True)

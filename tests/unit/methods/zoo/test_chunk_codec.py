@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.reference import select as reference
+from lowbit_strategy.kernels.reference.top_k import top_k
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.feedback import FeedbackCodec
@@ -34,7 +34,7 @@ def _largest(x: Tensor, codec: ChunkCodec) -> Tensor:
     for start in range(0, x.numel(), 4096):
         chunk = x[start : start + 4096]
         k = codec.kept if chunk.numel() == 4096 else codec.kept_of_tail(chunk.numel())
-        places = start + reference.top_k(chunk, k)
+        places = start + top_k(chunk, k)
         kept[places] = x[places]
     return kept
 
