@@ -57,6 +57,7 @@ def compare_with_all(
     return everyone
 
 
+@torch.inference_mode(False)  # state made in inference mode could not change in training
 def make_engine(
     module: nn.Module,
     prepared: PreparedModel,

@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.parallel_dims import describe_dims
+from lowbit_strategy.model.parallel_dims import describe_dims, model_group
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
@@ -53,7 +53,7 @@ def attach_ddp(
     group = model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     if prepared.options.comes_and_goes:
-        return attach_replica(model, prepared, device=device, group=group, has_scaler=has_scaler)
+        return attach_replica(model, prepared, device=device, group=group, mesh=mesh, has_scaler=has_scaler)
     everyone = compare_with_all(model.module, prepared, group, device, mesh, has_scaler=has_scaler)
     prepared = on_ranks(prepared, find_topology(group), None)
     in_rounds = prepared.in_rounds and dist.get_world_size(group) > 1
@@ -74,6 +74,7 @@ def attach_replica(
     *,
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Attach to a replica that may join and leave: a process with a whole model. It meets the others in
@@ -84,15 +85,16 @@ def attach_replica(
         prepared: What `prepare` returned.
         device: Device of the gradients; None: that of the parameters.
         group: The group that has only this rank; None: the default group.
+        mesh: See `attach_ddp`.
         has_scaler: Whether a loss scaler is used (float16).
 
     Raises:
-        ValueError: The replica has several ranks.
+        ValueError: The replica has several ranks, or other ranks have parts of the model.
         ConnectionError: Nobody answers at the meeting address.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     device = device_of(module, device)
-    ranks = Ranks.flat(GroupComm(group)).coming_and_going()
+    ranks = Ranks.flat(GroupComm(model_group(module, group, device, mesh))).coming_and_going()
     prepared, sync = make_engine(module, prepared, ranks, device, has_scaler=has_scaler)
     return make_session(model, prepared, sync)
 

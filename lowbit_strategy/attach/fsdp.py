@@ -131,7 +131,7 @@ def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], devi
     if asked not in (None, found):
         raise ValueError(
             f"shard_size={options.shard_size!r} was asked for, and the model is sharded over {found} ranks: leave"
-            " shard_size out, and the mesh that fully_shard was given says it"
+            " shard_size out, or give fully_shard a mesh of (replicas, shard_size) ranks"
         )
 
 

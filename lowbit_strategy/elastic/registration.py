@@ -45,19 +45,21 @@ def registered(
     """Register this replica with the others, which it meets in `Session.resume`. Call it on all of its ranks.
 
     Raises:
-        ValueError: There are several ranks, and the model is not sharded over them.
+        ValueError: There are several ranks, and the model is not sharded over all of them by FSDP2.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     if (num_ranks := dist.get_world_size(group)) > 1 and not prepared.scatter:
         raise ValueError(
             f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
-            ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
+            " devices=1, num_nodes=1, without tensor parallelism, or let its ranks share one model with"
+            ' LowBitFSDPStrategy(shard_size="node")'
         )
     shard_size = prepared.topology.node_size
     if prepared.scatter and shard_size != num_ranks:
         raise ValueError(
-            f"elastic serves nodes that share one model, and this one has {num_ranks} ranks with"
-            f' shard_size={shard_size}: give shard_size="node", and start each node as its own run'
+            f"elastic serves nodes that share one model by FSDP2 alone, and this one has {num_ranks} ranks with"
+            f' shard_size={shard_size}: give shard_size="node" without tensor parallelism, and start each node as its'
+            " own run"
         )
     inside = None
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, the others wait for it

@@ -34,7 +34,8 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
     if isinstance(model, DistributedDataParallel):
         for param in trainable_parameters(model.module).values():
-            node: Any = param.expand_as(param).grad_fn
+            with torch.inference_mode(False):  # where the model is set up, gradients may be off
+                node: Any = param.expand_as(param).grad_fn
             node.next_functions[0][0].register_prehook(once)
         return
     for each in sharded_groups(model):

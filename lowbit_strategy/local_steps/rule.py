@@ -156,7 +156,8 @@ class OuterRule(RoundRule):
         if scatter and options.shard_size is None:
             raise ValueError(
                 "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
-                ' shard_size="node" as well, for local steps between nodes'
+                ' shard_size="node" as well, for local steps between nodes, and fully_shard, if you call it yourself, a'
+                " mesh of (replicas, shard_size) ranks"
             )
 
     def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:

@@ -23,9 +23,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.custom_loop import compress
 from testing.log import listen
-from testing.processes.scenarios import Facts, all_but, raised, scenarios
+from testing.processes.scenarios import Facts, all_but, none, raised, scenarios
 from testing.training.ddp_loop import CPU, Loop
-from testing.training.plain import batch, wrap
+from testing.training.plain import COMPRESSORS, batch, local_values, wrap
 from testing.training.regression import KINDS, WIDTH, Kind, Regression, fit, mlp
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -234,3 +234,27 @@ def torn_down(folder: Path) -> Facts:
 @scenarios(torn_down)
 def test_closing_after_the_default_group_is_gone(facts: list[Facts]) -> None:
     assert facts[0] == {"errors": ["", ""], "step_index": 1}
+
+
+def without_gradients(folder: Path, kind: str) -> Facts:
+    """Weights after two steps, where gradients were on and off as compression was attached."""
+    trained = []
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model = wrap(kind, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with context():
+            session = compress(model, optimizer, COMPRESSORS["loco"])
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        trained.append(local_values(model.parameters()))
+        session.close()
+    return {"same": [all(map(torch.equal, trained[0], each)) for each in trained]}
+
+
+@scenarios(without_gradients, kind=("ddp", "fsdp"), slow=none)
+def test_compression_may_be_attached_where_gradients_are_off(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"] == [True] * 3

@@ -10,16 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import DiLoCo, Elastic
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.elastic.membership import Membership
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from testing.processes.ranks import free_port, run_ranks
 from testing.processes.replicas import Replicas
+from testing.processes.scenarios import raised
 from testing.processes.scripts import REPOSITORY
 from testing.training.elastic import EVERY, Taught, TrainedReplica, train, train_without
+from testing.training.meshes import LOCO, net, tensor_parallel
 
 
 def turns_taken(folder: Path, name: str) -> int:
@@ -242,3 +248,24 @@ def test_the_command_is_a_lighthouse_until_it_is_interrupted(tmp_path: Path) -> 
 def test_a_lighthouse_that_is_not_there_is_an_error_that_says_so() -> None:
     with pytest.raises(ConnectionError, match="start one with lowbit lighthouse"):
         Membership(Elastic(lighthouse=f"http://127.0.0.1:{free_port()}", connect_timeout=2.0), {})
+
+
+def test_tensor_parallelism_inside_a_replica_is_refused() -> None:
+    for error in [error for errors in run_ranks(_refused_in_parts, 2) for error in errors]:
+        assert error.startswith("ValueError: elastic serves")
+        assert "without tensor parallelism" in error
+
+
+def _refused_in_parts(rank: int, world_size: int) -> list[str]:
+    """Under DDP, whose group has one rank, and under HSDP with one replica."""
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "shard", "tp"))
+    one, other = net(), net()
+    for each in (one, other):
+        tensor_parallel(each, mesh["tp"])
+    given = {"outer": DiLoCo(every=5), "elastic": Elastic(lighthouse="http://127.0.0.1:1")}
+    group = mesh["dp"].get_group()
+    replicated = DistributedDataParallel(one, device_mesh=mesh["dp"])
+    in_ddp = prepare(one, LOCO, SyncOptions(**given), group=group)
+    fully_shard(other, mesh=mesh["dp", "shard"])
+    sharded = prepare(other, LOCO, SyncOptions(**given, shard_size=1), scatter=True, group=group)
+    return [raised(lambda: attach_ddp(replicated, in_ddp)), raised(lambda: attach_fsdp(other, sharded))]

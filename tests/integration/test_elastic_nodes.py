@@ -400,7 +400,7 @@ def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path
 
 def test_a_run_whose_ranks_have_several_models_is_refused() -> None:
     errors = run_ranks(_refused, 2, process_group=None)
-    assert all("elastic serves nodes that share one model, and this one has 2 ranks" in error for error in errors)
+    assert all("that share one model by FSDP2 alone, and this one has 2 ranks" in error for error in errors)
 
 
 def _refused(rank: int, world_size: int) -> str:
