@@ -70,12 +70,15 @@ class LoopClock:
         optimizer: The optimizer whose learning rate controllers see.
         num_steps: Number of planned optimizer steps, needed for phases given as fractions.
         steps_per_epoch: Optimizer steps per epoch, used to count epochs. None: set `epoch` yourself.
+
+    Attributes:
+        epoch: The epoch, if the loop sets it, for controllers that count in epochs; None: steps are counted.
     """
 
     optimizer: Optimizer | None = None
     num_steps: int | None = None
     steps_per_epoch: int | None = None
-    epoch: int = field(default=0, init=False)
+    epoch: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "steps_per_epoch"):
@@ -84,9 +87,12 @@ class LoopClock:
                 raise ValueError(f"{name} must be positive or None, got {value!r}")
 
     def __call__(self, step: int) -> Progress:
+        epoch = self.epoch
+        if epoch is None and self.steps_per_epoch is not None:
+            epoch = step // self.steps_per_epoch
         return Progress(
             step=step,
-            epoch=step // self.steps_per_epoch if self.steps_per_epoch is not None else self.epoch,
+            epoch=epoch,
             num_steps=self.num_steps,
             steps_per_epoch=self.steps_per_epoch,
             learning_rate=self.optimizer.param_groups[0]["lr"] if self.optimizer is not None else None,

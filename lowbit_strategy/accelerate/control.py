@@ -87,16 +87,15 @@ class PreparedControl(ModelControl):
         """Training begins or continues.
 
         Raises:
-            ValueError: The controller needs something that is not possible here.
+            ValueError: The controller changes gradient accumulation, and the loop does not accumulate.
         """
         loop = self._loop
-        if (controller := loop.plugin.controller) is not None:
-            loop.clock.check(controller)
-            if controller.initial_accumulation is not None and not loop.accumulates:
-                raise ValueError(
-                    f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the"
-                    " optimizer's step into `with accelerator.accumulate(model):`"
-                )
+        controller = loop.plugin.controller
+        if controller is not None and controller.initial_accumulation is not None and not loop.accumulates:
+            raise ValueError(
+                f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the"
+                " optimizer's step into `with accelerator.accumulate(model):`"
+            )
         if loop.folder is not None:
             self.folder = loop.folder if self._number == 0 else loop.folder / f"model_{self._number}"
         super().begin(**fields)

@@ -44,7 +44,7 @@ class Event(NamedTuple):
     """A switch, and the step in which it happened."""
 
     step: int
-    epoch: int
+    epoch: int | None
     switch: Switch
 
 

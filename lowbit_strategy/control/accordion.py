@@ -70,7 +70,8 @@ class CriticalRegimes:
         """The number of a step's window; None between windows."""
         if self.unit == "steps":
             return progress.step // self.interval
-        return progress.epoch if progress.epoch % self.interval == 0 else None
+        epoch = progress.known_epoch
+        return epoch if epoch % self.interval == 0 else None
 
     def closes(self, progress: Progress, state: State) -> bool:
         return state["window"] is not None and state["window"] != self.window(progress)

@@ -26,17 +26,31 @@ class Progress:
 
     Args:
         step: Optimizer steps completed.
-        epoch: Epochs completed.
+        epoch: Epochs completed; None: nothing counts them.
         num_steps: Planned optimizer steps; None: unknown.
         steps_per_epoch: Optimizer steps per epoch; None: unknown.
         learning_rate: Learning rate of the first parameter group in the step that begins; None: unknown.
     """
 
     step: int
-    epoch: int = 0
+    epoch: int | None = None
     num_steps: int | None = None
     steps_per_epoch: int | None = None
     learning_rate: float | None = None
+
+    @property
+    def known_epoch(self) -> int:
+        """The epoch, for controllers that count in epochs.
+
+        Raises:
+            ValueError: It is unknown.
+        """
+        if self.epoch is None:
+            raise ValueError(
+                "the controller counts in epochs, and nothing counts them here: count in steps, or give"
+                " steps_per_epoch, or set the epoch in the loop (accelerator.lowbit.epoch, a LoopClock's epoch)"
+            )
+        return self.epoch
 
 
 class Energy(NamedTuple):

@@ -54,7 +54,7 @@ def adapt(
         optimizer: The optimizer whose learning rate controllers see. None: the first one that was set up and steps the
             model.
         num_steps: Number of planned optimizer steps, needed for phases given as fractions.
-        steps_per_epoch: Optimizer steps per epoch, needed for phases given in epochs.
+        steps_per_epoch: Optimizer steps per epoch, needed by controllers that count in epochs.
 
     Returns:
         The driver. The loop must apply its ``accumulation`` and ``learning_rate_factor``, if the controller decides on

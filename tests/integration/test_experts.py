@@ -159,7 +159,8 @@ def test_replicas_are_equal(facts: list[Facts]) -> None:
 
 
 def attended(folder: Path, session: Session) -> Any:
-    driver = adapt(session.sync, Accordion(light=LOCO, heavy=LoCo(bits=2, block_size=32, exempt=()), interval=2))
+    heavy = LoCo(bits=2, block_size=32, exempt=())
+    driver = adapt(session.sync, Accordion(light=LOCO, heavy=heavy, interval=2, unit="steps"))
     monitor(session.sync, None, every_n_steps=2, record=folder)
     return driver
 

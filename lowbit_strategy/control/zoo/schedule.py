@@ -50,8 +50,8 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
     if unit == "fraction":
         if progress.num_steps is None:
             raise ValueError(
-                "a phase in fractions needs the number of steps: set max_steps, or max_epochs with a sized"
-                " data loader, or give the phase in steps"
+                "a phase in fractions needs the number of steps: give num_steps (Lightning: max_steps, or max_epochs"
+                " with a sized data loader), or the phase in steps"
             )
         return math.ceil(value * progress.num_steps)
     if value == 0:
@@ -121,7 +121,7 @@ class Schedule(Controller):
 
     def _phase_at(self, progress: Progress) -> int:
         if all(phase.unit == "epoch" for phase in self.phases):
-            return max(at for at, phase in enumerate(self.phases) if phase.start <= progress.epoch)
+            return max(at for at, phase in enumerate(self.phases) if phase.start <= progress.known_epoch)
         return max(at for at, phase in enumerate(self.phases) if phase.first_step(progress) <= progress.step)
 
 

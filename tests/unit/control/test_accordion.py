@@ -161,3 +161,10 @@ def test_levels_may_be_names_of_presets() -> None:
 def test_first_window_is_critical() -> None:
     regimes = CriticalRegimes(eta=0.5, interval=1, unit="steps", learning_rate_drop=0.1, gradient="local")
     assert not regimes.reads_accumulated(Progress(step=0), regimes.first_state([]))
+
+
+def test_epochs_that_nothing_counts_are_asked_for() -> None:
+    assert CriticalRegimes(interval=2).window(Progress(step=0, epoch=0)) == 0
+    assert CriticalRegimes(unit="steps").window(Progress(step=10)) == 1
+    with pytest.raises(ValueError, match="nothing counts them here: count in steps, or give steps_per_epoch"):
+        CriticalRegimes().window(Progress(step=0))

@@ -92,5 +92,5 @@ def test_phases_in_different_units_are_compared_when_training_starts() -> None:
 
 
 def test_fractions_need_an_end() -> None:
-    with pytest.raises(ValueError, match="set max_steps"):
+    with pytest.raises(ValueError, match="give num_steps"):
         in_force(Schedule(phases((0, "step"), (0.5, "fraction"))), [Progress(step=0)])
