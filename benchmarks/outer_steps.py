@@ -34,7 +34,7 @@ from lowbit_strategy.local_steps.outer import OuterSync
 from lowbit_strategy.local_steps.published import as_outer
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.second_moment.mean_moment import correct_
+from lowbit_strategy.second_moment.mean_moment import MeanMoment
 from recipes.text import standard_library
 from testing.worlds.threaded import ThreadedWorld
 
@@ -159,7 +159,7 @@ class Local:
     def after_step(self, learning_rate: float) -> None:
         self.steps += 1
         if self.outers and self.second_moment:
-            correct_(self.optimizer, len(self.outers))
+            MeanMoment(lambda: len(self.outers)).correct_(self.optimizer)
         if self.outers:
             self._together(lambda outer: outer.after_step(learning_rate))
         elif self.rule.is_local(self.steps):

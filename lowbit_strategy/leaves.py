@@ -35,6 +35,11 @@ class NeededBy(NamedTuple):
     target: str
     unasked: str = ""
 
+    @property
+    def warning(self) -> str:
+        """The warning that nothing does this, because the part is not installed."""
+        return f"{missing(self.target)} is missing, so this run goes without {self.unasked}: reinstall lowbit-strategy"
+
 
 PARTS = {  # by the option that asks for it, if one does
     "max_residual": NeededBy("lowbit_strategy.residual_rules.bounded:MaxResidual"),
@@ -83,11 +88,6 @@ def need(target: str, asked_for: str) -> None:
         raise MissingPart(
             f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part
         )
-
-
-def goes_without(target: str, what: str) -> str:
-    """The warning that `what` is not done because `target` is not installed."""
-    return f"{missing(target)} is missing, so this run goes without {what}: reinstall lowbit-strategy"
 
 
 def is_present(target: str) -> bool:

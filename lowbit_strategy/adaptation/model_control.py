@@ -31,7 +31,7 @@ from lowbit_strategy.telemetry.metric_names import metric_name, observation_metr
 from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.startup_report import render_reports
 
-_RECORD = "lowbit_strategy.report.writing:RunRecord"
+_RECORD = leaves.NeededBy("lowbit_strategy.report.writing:RunRecord", "its record (record)")
 ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]
 
@@ -162,11 +162,11 @@ class ModelControl(StepListener):
         self._record = None
         self.take_effect()
         if self.folder is not None and self.sync.ranks.world.rank == 0:  # of each replica, where they come and go
-            if leaves.is_present(_RECORD):
-                self._record = leaves.load(_RECORD, "record")(self.folder)
+            if leaves.is_present(_RECORD.target):
+                self._record = leaves.load(_RECORD.target, "record")(self.folder)
                 self._record.start(self, **fields)
             else:
-                _log.warning("%s", leaves.goes_without(_RECORD, "its record (record)"))
+                _log.warning("%s", _RECORD.warning)
         if self.observer is not None and self.folder is None and not self.has_log() and self.sync.ranks.logs:
             _log.warning(
                 "the compression monitor has no logger and no folder for its record, so its measurements are lost:"

@@ -15,7 +15,6 @@ from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import ANY_RATE
 from lowbit_strategy.advisor.cost import StepTime, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation, What
-from lowbit_strategy.advisor.quantities import rounded
 from lowbit_strategy.advisor.workload import (
     HELD_PER_PARAM,
     Workload,
@@ -29,6 +28,7 @@ from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, memory_options
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weight_codings import default_weights
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 
@@ -312,8 +312,8 @@ def _too_large(
 ) -> str:
     assert situation.memory_nbytes is not None
     least = min(ours, key=lambda choice: choice.held_nbytes(workload))
-    needs = f"{least.name} needs {rounded(least.held_nbytes(workload) / 1e9)} GB before activations"
-    limit = f"{rounded(situation.memory_nbytes / 1e9)} GB of a device ({situation.memory_source})"
+    needs = f"{least.name} needs {size(least.held_nbytes(workload))} before activations"
+    limit = f"{size(situation.memory_nbytes)} of a device ({situation.memory_source})"
     alone = "the framework's own does" if own else "nor does the framework's own"
     return f"Do not use this package here: with its defaults no set-up fits into the {limit}, {alone}; {needs}."
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.advisor.cluster import ANY_RATE, read_bench
-from lowbit_strategy.advisor.quantities import count, rounded
+from lowbit_strategy.advisor.quantities import count
 
 STEPS_MEAN = (
     "steps: per cent more to the same loss, measured at the best learning rate and\n"
@@ -261,7 +261,7 @@ def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: An
 
 def _title(workload: Any) -> str:
     parts = "" if workload.tensor_parallel == 1 else f" on each of {workload.tensor_parallel} tensor-parallel ranks"
-    return f"{rounded(workload.numel / 1e6)} million parameters{parts}, {workload.nodes} x {workload.on_a_node} ranks"
+    return f"{_rounded(workload.numel / 1e6)} million parameters{parts}, {workload.nodes} x {workload.on_a_node} ranks"
 
 
 def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
@@ -288,15 +288,15 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
         table.add_row(
             each.name,
             *row,
-            rounded(each.between_nbytes / 1e9, 2),
-            f"{rounded(held / 1e9)}{too_much}",
+            _rounded(each.between_nbytes / 1e9, 2),
+            f"{_rounded(held / 1e9)}{too_much}",
             *costs,
         )
     return table
 
 
 def _step(time: Any) -> str:
-    return f"{rounded(time.seconds)} ({rounded(time.low, 2)}-{rounded(time.high, 2)})"
+    return f"{_rounded(time.seconds)} ({_rounded(time.low, 2)}-{_rounded(time.high, 2)})"
 
 
 def _pays_to(choice: Any) -> str:
@@ -305,3 +305,8 @@ def _pays_to(choice: Any) -> str:
     if choice.break_even is None:
         return "never"
     return "any" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:,.0f}"
+
+
+def _rounded(value: float, digits: int = 3) -> str:
+    """To `digits` significant digits, never with a power of ten where it is large: 0.12, 9.9, 1,180."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import StepTime, step_time
-from lowbit_strategy.advisor.quantities import duration, rate, rounded, size
+from lowbit_strategy.advisor.quantities import duration, rate, size
+from lowbit_strategy.options import sizes
 from lowbit_strategy.plan.plan import StepPlan
 
 Source = Literal["measured", "given", "nominal", "assumed"]
@@ -165,7 +166,7 @@ class Situation:
             if each.source == "given" or each.what not in unused:
                 words[each.source].append(f"{'inside a node' if each.what == 'inside' else each.what} {each.text}")
         if self.memory_nbytes is not None:
-            words[self.memory_source].append(f"memory {rounded(self.memory_nbytes / 1e9)} GB")
+            words[self.memory_source].append(f"memory {sizes.size(self.memory_nbytes)}")
         return "; ".join(f"{source}: {', '.join(each)}" for source, each in words.items() if each)
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes quantities: bandwidths, times, sizes and counts."""
+"""Reads quantities: bandwidths, times, sizes and counts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ def size(text: str) -> float:
 def count(text: str) -> float:
     """A number."""
     return _parse(text, text.lower(), _COUNTS, "a number such as 7e9 or 7B")
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """Rounded to `digits` significant digits, never with a power of ten where it is large: 0.12, 9.9, 1,180."""
-    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _parse(text: str, plain: str, units: dict[str, float], what: str) -> float:

@@ -127,15 +127,6 @@ def _report(sync: GradientSync) -> None:
         inform("%s", render_reports(sync))
 
 
-def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The given device or the parameters' device, with the index that futures and streams need."""
-    if device is None:
-        device = next(param.device for param in module.parameters() if param.requires_grad)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
     """Raises:
     ValueError: A method selects from all of a rank's parameters, while tensor or expert parallelism gives ranks

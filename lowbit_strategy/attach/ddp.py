@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
+from lowbit_strategy.attach.assembly import compare_with_all, make_engine, make_session
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
@@ -20,7 +20,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.parallel_dims import describe_dims, model_group
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, device_of
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.assembly import compare_with_all, device_of, make_engine, make_session
+from lowbit_strategy.attach.assembly import compare_with_all, make_engine, make_session
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -22,7 +22,13 @@ from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.mesh import by_mesh, check_parts, give_replicas, has_other_parts, mean_ranks, shard_group
 from lowbit_strategy.model.parallel_dims import describe_dims
-from lowbit_strategy.model.parameters import describe_parameters, local_part, named_parameters, sharded_parameters
+from lowbit_strategy.model.parameters import (
+    describe_parameters,
+    device_of,
+    local_part,
+    named_parameters,
+    sharded_parameters,
+)
 from lowbit_strategy.model.sharded import ShardedGroup, check_held, reshard, sharded_groups
 from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks

@@ -108,4 +108,4 @@ def warn_of_missing_parts(options: Any) -> None:
     """Log what is not done because its part is not installed, although the user has not turned it off."""
     for option, part in leaves.PARTS.items():
         if part.unasked and _is_unchosen(options, option) and not leaves.is_present(part.target):
-            _log.warning("%s", leaves.goes_without(part.target, part.unasked))
+            _log.warning("%s", part.warning)

@@ -19,8 +19,8 @@ from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.interfaces import Rounds
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
+from lowbit_strategy.engine.rounds import Rounds
 from lowbit_strategy.model.digest import differing
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, sharded_parameters
 from lowbit_strategy.ranks.groups import group_of

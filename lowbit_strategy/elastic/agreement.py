@@ -78,6 +78,11 @@ class Agreement:
     position: int
     exchanges: bool
 
+    @property
+    def history_after(self) -> int:
+        """What the history becomes when this synchronization is committed; never `NO_HISTORY`."""
+        return hash32(hash32(self.history) + self.clock) or 1
+
 
 def gathered_states(comm: Comm, mine: MemberState) -> list[MemberState]:
     """Every rank's."""
@@ -121,8 +126,3 @@ def agree(states: Sequence[MemberState]) -> Agreement:
         position=max(each.position for each in unchanged),
         exchanges=any(each.due for each in states),
     )
-
-
-def history_after(history: int, clock: int) -> int:
-    """The history after the synchronization of agreement number `clock` is committed; never `NO_HISTORY`."""
-    return hash32(hash32(history) + clock) or 1

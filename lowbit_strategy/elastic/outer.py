@@ -24,7 +24,6 @@ from lowbit_strategy.elastic.agreement import (
     MemberState,
     agree,
     gathered_states,
-    history_after,
     merge_ranks,
 )
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
@@ -169,8 +168,8 @@ class ElasticOuterSync(OuterSync):
     def join(self) -> None:
         """Meet the others before training; they may be in the middle of it. This takes up to a round."""
         self.on_join()
-        while self._rendezvous(due=False):
-            if self._attempt(done=False) is not None:
+        while (agreement := self._rendezvous(due=False)).exchanges:
+            if self._attempt(agreement, done=False) is not None:
                 self.apply()
                 break
         self.turns.restart_clock()
@@ -179,8 +178,7 @@ class ElasticOuterSync(OuterSync):
 
     def _launch(self, *, done: bool) -> FragmentSync:
         while True:
-            self._rendezvous(due=True)
-            in_flight = self._attempt(done=done)
+            in_flight = self._attempt(self._rendezvous(due=True), done=done)
             if in_flight is not None:
                 return in_flight
 
@@ -193,8 +191,8 @@ class ElasticOuterSync(OuterSync):
 
     # -- exchange and commit ----------------------------------------------------------------------------------------
 
-    def _attempt(self, *, done: bool) -> FragmentSync | None:
-        """Exchange; return None if that failed."""
+    def _attempt(self, agreement: Agreement, *, done: bool) -> FragmentSync | None:
+        """Exchange as agreed; return None if that failed."""
         assert self._comm is not None
         before = self.turns.moment
         try:
@@ -203,7 +201,7 @@ class ElasticOuterSync(OuterSync):
             self._roll_back(before)
             self.membership.fail(error)
             return None
-        self._pending = PendingCommit(in_flight, history_after(self._history, self._clock), before, done)
+        self._pending = PendingCommit(in_flight, agreement.history_after, before, done)
         try:
             self._confirm(self._comm)
         except ExchangeFailedError as error:
@@ -242,8 +240,8 @@ class ElasticOuterSync(OuterSync):
 
     # -- meeting ----------------------------------------------------------------------------------------------------
 
-    def _rendezvous(self, *, due: bool) -> bool:
-        """Wait until all members are connected and have the same state. Return whether they synchronize now."""
+    def _rendezvous(self, *, due: bool) -> Agreement:
+        """Wait until all members are connected and have the same state. Return what they have agreed on."""
         start = time.perf_counter()
         while True:
             with ThreadPoolExecutor(1) as beside:
@@ -267,7 +265,7 @@ class ElasticOuterSync(OuterSync):
         if self.data is not None:
             self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
         self._log_changes(members, time.perf_counter() - start)
-        return agreement.exchanges
+        return agreement
 
     def _state(self, digest: int, *, due: bool) -> MemberState:
         return MemberState(

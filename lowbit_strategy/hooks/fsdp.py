@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_weights
-from lowbit_strategy.hooks.fsdp_gradients import CompressedReduceScatter, HybridReduction
-from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
+from lowbit_strategy.hooks.fsdp_gradients import BetweenNodes, CompressedReduceScatter, HybridReduction
+from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
@@ -73,12 +73,14 @@ class FSDPHook:
         sync, overlapped = self._sync, self._overlapped
         has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
         between = BetweenNodes(sync.device) if has_levels and sync.device.type == "cuda" else None
-        made = {ranks.peers: Reductions(sync, ranks, overlapped, between) for ranks in sync.all_ranks}
-        kind = CompressedReduceScatter if sync.scatter else HybridReduction
+        made = {ranks.peers: Reductions(sync, ranks, overlapped) for ranks in sync.all_ranks}
         for each in self._groups:
             own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
             ranks = sync.state.ranks_of(next(iter(own.values())))
-            kind(each.param_group, own, made[ranks.peers]).install()
+            if sync.scatter:
+                CompressedReduceScatter(each.param_group, own, made[ranks.peers], between).install()
+            else:
+                HybridReduction(each.param_group, own, made[ranks.peers]).install()
         install_weights(self._module, self._groups, weights, sync)
 
     def restore(self) -> None:

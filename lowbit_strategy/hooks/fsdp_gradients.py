@@ -59,7 +59,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     def __init__(self, param_group: Any, names: Mapping[int, str], reductions: Reductions) -> None:
         self._param_group, self._names = param_group, names
         self._reductions, self._sync, self._ranks = reductions, reductions.sync, reductions.ranks
-        self._overlapped, self._between = reductions.overlapped, reductions.between
+        self._overlapped = reductions.overlapped
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # a layout, and the elements of its row
         self._marks: Tensor | None = None  # marks of the current reduction
         self._is_read_at_once = False
@@ -144,6 +144,26 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         return BucketLayout(tuple(entries), alone=True, names=names, num_marked=len(names)), at
 
 
+class BetweenNodes:
+    """CUDA: the stream in which a module is reduced between nodes, while the next module is reduced inside its node.
+
+    At most two modules wait between the two phases: if links between nodes are slow, the next module waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
+
+    def make_room(self) -> None:
+        """Wait, in the stream that reduces inside the node, until there is room for another module."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
+
+    def reduced(self) -> None:
+        """Note, in `stream`, that a module is done."""
+        self._earlier.record(self.stream)
+        self._earlier, self._last = self._last, self._earlier
+
+
 _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
 
 
@@ -154,11 +174,21 @@ class CompressedReduceScatter(_ReduceScatter):
 
     With far ranks, messages travel while backward continues: FSDP2 gets the tensor that will hold the gradients, and
     the end of the backward pass waits for them, unless they are read earlier.
+
+    Args:
+        param_group, names, reductions: See the base class.
+        between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
     _between_stages: Stages
     _continues_between_nodes = False  # in `between_nodes`
     _divisor = 1.0
+
+    def __init__(
+        self, param_group: Any, names: Mapping[int, str], reductions: Reductions, between: BetweenNodes | None
+    ) -> None:
+        super().__init__(param_group, names, reductions)
+        self._between = between
 
     def _settings(self) -> dict[str, Any]:
         group = self._param_group

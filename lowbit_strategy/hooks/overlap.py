@@ -1,4 +1,4 @@
-"""Reduces FSDP2's gradients while backward continues, in a thread or a stream."""
+"""Reduces FSDP2's gradients while backward continues: in a thread on CPU, on CUDA in the stream that FSDP2 gets."""
 
 from __future__ import annotations
 
@@ -56,23 +56,3 @@ class OverlappedReducer:
                 future.wait()
         for on_done in following:
             on_done()
-
-
-class BetweenNodes:
-    """CUDA: the stream in which a module is reduced between nodes, while the next module is reduced inside its node.
-
-    At most two modules wait between the two phases: if links between nodes are slow, the next module waits.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._earlier, self._last = torch.cuda.Event(), torch.cuda.Event()
-
-    def make_room(self) -> None:
-        """Wait, in the stream that reduces inside the node, until there is room for another module."""
-        torch.cuda.current_stream(self.stream.device).wait_event(self._earlier)
-
-    def reduced(self) -> None:
-        """Note, in `stream`, that a module is done."""
-        self._earlier.record(self.stream)
-        self._earlier, self._last = self._last, self._earlier

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
 from lowbit_strategy.engine.engine import GradientSync, in_backward
-from lowbit_strategy.hooks.overlap import BetweenNodes, OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.ranks.ranks import Ranks
 
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -101,17 +101,10 @@ class Reductions:
     Args:
         ranks: The ranks that reduce the parameters.
         overlapped: Reduces modules while backward continues; None: FSDP2 waits for each module.
-        between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
-    def __init__(
-        self,
-        sync: GradientSync,
-        ranks: Ranks,
-        overlapped: OverlappedReducer | None,
-        between: BetweenNodes | None,
-    ) -> None:
-        self.sync, self.ranks, self.overlapped, self.between = sync, ranks, overlapped, between
+    def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedReducer | None) -> None:
+        self.sync, self.ranks, self.overlapped = sync, ranks, overlapped
         self._pass, self._reductions = -1, list[Reduction]()
         self._outside = list[Reduction]()
 

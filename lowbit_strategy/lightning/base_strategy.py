@@ -181,7 +181,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Give each rank its samples if ranks come and go, since the framework does not know all ranks."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
-        if self._rounds is None or trainer is None or trainer.state.stage != "train":
+        if trainer is None or trainer.state.stage != "train" or self.session is None or self.session.replica is None:
             return dataloader
         return self._rounds.with_own_samples(dataloader, trainer)
 

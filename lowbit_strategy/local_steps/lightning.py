@@ -37,11 +37,6 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
             setattr(callback, moment, partial(_with_anchors, session, original, may_change))
 
 
-def with_own_samples(dataloader: Any, trainer: Any) -> Any:
-    """Return the loader unchanged: the framework knows all ranks."""
-    return dataloader
-
-
 def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) -> None:
     sync, outer = session.sync, session.sync.rounds
     if isinstance(outer, OuterSync):

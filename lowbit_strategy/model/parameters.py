@@ -88,6 +88,15 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in named_parameters(module) if param.requires_grad}
 
 
+def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The given device or that of the trainable parameters, with the index that futures and streams need."""
+    if device is None:
+        device = next(iter(trainable_parameters(module).values())).device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
     """Parameters whose local part DDP with ``device_mesh=`` reduces. They left the module in its first forward pass,
     which put `DTensor`s made of them in their place. Returned with their paths and original attributes.

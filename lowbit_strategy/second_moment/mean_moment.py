@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from lowbit_strategy import leaves
 from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.model.parameters import local_part
-from lowbit_strategy.second_moment.optimizers import has_stepped, unsuitable
+from lowbit_strategy.second_moment.correction import Correction
+from lowbit_strategy.second_moment.optimizers import unsuitable
 
 
 class NotExchanged(Follower):
@@ -23,7 +24,7 @@ class NotExchanged(Follower):
         return leaves.load("lowbit_strategy.second_moment.planned:NoSquares", "a plan")()
 
 
-class MeanMoment(NotExchanged):
+class MeanMoment(Correction, NotExchanged):
     """Corrects ``exp_avg_sq`` after every local step.
 
     Adam divides by the root of ``v``, the average of squared gradients. With local steps a rank sees a part of the
@@ -44,31 +45,27 @@ class MeanMoment(NotExchanged):
     def __init__(self, num_ranks: Callable[[], int]) -> None:
         self._num_ranks = num_ranks
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        if has_stepped(optimizer):
-            correct_(optimizer, self._num_ranks())
+    @torch.no_grad()
+    def correct_(self, optimizer: Optimizer) -> None:
+        """Scale exp_avg_sq as if `optimizer` had stepped on the mean of all ranks' gradients.
 
-
-@torch.no_grad()
-def correct_(optimizer: Optimizer, num_ranks: int) -> None:
-    """Scale exp_avg_sq as if `optimizer` had stepped on the mean of `num_ranks` gradients.
-
-    Raises:
-        ValueError: The optimizer is not of Adam's kind.
-    """
-    if num_ranks == 1:
-        return
-    for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
-        noise = (1 - beta1) / (1 + beta1)  # of the first moment, in variances of a gradient
-        share = (1 / num_ranks - noise) / (1 - noise) if noise < 1 / num_ranks else 0.0
-        for param in group["params"]:
-            state = optimizer.state.get(param)
-            if param.grad is None or not state:
-                continue
-            if "exp_avg_sq" not in state:
-                raise ValueError(unsuitable(optimizer))
-            m, v, g = (local_part(each) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
-            unbiased = m / (1 - beta1 ** state["step"])  # may be on the device: the host does not wait
-            v.addcmul_(g, g, value=(1 - beta2) * (share - 1))
-            v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))
+        Raises:
+            ValueError: The optimizer is not of Adam's kind.
+        """
+        num_ranks = self._num_ranks()
+        if num_ranks == 1:
+            return
+        for group in optimizer.param_groups:
+            beta1, beta2 = group["betas"]
+            noise = (1 - beta1) / (1 + beta1)  # of the first moment, in variances of a gradient
+            share = (1 / num_ranks - noise) / (1 - noise) if noise < 1 / num_ranks else 0.0
+            for param in group["params"]:
+                state = optimizer.state.get(param)
+                if param.grad is None or not state:
+                    continue
+                if "exp_avg_sq" not in state:
+                    raise ValueError(unsuitable(optimizer))
+                m, v, g = (local_part(each) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
+                unbiased = m / (1 - beta1 ** state["step"])  # may be on the device: the host does not wait
+                v.addcmul_(g, g, value=(1 - beta2) * (share - 1))
+                v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))

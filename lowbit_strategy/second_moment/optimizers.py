@@ -1,16 +1,10 @@
-"""What a correction asks of an optimizer: whether it has stepped, and a second moment that can be corrected."""
+"""Which optimizers have a second moment that can be corrected."""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 
 _DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient
-
-
-def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its step has changed anything, since fused optimizers skip a step that overflowed."""
-    found = getattr(optimizer, "found_inf", None)  # set by a gradient scaler during the step
-    return found is None or not bool(found)
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:
@@ -21,14 +15,23 @@ def has_second_moment(optimizer: Optimizer) -> bool:
     return all("exp_avg_sq" in state for state in states if state)  # no state: another optimizer steps the parameter
 
 
-def check_second_moment(optimizer: Optimizer) -> None:
+def check_second_moment(optimizer: Optimizer, *, local_steps: bool) -> None:
     """Check that the optimizer's second moment can be corrected. Called before it has stepped.
 
     Raises:
-        ValueError: It has no second moment that could be corrected.
+        ValueError: It has no second moment that could be corrected, or `local_steps`: its weight decay is part of the
+            gradient, and would be missing from its square.
     """
     if _is_unlike_adam(optimizer):
         raise ValueError(unsuitable(optimizer))
+    decoupled = type(optimizer).__name__ in _DECOUPLED
+    for group in optimizer.param_groups if local_steps else ():
+        if group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
+            raise ValueError(
+                "second_moment=True with local steps needs a weight decay that is not part of the gradient, and"
+                f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"
+                " second_moment out"
+            )
 
 
 def _is_unlike_adam(optimizer: Optimizer) -> bool:
@@ -41,17 +44,3 @@ def unsuitable(optimizer: Optimizer) -> str:
         "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
         f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
     )
-
-
-def check_decay(optimizer: Optimizer) -> None:
-    """Raises:
-    ValueError: Its weight decay is part of the gradient, and would be missing from its square.
-    """
-    decoupled = type(optimizer).__name__ in _DECOUPLED
-    for group in optimizer.param_groups:
-        if group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
-            raise ValueError(
-                "second_moment=True with local steps needs a weight decay that is not part of the gradient, and"
-                f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"
-                " second_moment out"
-            )

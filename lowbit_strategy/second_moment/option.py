@@ -20,7 +20,7 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.second_moment.mean_moment import MeanMoment, NotExchanged
-from lowbit_strategy.second_moment.optimizers import check_decay, check_second_moment, has_second_moment
+from lowbit_strategy.second_moment.optimizers import check_second_moment, has_second_moment
 from lowbit_strategy.second_moment.served import needs_squares, served
 from lowbit_strategy.second_moment.squares import SecondMoment
 
@@ -53,9 +53,7 @@ class SecondMomentOption(Part):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self._chosen:
-            check_second_moment(optimizer)
-            if self._options.outer is not None:
-                check_decay(optimizer)
+            check_second_moment(optimizer, local_steps=self._options.outer is not None)
 
     def exchanges_squares(self, prepared: PreparedModel) -> bool:
         if prepared.options.outer is not None or self._chosen is not None:

@@ -34,12 +34,12 @@ from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.schedule import Stages
-from lowbit_strategy.engine.transactions import Follower
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.parameters import local_part, shaped, sharded_parameters
+from lowbit_strategy.second_moment.correction import Correction
 from lowbit_strategy.second_moment.exchange_steps import WINDOW, steps_until_due, turns
 from lowbit_strategy.second_moment.mean_moment import NotExchanged
-from lowbit_strategy.second_moment.optimizers import has_stepped, unsuitable
+from lowbit_strategy.second_moment.optimizers import unsuitable
 from lowbit_strategy.second_moment.param_squares import BLOCK, ParamSquares, blocks_of, mean_squares
 from lowbit_strategy.second_moment.served import SKETCH_NUMEL, methods_of_squares, served
 
@@ -65,7 +65,7 @@ class _Served:
     buckets: dict[BucketLayout, Bucket]
 
 
-class SecondMoment(Follower, BucketObserver, StepListener):
+class SecondMoment(Correction, BucketObserver, StepListener):
     """Observes gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
 
     Args:
@@ -96,10 +96,6 @@ class SecondMoment(Follower, BucketObserver, StepListener):
     def name_parameters(self) -> None:
         """The model may have other parameters than before."""
         self._names |= {id(param): name for name, param in sharded_parameters(self._module).items()}
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        if has_stepped(optimizer):
-            self.correct_(optimizer)
 
     def leave(self) -> None:
         """Stop correcting, on all ranks and after a resume."""

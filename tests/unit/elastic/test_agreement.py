@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState, agree, history_after, merge_ranks
+from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState, agree, merge_ranks
 
 SETTLED = MemberState(
     clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96
@@ -15,7 +15,7 @@ SETTLED = MemberState(
 NEW = MemberState(
     clock=0, history=NO_HISTORY, prepared=NO_HISTORY, digest=9, steps=0, trained=0, due=0, group=0, position=0
 )
-AFTER = history_after(SETTLED.history, SETTLED.clock)
+AFTER = agree([replace(SETTLED, clock=SETTLED.clock - 1)]).history_after
 PREPARED = replace(SETTLED, prepared=AFTER)
 COMMITTED = replace(SETTLED, history=AFTER, digest=2)
 
@@ -109,7 +109,7 @@ def test_histories_never_part(seed: int) -> None:
             continue
         prepared = [member for member in chosen if chance.random() < 0.9]
         for member in prepared:
-            member.prepared = history_after(member.history, member.clock)
+            member.prepared = agreement.history_after
         if len(prepared) == len(chosen):
             for member in chosen:
                 if chance.random() < 0.6:  # the others do not learn that all were prepared

@@ -11,7 +11,7 @@ from torch.optim import Adam, Adamax, AdamW, NAdam, RAdam
 
 from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.second_moment.mean_moment import MeanMoment, correct_
+from lowbit_strategy.second_moment.mean_moment import MeanMoment
 
 NUMEL = 4000
 
@@ -25,7 +25,7 @@ def second_moment(num_ranks: int, mean: float, noise: float, beta1: float, *, st
     for step in range(steps):
         param.grad = mean + noise * torch.randn(NUMEL, generator=generator)
         optimizer.step()
-        correct_(optimizer, num_ranks)
+        MeanMoment(lambda: num_ranks).correct_(optimizer)
         v = optimizer.state[param]["exp_avg_sq"]
         assert v.min() >= 0
         if step >= 100:
@@ -58,7 +58,7 @@ def test_the_formula(num_ranks: int, beta1: float, beta2: float, steps: int) -> 
     for step in range(1, steps + 1):
         g = param.grad = torch.randn(8, generator=generator)
         optimizer.step()
-        correct_(optimizer, num_ranks)
+        MeanMoment(lambda: num_ranks).correct_(optimizer)
         m = beta1 * m + (1 - beta1) * g.double()
         v = beta2 * v + (1 - beta2) * (a * g.double() ** 2 + (1 - a) * (m / (1 - beta1**step)) ** 2)
     torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"].double(), v, rtol=2e-3, atol=1e-5)
@@ -86,4 +86,4 @@ def test_an_optimizer_without_a_second_moment_is_refused() -> None:
     param.grad = torch.ones(8)
     optimizer.step()
     with pytest.raises(ValueError, match="Adamax does not, or not so: leave second_moment out"):
-        correct_(optimizer, 2)
+        MeanMoment(lambda: 2).correct_(optimizer)

@@ -1,0 +1,20 @@
+"""The base class of corrections."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lowbit_strategy.engine.transactions import Follower
+
+
+class Correction(Follower):
+    """Corrects ``exp_avg_sq`` whenever an optimizer has stepped on what was reduced."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        found = getattr(optimizer, "found_inf", None)  # set by a gradient scaler during the step
+        if found is None or not bool(found):  # fused optimizers skip a step that overflowed
+            self.correct_(optimizer)
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """Correct what this step has made of it."""
+        raise NotImplementedError
