@@ -30,7 +30,7 @@ from benchmarks.stacked_models import MODELS, Params, initial
 from lowbit_strategy.collectives.layout import Role, TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.local_steps.published import as_outer
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.ranks.ranks import Ranks

@@ -15,12 +15,12 @@ from lowbit_strategy.version import __version__
 
 COMMANDS = {
     "doctor": "lowbit_strategy.doctor.doctor:doctor",
-    "config": "lowbit_strategy.config_file.command:config",
-    "report": "lowbit_strategy.report.command:report",
+    "config": "lowbit_strategy.config_file.config_command:config",
+    "report": "lowbit_strategy.report.report_command:report",
     "bench": "lowbit_strategy.advisor.bench:bench",
     "advise": "lowbit_strategy.advisor.advise:advise",
     "estimate": "lowbit_strategy.advisor.advise:estimate",
-    "lighthouse": "lowbit_strategy.elastic.command:lighthouse",
+    "lighthouse": "lowbit_strategy.elastic.lighthouse_command:lighthouse",
 }
 _LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_show_locals": False}
 

@@ -48,18 +48,18 @@ PARTS = {  # by the option that asks for it, if one does
         "lowbit_strategy.divergence.comparison:DivergenceCheck", "comparing parameters over ranks (check_digest)"
     ),
     "far_links": NeededBy(
-        "lowbit_strategy.far_links.option:FarLinksOption",
+        "lowbit_strategy.far_links.far_links_option:FarLinksOption",
         "another transport where ranks are far apart, on CPUs (far_links)",
     ),
-    "intra": NeededBy("lowbit_strategy.node_codes.option:NodeCodesOption"),
+    "intra": NeededBy("lowbit_strategy.node_codes.intra_option:NodeCodesOption"),
     "memory": NeededBy(
         "lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory (memory)"
     ),
     "plan": NeededBy(
-        "lowbit_strategy.plan.part:PlanPart", "the check of the bytes that it sends, and the report on them"
+        "lowbit_strategy.plan.every_run:PlanPart", "the check of the bytes that it sends, and the report on them"
     ),
     "second_moment": NeededBy(
-        "lowbit_strategy.second_moment.option:SecondMomentOption",
+        "lowbit_strategy.second_moment.second_moment_option:SecondMomentOption",
         "correcting Adam's second moment for few bits (second_moment)",
     ),
 }

@@ -26,9 +26,9 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm, wait_for_all
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weight_codings import WeightCode

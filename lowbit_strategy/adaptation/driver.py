@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lowbit_strategy import leaves
-from lowbit_strategy.adaptation.levels import rehearse
+from lowbit_strategy.adaptation.rehearsal import rehearse
 from lowbit_strategy.adaptation.window_sums import WindowSums
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
@@ -28,9 +28,9 @@ from lowbit_strategy.control.base import (
     labels,
 )
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.metric_names import metric_name
 

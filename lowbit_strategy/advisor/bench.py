@@ -28,7 +28,7 @@ def bench(
     import torch.distributed as dist
 
     from lowbit_strategy.advisor.advice import COMPARED
-    from lowbit_strategy.advisor.measure import measure
+    from lowbit_strategy.advisor.measured import measure
     from lowbit_strategy.methods.registry import PRESETS
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -20,7 +20,7 @@ from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.messages import Level, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
-from lowbit_strategy.plan.rounds import RoundPlan
+from lowbit_strategy.plan.round_plan import RoundPlan
 from lowbit_strategy.ranks.ranks import Topology
 
 _VOCABULARY = 32_000

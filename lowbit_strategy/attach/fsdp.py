@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.fsdp import FSDPHook
-from lowbit_strategy.model.digest import differing
+from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.mesh import by_mesh, check_parts, give_replicas, has_other_parts, mean_ranks, shard_group
 from lowbit_strategy.model.parallel_dims import describe_dims
 from lowbit_strategy.model.parameters import (

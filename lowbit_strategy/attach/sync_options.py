@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
-from lowbit_strategy.attach.rounds import RoundMembers, RoundRule
+from lowbit_strategy.attach.round_rule import RoundMembers, RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.methods._base.compressor import Compressor

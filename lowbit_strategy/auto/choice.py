@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.prepare import Layout, PreparedModel
-from lowbit_strategy.auto.option import Auto
+from lowbit_strategy.auto.auto import Auto
 from lowbit_strategy.auto.switching import DDPSwitch, FSDPSwitch
 from lowbit_strategy.auto.times import Timed, decide
 from lowbit_strategy.collectives.comm import gathered

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.rounds import RoundRule
+from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.autoload import SECTION, VARIABLE
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor

@@ -21,7 +21,7 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.rounds import Rounds
-from lowbit_strategy.model.digest import differing
+from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, sharded_parameters
 from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks

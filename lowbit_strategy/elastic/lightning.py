@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.elastic.learning_rates import advance_schedule
+from lowbit_strategy.elastic.replica import ElasticOuterSync
 from lowbit_strategy.elastic.sampler import ElasticSampler
-from lowbit_strategy.elastic.schedule import advance_schedule
 from lowbit_strategy.lightning.signals import TERMINATE, DeferredSignals
 from lowbit_strategy.local_steps import lightning as local_steps
 

@@ -16,7 +16,7 @@ from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.elastic.membership import Membership
 from lowbit_strategy.elastic.options import Elastic
-from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.elastic.replica import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.fingerprint import fingerprint

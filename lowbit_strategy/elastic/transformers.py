@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowbit_strategy.accelerate.binding import binding_of, wrap_method
-from lowbit_strategy.elastic.schedule import advance_schedule
+from lowbit_strategy.elastic.learning_rates import advance_schedule
 
 
 def adapt(trainer: Any) -> None:

@@ -18,8 +18,8 @@ from lowbit_strategy.collectives.exchange import CodedGroup, Exchange
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.carry_over import CarryOver
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer

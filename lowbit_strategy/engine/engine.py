@@ -16,12 +16,12 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import NodeMeans
 from lowbit_strategy.engine.rounds import Rounds
 from lowbit_strategy.engine.saved_state import RankState, Stateful
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.transactions import Follower, Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32

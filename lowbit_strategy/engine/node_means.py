@@ -13,7 +13,7 @@ from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.engine.schedule import Stages
+from lowbit_strategy.engine.bucket_schedule import Stages
 
 
 class Cut:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.bucket_schedule import TURN, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.node_means import Cut
-from lowbit_strategy.engine.schedule import TURN, Stages
 from lowbit_strategy.ranks.ranks import Ranks
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.bucket_schedule import TURN_AFTER
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import TURN_AFTER
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
 from lowbit_strategy.model.parameters import bring_back, named_parameters

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.hooks.runners import BucketWorker
 from lowbit_strategy.hooks.waiting import waiting
 

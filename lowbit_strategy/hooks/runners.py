@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.schedule import BucketSchedule, Stages
+from lowbit_strategy.engine.bucket_schedule import BucketSchedule, Stages
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment import Fragment
-from lowbit_strategy.model.digest import differing
+from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import local_part
 
 _log = logging.getLogger("lowbit_strategy")

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
-from lowbit_strategy.engine.schedule import BucketSchedule, Stages
+from lowbit_strategy.engine.bucket_schedule import BucketSchedule, Stages
 from lowbit_strategy.kernels.reference.rng import sample_positions
 from lowbit_strategy.local_steps.cutting import NUM_FACTS, SAMPLE_NUMEL, buckets_of
 from lowbit_strategy.local_steps.rule import OuterRule

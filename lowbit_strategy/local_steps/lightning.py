@@ -13,8 +13,8 @@ import torch
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.lightning.signals import REQUEUE, TERMINATE, DeferredSignals
 from lowbit_strategy.lightning.strategies import averages_weights
-from lowbit_strategy.local_steps.outer import OuterSync
-from lowbit_strategy.local_steps.session import LocalSteps
+from lowbit_strategy.local_steps.local_pace import LocalSteps
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 

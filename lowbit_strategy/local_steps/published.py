@@ -9,7 +9,7 @@ import re
 from typing import Any, ClassVar
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.rounds import RoundRule
+from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import EveryStep
-from lowbit_strategy.attach.rounds import RoundRule
+from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.interval import Interval
@@ -25,7 +25,7 @@ from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
-    from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
+    from lowbit_strategy.local_steps.local_round_plan import LocalRoundPlan
 
 # There are few rounds: no reset, and full error feedback. Embeddings and heads at 8 bits gave no lower losses.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None, high_precision_bits=4)
@@ -128,7 +128,9 @@ class OuterRule(RoundRule):
 
     def planned(self, every: int | None = None) -> LocalRoundPlan:
         """Plan a round of `every` optimizer steps; None: as many as the first round has."""
-        make: type[LocalRoundPlan] = leaves.load("lowbit_strategy.local_steps.round_plan:LocalRoundPlan", "a plan")
+        make: type[LocalRoundPlan] = leaves.load(
+            "lowbit_strategy.local_steps.local_round_plan:LocalRoundPlan", "a plan"
+        )
         return make(
             label=self.label,
             every=every or self.round_length(0, None),
@@ -140,7 +142,7 @@ class OuterRule(RoundRule):
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> EveryStep:
         """`options`: see `LocalSteps`."""
-        make = leaves.load("lowbit_strategy.local_steps.session:LocalSteps", "outer")  # which knows rules
+        make = leaves.load("lowbit_strategy.local_steps.local_pace:LocalSteps", "outer")  # which knows rules
         made: EveryStep = make(module, sync, self, **options)
         return made
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.plan.weight_bytes import module_weights

@@ -15,7 +15,7 @@ from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.gradients import ReductionPlan, gradient_transfers
 from lowbit_strategy.plan.messages import TransferGroup, internode_nbytes, step_nbytes
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
-from lowbit_strategy.plan.rounds import RoundPlan
+from lowbit_strategy.plan.round_plan import RoundPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
 from lowbit_strategy.ranks.ranks import Topology
 

@@ -357,6 +357,6 @@ def _comm(
     comm = GroupComm(group)
     if far:
         assert group is not None
-        comm = leaves.load(f"{FAR_LINKS}.comm:FarComm", "far_links")(group)
+        comm = leaves.load(f"{FAR_LINKS}.far_comm:FarComm", "far_links")(group)
     comm.num_near = topology.num_near(members, rank)
     return comm

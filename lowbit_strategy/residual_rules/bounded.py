@@ -11,9 +11,9 @@ from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 
 
 class MaxResidual(Part):

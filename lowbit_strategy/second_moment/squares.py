@@ -30,10 +30,10 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec, salt_of
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.model.parameters import local_part, shaped, sharded_parameters
 from lowbit_strategy.second_moment.correction import Correction

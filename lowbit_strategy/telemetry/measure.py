@@ -13,8 +13,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.kernels.norms import squared_norm
 from lowbit_strategy.kernels.reference.rng import hash32, positions_in, strata
 

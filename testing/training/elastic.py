@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from lowbit_strategy import Compressor, DiLoCo, Elastic, LoCo, OuterRule
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm
-from lowbit_strategy.elastic import outer as elastic_outer
+from lowbit_strategy.elastic import replica as elastic_replica
 from lowbit_strategy.elastic.membership import Membership
-from lowbit_strategy.elastic.outer import ElasticOuterSync
+from lowbit_strategy.elastic.replica import ElasticOuterSync
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -302,7 +302,7 @@ def arm(replica: Strikable, moment: str, turn: int, end: Callable[[], None] = _d
     elif moment == "helping":
         before(outer, "_send_state")
     elif moment == "healing":
-        after(elastic_outer, "receive")
+        after(elastic_replica, "receive")
     else:
         raise ValueError(moment)
 

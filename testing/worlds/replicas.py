@@ -16,7 +16,7 @@ from lowbit_strategy import (
     OuterRule,
 )
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks

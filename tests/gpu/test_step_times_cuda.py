@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowbit_strategy.engine.schedule import Stages
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.hooks.runners import SideStream
 from lowbit_strategy.plan.step_times import StepClock
 

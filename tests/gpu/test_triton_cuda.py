@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lowbit_strategy.advisor.measure import device_seconds_of
+from lowbit_strategy.advisor.measured import device_seconds_of
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.loco import Feedback

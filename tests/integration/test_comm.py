@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.far_links.comm import _NUM_SIZES, FarComm, _size_index
+from lowbit_strategy.far_links.far_comm import _NUM_SIZES, FarComm, _size_index
 from testing.processes.ranks import run_ranks
 
 BACKENDS = (None, "gloo", "cpu:gloo")

@@ -25,7 +25,7 @@ from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.far_links.comm import FarComm
+from lowbit_strategy.far_links.far_comm import FarComm
 from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.plan.running import plan_of
 from testing.processes.node_size import nodes_of

@@ -25,7 +25,7 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.overlap import OverlappedReducer
-from lowbit_strategy.model.digest import differing
+from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.mesh import give_replicas
 from lowbit_strategy.model.sharded import sharded_groups

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.adaptation.levels import SingleRankBucket
+from lowbit_strategy.adaptation.rehearsal import SingleRankBucket
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control.base import Controller, EndToEnd, Energy, Probe
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 

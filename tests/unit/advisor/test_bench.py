@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from lowbit_strategy.advisor import measure
+from lowbit_strategy.advisor import measured
 from lowbit_strategy.advisor.cluster import ANY_RATE, Bench, read_bench
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm, LocalComm
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_NUMEL", {"cpu": 1 << 14})
+    monkeypatch.setattr(measured, "_NUMEL", {"cpu": 1 << 14})
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -64,23 +64,23 @@ def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeyp
 
 
 def test_a_rank_alone_has_no_link() -> None:
-    found = measure.measure(["loco"], CPU)
+    found = measured.measure(["loco"], CPU)
     assert found.cluster.inter_node.nbytes_per_s == ANY_RATE
-    assert measure.measure_coding(LoCo(), CPU).numel_per_s > 0
+    assert measured.measure_coding(LoCo(), CPU).numel_per_s > 0
 
 
 def test_a_small_bucket_that_was_disturbed_makes_no_codec_faster() -> None:
-    assert measure.numel_per_s(10, 0.1, 1010, 1.1) == pytest.approx(1000)
-    assert measure.numel_per_s(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
-    assert measure.numel_per_s(10, 2.0, 1010, 1.0) == pytest.approx(1010)
+    assert measured.numel_per_s(10, 0.1, 1010, 1.1) == pytest.approx(1000)
+    assert measured.numel_per_s(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
+    assert measured.numel_per_s(10, 2.0, 1010, 1.0) == pytest.approx(1010)
 
 
 def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
     """A link that lets 1 MB pass at once and then sends 2 MB in a second."""
-    assert measure.rate_of([(1e6, 0.0), (3e6, 1.0), (9e6, 4.0)]) == pytest.approx(2e6)
-    assert measure.rate_of([(3e6, 1.0)]) == pytest.approx(3e6)
-    assert measure.rate_of([(3e6, 1.0), (9e6, 1.0)]) == pytest.approx(9e6), "too little to tell"
-    assert measure.rate_of([(3e6, 0.0), (9e6, 0.0)]) == ANY_RATE
+    assert measured.rate_of([(1e6, 0.0), (3e6, 1.0), (9e6, 4.0)]) == pytest.approx(2e6)
+    assert measured.rate_of([(3e6, 1.0)]) == pytest.approx(3e6)
+    assert measured.rate_of([(3e6, 1.0), (9e6, 1.0)]) == pytest.approx(9e6), "too little to tell"
+    assert measured.rate_of([(3e6, 0.0), (9e6, 0.0)]) == ANY_RATE
 
 
 def test_all_ranks_have_the_same_links_whose_times_never_fall() -> None:
@@ -96,8 +96,8 @@ def test_all_ranks_have_the_same_links_whose_times_never_fall() -> None:
 
 
 def measured_links(rank: int, world_size: int) -> Bench:
-    with mock.patch.multiple(measure, _NUMEL={"cpu": 1 << 14}, _LINK_S=0.02):
-        return measure.measure(["loco"], CPU)
+    with mock.patch.multiple(measured, _NUMEL={"cpu": 1 << 14}, _LINK_S=0.02):
+        return measured.measure(["loco"], CPU)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def costs_near_and_far(rank: int, world_size: int) -> list[float]:
             time.sleep(0.01 if at == 2 else 0.2 if at == rank else 0.0)
             dist.all_reduce(torch.zeros(1))
 
-        costs.append(measure.calls_of(Ranks.flat(comm), comm, call, CPU)[0])
+        costs.append(measured.calls_of(Ranks.flat(comm), comm, call, CPU)[0])
     return costs
 
 
@@ -140,7 +140,7 @@ def calls_begin(rank: int, world_size: int) -> list[float]:
         begun.append(time.monotonic())
         time.sleep(0.1 * rank)
 
-    measure.calls_of(Ranks(GroupComm(), LocalComm(), GroupComm()), LocalComm(), call, CPU)
+    measured.calls_of(Ranks(GroupComm(), LocalComm(), GroupComm()), LocalComm(), call, CPU)
     return begun
 
 
@@ -165,5 +165,5 @@ def calls_of_two_links(rank: int, world_size: int, far: bool) -> int:
         time.sleep(0.15 if rank % 2 else 0.015)
         comm.all_reduce(torch.zeros(1)).wait()
 
-    measure.calls_of(Ranks(GroupComm(), comm, GroupComm(near)), comm, call, CPU)
+    measured.calls_of(Ranks(GroupComm(), comm, GroupComm(near)), comm, call, CPU)
     return times

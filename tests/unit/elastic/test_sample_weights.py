@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.elastic.outer import sample_weights
+from lowbit_strategy.elastic.replica import sample_weights
 
 
 @pytest.mark.parametrize("trained", [(8, 8, 8), (0, 0), (3, 5, 0)])

@@ -12,8 +12,8 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.efsignsgd import EFSignSGD

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.far_links.comm import FarComm
+from lowbit_strategy.far_links.far_comm import FarComm
 from lowbit_strategy.lost_ranks import LostRankError
 from testing.processes.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.fitting.memory import memory_of
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.local_steps.published import OUTER_RULES
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all

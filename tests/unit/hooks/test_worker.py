@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.engine.bucket_schedule import TURN, TURN_AFTER, BucketSchedule
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import TURN, TURN_AFTER, BucketSchedule
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream
 from lowbit_strategy.methods.loco import LoCo

@@ -8,9 +8,9 @@ import torch
 from lowbit_strategy import LoCo, PowerSGD, TopK, WeightCode, WeightDelta
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.byte_check import ByteCheck, WeightCheck, promised

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from lowbit_strategy.adaptation.levels import SingleRankBucket
+from lowbit_strategy.adaptation.rehearsal import SingleRankBucket
 from lowbit_strategy.advisor.cluster import ANY_RATE, Bench, Cluster, Coding, Link, slowest_cluster
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec

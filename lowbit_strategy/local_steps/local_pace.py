@@ -19,9 +19,9 @@ from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.local_steps.rule import OuterRule
-from lowbit_strategy.model.digest import differing
+from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
 from lowbit_strategy.ranks.groups import group_of
 from lowbit_strategy.ranks.ranks import Ranks

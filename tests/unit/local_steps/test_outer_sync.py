@@ -23,7 +23,7 @@ from lowbit_strategy.codecs.sparse_values import value_codec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.local_steps.fragment import Fragment
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.chunktopk import ChunkTopK

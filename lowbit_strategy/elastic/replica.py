@@ -34,7 +34,7 @@ from lowbit_strategy.elastic.timed_turns import TimedTurns
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment import FragmentSync
-from lowbit_strategy.local_steps.outer import OuterSync
+from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.schedule import Stages
 from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
 from lowbit_strategy.local_steps.cutting import cut_into
 from lowbit_strategy.local_steps.fragment import (
@@ -34,7 +34,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
-    from lowbit_strategy.local_steps.round_plan import LocalRoundPlan
+    from lowbit_strategy.local_steps.local_round_plan import LocalRoundPlan
 
 _log = logging.getLogger("lowbit_strategy")
 

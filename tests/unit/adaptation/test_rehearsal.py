@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit_strategy import PRESETS, LoCo
-from lowbit_strategy.adaptation.levels import _SPECS, rehearse
+from lowbit_strategy.adaptation.rehearsal import _SPECS, rehearse
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCoCodec
