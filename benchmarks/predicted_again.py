@@ -24,7 +24,8 @@ from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Answer, SetupOpti
 from lowbit_strategy.advisor.cluster import Cluster
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
-from lowbit_strategy.advisor.workload import Workload, plan_for, uncompressed
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import Workload, plan_for
 from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert

@@ -36,7 +36,9 @@ from lowbit_strategy.advisor.advice import ADVISE_MIN_SPEEDUP, Answer, SetupOpti
 from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
-from lowbit_strategy.advisor.workload import layers_of, transformer, uncompressed
+from lowbit_strategy.advisor.transformer import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import layers_of
 from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all

@@ -29,7 +29,7 @@ from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES
 from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.measured import measure
-from lowbit_strategy.advisor.workload import uncompressed
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.running import plan_of
 from recipes.gpt import LanguageModel

@@ -19,7 +19,9 @@ from style import BLUE, GRAY, GREEN, ORANGE, RED, save
 from lowbit_strategy import Dense, preset
 from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import step_time
-from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
+from lowbit_strategy.advisor.transformer import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import Workload, plan_for
 from lowbit_strategy.plan.plan import StepPlan
 
 TOKENS, FLOPS = 4096, 2e14

@@ -15,13 +15,13 @@ from lowbit_strategy import leaves
 from lowbit_strategy.advisor.cluster import ANY_RATE
 from lowbit_strategy.advisor.cost import StepTime, over_bandwidth
 from lowbit_strategy.advisor.inputs import Situation, What
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.advisor.workload import (
     HELD_PER_PARAM,
     Workload,
     assign,
     plan_for,
     topology_for,
-    uncompressed,
 )
 from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.fitting.memory import Memory, memory_of

@@ -168,7 +168,8 @@ def _workload(
     """Raises:
     ValueError: The model cannot be built, there is no such precision, or parts of it do not fit on a node.
     """
-    from lowbit_strategy.advisor.workload import PRECISIONS, Workload, transformer
+    from lowbit_strategy.advisor.transformer import transformer
+    from lowbit_strategy.advisor.workload import PRECISIONS, Workload
 
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"--precision {precision!r} is not known: give one of {', '.join(PRECISIONS)}")

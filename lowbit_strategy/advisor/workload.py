@@ -1,15 +1,13 @@
-"""What is trained and where, and its plans: a strategy's, and the framework's own without compression."""
+"""What is trained and where, and what a strategy plans for it."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit_strategy.advisor.cost import Ring, ranks_per_node
 from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import BUCKET_CAP_MB
@@ -17,15 +15,11 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor, ass
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.plan.extra import Extra
-from lowbit_strategy.plan.messages import Level, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.round_plan import RoundPlan
 from lowbit_strategy.ranks.ranks import Topology
 
-_VOCABULARY = 32_000
-_HEAD = 128  # of attention: the width is a multiple of it, and a layer deep per head
-_PER_LAYER = 12  # matrices of width x width: four of attention, eight of the feed-forward part
 _LATE = 10**6  # a step at which all warm-ups are over
 HELD_PER_PARAM = 16  # bytes: weight, gradient and two moments in float32; so it is with bf16-mixed
 PRECISIONS = {  # as Lightning calls them: itemsize and held_per_param of a workload
@@ -33,32 +27,6 @@ PRECISIONS = {  # as Lightning calls them: itemsize and held_per_param of a work
     "bf16-mixed": (2, HELD_PER_PARAM),
     "bf16-true": (2, 8),  # AdamW's moments have the type of the weights
 }
-
-
-def transformer(num_params: float) -> list[TensorSpec]:
-    """A decoder of about `num_params` parameters: as deep as it has heads of 128, embedding and head not tied.
-
-    Raises:
-        ValueError: Fewer than a model of one head would have.
-    """
-    width = _HEAD
-    while _numel(width + _HEAD) <= num_params:
-        width += _HEAD
-    if _numel(width) > 4 * num_params:
-        raise ValueError(f"{num_params:g} parameters are fewer than a transformer of one head has: give a model")
-    layers = max(1, round((num_params - 2 * _VOCABULARY * width) / (_PER_LAYER * width * width)))
-    specs = [TensorSpec("embedding.weight", (_VOCABULARY, width), role="embedding")]
-    for layer in range(layers):
-        prefix = f"layers.{layer}"
-        specs += [TensorSpec(f"{prefix}.attention.{name}.weight", (width, width)) for name in ("q", "k", "v", "o")]
-        specs.append(TensorSpec(f"{prefix}.mlp.up.weight", (4 * width, width)))
-        specs.append(TensorSpec(f"{prefix}.mlp.down.weight", (width, 4 * width)))
-        specs += [TensorSpec(f"{prefix}.{name}.weight", (width,)) for name in ("norm1", "norm2")]
-    return [*specs, TensorSpec("norm.weight", (width,)), TensorSpec("head.weight", (_VOCABULARY, width), role="head")]
-
-
-def _numel(width: int) -> int:
-    return _PER_LAYER * width**3 // _HEAD + 2 * _VOCABULARY * width
 
 
 def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]:
@@ -197,70 +165,3 @@ def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignmen
     late = compressor.phase(_LATE)
     late.check(workload.specs)
     return assign_all(late, workload.specs)
-
-
-def ring_of(nbytes: float, plan: StepPlan, *, hops: int, scattered: bool = False) -> Ring:
-    """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
-
-    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
-    may go up a tree of the nodes and down again, with the same bytes.
-    """
-    world_size, per_node = plan.topology.world_size, ranks_per_node(plan)
-    sent = hops * (world_size - 1) * nbytes / world_size
-    nodes = -(-world_size // per_node)
-    level: Level = "flat" if nodes > 1 else "intra-node"
-    internode_fraction = 1 / per_node if nodes > 1 else 0.0
-    in_series = hops * max(1, nodes - 1)
-    tree_steps = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
-    return Ring(
-        level,
-        "ring",
-        round(sent),
-        in_series=in_series,
-        internode_fraction=internode_fraction,
-        scattered=scattered,
-        tree_steps=tree_steps,
-    )
-
-
-def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = None) -> StepPlan:
-    """What the framework sends by itself for the same model on the same ranks.
-
-    Args:
-        plan: The plan with compression.
-        itemsize: Bytes of an element of the gradients.
-        weights_itemsize: Bytes of an element of FSDP2's weights, where they travel in another type than the plan's.
-    """
-    own = replace(plan, rounds=(), extra=(), round_plan=None)
-    if plan.topology.world_size == 1:
-        silent = [
-            tuple(replace(transfer, messages=(), encoded_numel=0) for transfer in transfers)
-            for transfers in (plan.gradients, plan.weights)
-        ]
-        return replace(own, gradients=silent[0], weights=silent[1])
-    scattered = plan.layout == "fsdp"
-    hops = 1 if scattered else 2
-    # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
-    sizes = _reduced_as_one(plan, itemsize)
-    rings = {numel: (ring_of(numel * itemsize, plan, hops=hops, scattered=scattered),) for _, numel in sizes}
-    weights = []
-    for transfer in plan.weights:
-        module, messages = plan.modules[transfer.name], transfer.messages
-        if plan.layout != "hsdp":
-            messages = (ring_of(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
-        weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
-    return replace(
-        own,
-        topology=replace(plan.topology, far=False),  # it posts no receives ahead
-        gradients=tuple(TransferGroup(name, numel, rings[numel]) for name, numel in sizes),
-        weights=tuple(weights),
-    )
-
-
-def _reduced_as_one(plan: StepPlan, itemsize: int) -> list[tuple[str, int]]:
-    """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
-    if plan.layout != "ddp":
-        return [(transfer.name, transfer.numel) for transfer in plan.gradients or plan.rounds]
-    numels = {name: spec.whole_numel for name, spec in plan.specs.items()}
-    buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
-    return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]

@@ -23,10 +23,6 @@ class RoundRule(Part, ABC):
         """The compressor to use if the user chooses none."""
 
 
-class RoundMembers(Part):
-    """An option that lets ranks join and leave: each process, or each node with one model, has its own world."""
-
-
 def _from_value(value: Any) -> RoundRule:
     made: RoundRule = leaves.load("lowbit_strategy.local_steps.published:made_rule", "outer")(value)
     return made

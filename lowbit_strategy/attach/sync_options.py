@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
-from lowbit_strategy.attach.round_rule import RoundMembers, RoundRule
+from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -17,6 +17,10 @@ from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.options.conversion import Mismatch, call, register_conversion
+
+
+class RoundMembers(Part):
+    """An option that lets ranks join and leave: each process, or each node with one model, has its own world."""
 
 
 @configuration

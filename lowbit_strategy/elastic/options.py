@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.round_rule import RoundMembers
+from lowbit_strategy.attach.sync_options import RoundMembers
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.ranks import Ranks
 

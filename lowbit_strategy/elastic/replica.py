@@ -33,7 +33,7 @@ from lowbit_strategy.elastic.sampler import ElasticSampler
 from lowbit_strategy.elastic.timed_turns import TimedTurns
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
-from lowbit_strategy.local_steps.fragment import FragmentSync
+from lowbit_strategy.local_steps.fragment_sync import FragmentSync
 from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.telemetry.startup_report import render_reports
 
@@ -61,7 +61,7 @@ class PendingCommit(NamedTuple):
     @property
     def ends(self) -> bool:
         """Whether all members have stopped training, so that there is no next meeting."""
-        return self.done and self.in_flight.all_done
+        return self.done and self.in_flight.header.all_done
 
 
 class ElasticOuterSync(OuterSync):

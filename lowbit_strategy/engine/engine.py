@@ -22,7 +22,8 @@ from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import NodeMeans
 from lowbit_strategy.engine.rounds import Rounds
 from lowbit_strategy.engine.saved_state import RankState, Stateful
-from lowbit_strategy.engine.transactions import Follower, Transactions
+from lowbit_strategy.engine.tally import Follower
+from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor

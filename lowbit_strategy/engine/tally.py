@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
+from torch.optim import Optimizer
+
 
 class Tally:
     """State that follows reductions. The methods here do nothing; subclasses override those that they need."""
@@ -28,3 +30,13 @@ class Tally:
     def taken_back(self, names: Collection[str]) -> AbstractContextManager[None]:
         """A context, for checkpoints, in which these parameters' state is as before their reductions."""
         return nullcontext()
+
+
+class Follower(Tally):
+    """Is told when optimizers step on reduced gradients. This one does nothing."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """`optimizer` has stepped on what was reduced."""
+
+    def name_parameters(self) -> None:
+        """The model has other parameters now."""

@@ -5,23 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from torch.optim import Optimizer
-
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.engine.copies import Copies, average_, copy_
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.tally import Tally
-
-
-class Follower(Tally):
-    """Is told when optimizers step on reduced gradients. This one does nothing."""
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped on what was reduced."""
-
-    def name_parameters(self) -> None:
-        """The model has other parameters now."""
 
 
 class Transactions:

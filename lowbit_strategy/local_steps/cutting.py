@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from lowbit_strategy.collectives.layout import TensorSpec
 
-SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
-NUM_FACTS = 4  # numbers of a header in addition to the sample and one per rank
 
 
 def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:

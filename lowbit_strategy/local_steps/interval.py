@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from typing import Any
 
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import call, named, register_conversion
 
 
 @configuration
@@ -171,3 +173,20 @@ class Stepwise(Interval):
 
     def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
         return next(length for start, length in reversed(self.lengths) if start <= step)
+
+
+_INTERVALS: dict[str, type[Interval]] = {
+    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
+}
+
+
+def _interval(value: Any) -> Interval:
+    if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
+        return Seconds(seconds=float(seconds[1]))
+    cls, options = named(value, _INTERVALS, "interval")
+    return call(cls, options)
+
+
+register_conversion(
+    Interval, _interval, "an interval such as Quadratic(alpha=0.02), '30s' or {name: quadratic, alpha: 0.02}"
+)

@@ -19,7 +19,9 @@ from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
+from lowbit_strategy.local_steps.cut_again import cut_again
 from lowbit_strategy.local_steps.outer_sync import OuterSync
+from lowbit_strategy.local_steps.paused_ddp import PausedDDP
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
@@ -60,7 +62,7 @@ class LocalSteps(EveryStep):
         self.rule = rule
         self._params = trainable_parameters(module)
         self._module = module
-        self._ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._ddp = PausedDDP()
         self._reducer: BucketWorker | SideStream | None = None  # training continues while fragments are under way
         if rule.delay_of(rule.shortest_turn):
             self._reducer = bucket_runner(sync.device)
@@ -124,36 +126,16 @@ class LocalSteps(EveryStep):
         return {name: tensor for name, tensor in found if name not in self._params}
 
     def wrapped_by(self, model: DistributedDataParallel) -> None:
-        """Note the DDP wrapper, which must not touch gradients and buffers while steps are local. The adapter replaces
-        it if other parameters are trained before. It is only weakly referenced; when it is gone, everything is closed.
-        """
-        self._ddp_of = weakref.ref(model)
+        self._ddp.wraps(model)
         _before_forward(model, self)
-        if self.outer is not None:
-            self._begin_local()
 
     def _start(self) -> OuterSync:
         """Steps are local from now on."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
         self.outer = outer = self._make_outer()
-        self._begin_local()
+        self._ddp.pause()
         return outer
-
-    def _begin_local(self) -> None:
-        """Stop DDP's part, which it may get back."""
-        if (ddp := self._ddp_of()) is not None:
-            self._broadcasts_buffers = ddp.broadcast_buffers
-            self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # only of a static graph
-        self._keep_local()
-
-    def _keep_local(self) -> None:
-        """Keep DDP from touching gradients and buffers, since Lightning turns it on again in each manual step."""
-        if self.outer is not None and (ddp := self._ddp_of()) is not None:
-            ddp.require_backward_grad_sync = False
-            ddp.require_forward_param_sync = False
-            ddp.broadcast_buffers = False
-            ddp._static_graph_delay_allreduce_enqueued = True  # or it would reduce at the end of the next backward pass
 
     def _follow_loaded_step(self) -> None:
         """The loaded state may belong to the synchronous part; then gradients are synchronized again."""
@@ -163,11 +145,7 @@ class LocalSteps(EveryStep):
         self.sync.reduce_for(None)
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self.rule.synchronous_compressor)
-        if (ddp := self._ddp_of()) is not None:
-            ddp.require_backward_grad_sync = True
-            ddp.require_forward_param_sync = True
-            ddp.broadcast_buffers = self._broadcasts_buffers
-            ddp._static_graph_delay_allreduce_enqueued = self._has_delayed
+        self._ddp.go_on()
 
     def _make_outer(self) -> OuterSync:
         outer = self._outer_of(
@@ -222,7 +200,7 @@ class LocalSteps(EveryStep):
         """A forward pass in training begins: if any optimizer has stepped, the step ends."""
         if self._stepped:
             self._end_step()
-        self._keep_local()
+        self._ddp.keep_paused()
 
     def _end_step(self) -> None:
         self._stepped = set()
@@ -296,7 +274,7 @@ class LocalSteps(EveryStep):
         rest = iter(states)
         state = next(rest)
         if not own and state["outer"] is not None:
-            state = {**state, "outer": _cut_again(self.sync, state["outer"], (each["outer"] for each in rest))}
+            state = {**state, "outer": cut_again(self.sync, state["outer"], (each["outer"] for each in rest))}
         self._loaded = (state, own)
         if state["outer"] is not None and self.outer is None:
             self._start()
@@ -355,42 +333,6 @@ def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
     places = gathered(ranks.peers.rank, group)
     own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]
     return GroupComm(group_of(own, None, device))
-
-
-def _cut_again(sync: GradientSync, own: Mapping[str, Any], everyone: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `own` with anchors, their moments and means in flight cut like this rank's current parts. Ranks saved
-    their parts, which are the same on all replicas, so the parts of the first ranks that have all of a parameter are
-    joined.
-    """
-    specs = {name: sync.specs[name] for name in own["anchors"] if name in sync.specs}
-    if all(own["anchors"][name].shape == spec.shape for name, spec in specs.items()):
-        return dict(own)
-    flight: Mapping[str, Any] = own["flight"] or {"means": {}}
-    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in specs}
-    missing = {name: spec.whole_numel for name, spec in specs.items()}
-    while any(left > 0 for left in missing.values()):
-        each = next(everyone)
-        for name in [name for name in specs if name in each["anchors"]]:
-            mean = {"in flight": each["flight"]["means"][name]} if name in flight["means"] else {}
-            found[name].append(each["optimizer"][name] | {"anchor": each["anchors"][name]} | mean)
-            missing[name] -= each["anchors"][name].numel()
-
-    def cut(name: str, key: str) -> Any:
-        values, spec = [part[key] for part in found[name]], specs[name]
-        if not isinstance(values[0], Tensor) or values[0].shape != found[name][0]["anchor"].shape or not spec.ndim:
-            return values[0]
-        whole = torch.cat([value.reshape(-1) for value in values])
-        return spec.take(whole[: spec.whole_numel]).view(spec.shape)
-
-    others = ("anchor", "in flight")
-    optimizer = {name: {key: cut(name, key) for key in found[name][0] if key not in others} for name in specs}
-    means = {name: cut(name, "in flight") for name in specs if name in flight["means"]}
-    return {
-        **own,
-        "anchors": {name: cut(name, "anchor") for name in specs},
-        "optimizer": optimizer,
-        "flight": own["flight"] and {**flight, "means": means},
-    }
 
 
 def _before_forward(model: nn.Module, steps: LocalSteps) -> None:

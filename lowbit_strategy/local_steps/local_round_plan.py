@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.local_steps.cutting import NUM_FACTS, SAMPLE_NUMEL, buckets_of, cut_into
+from lowbit_strategy.local_steps.cutting import buckets_of, cut_into
+from lowbit_strategy.local_steps.header import NUM_FACTS, SAMPLE_NUMEL
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup

@@ -16,17 +16,15 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.local_steps.anchored_model import AnchoredModel, AveragedBuffers
+from lowbit_strategy.local_steps.anchor_optimizer import AnchorOptimizer, EagerUpdate
+from lowbit_strategy.local_steps.anchored_model import AnchoredModel
+from lowbit_strategy.local_steps.averaged_buffers import AveragedBuffers
 from lowbit_strategy.local_steps.cutting import cut_into
-from lowbit_strategy.local_steps.fragment import (
-    AnchorOptimizer,
-    AsyncReducer,
-    BlockingReducer,
-    EagerUpdate,
-    Fragment,
-    FragmentSync,
-)
+from lowbit_strategy.local_steps.fragment import Fragment
+from lowbit_strategy.local_steps.fragment_sync import FragmentSync
+from lowbit_strategy.local_steps.header import Header
 from lowbit_strategy.local_steps.interval import Interval
+from lowbit_strategy.local_steps.reducers import AsyncReducer, BlockingReducer
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.local_steps.turns import Turns
 from lowbit_strategy.model.fingerprint import to_plain
@@ -44,7 +42,7 @@ class OuterSync:
 
     A fragment's synchronization, on each rank when it reaches it:
 
-    1. a header of about a kilobyte (`FragmentSync`) is summed over ranks without compression: a sample of the
+    1. a header of about a kilobyte (`Header`) is summed over ranks without compression: a sample of the
        pseudo-gradient, changes of buffers, and whether the rank's weights are finite. If they are not, the rank sends
        zeros
     2. the pseudo-gradient goes through `GradientSync.reduce`
@@ -200,7 +198,7 @@ class OuterSync:
         while not all_done:
             in_flight = self._launch(done=True)
             in_flight.wait()
-            all_done = in_flight.all_done
+            all_done = in_flight.header.all_done
             self.apply(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(done=True)
@@ -222,28 +220,22 @@ class OuterSync:
             if own != 1.0:
                 mine.mul_(own)
         facts = torch.stack([torch.full_like(loss, done), asks, loss])
-        header = self._header(facts, x_N[fragment.sample], changes, finite)
+        peers = sync.ranks.peers
+        header = Header.of_rank(
+            peers.rank, peers.world_size, facts=facts, finite=finite, sample=x_N[fragment.sample], changes=changes
+        )
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
         sync.begin_step()  # where controllers decide
-        arrivals = [self._reducer.submit(self._summed(header), result=header, last=False)]
+        arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
         turns.advance(sync.step_index, self.every)
         for place, layout, part in fragment.buckets:
             x = x_N[part]
             stages = sync.reduce(layout, x, x, ranks=sync.all_ranks[place])
             arrivals.append(self._reducer.submit(stages, result=x, last=layout.last))
-        delay, world_size = self.rule.delay_of(turns.interval), sync.ranks.peers.world_size
-        self._in_flight = FragmentSync(
-            sent, fragment, x_N, header, world_size, delay, weights=self.weights, arrivals=arrivals
-        )
+        delay = self.rule.delay_of(turns.interval)
+        self._in_flight = FragmentSync(sent, fragment, x_N, header, delay, weights=self.weights, arrivals=arrivals)
         return self._in_flight
-
-    def _header(self, facts: Tensor, sample: Tensor, changes: Sequence[Tensor], finite: Tensor) -> Tensor:
-        """Make the header; see `FragmentSync`. `facts`: its first numbers."""
-        peers = self.sync.ranks.peers
-        finite_W = torch.zeros(peers.world_size, device=sample.device)
-        finite_W[peers.rank] = finite
-        return torch.cat([facts, torch.dot(sample, sample).view(1), finite_W, sample, *changes])
 
     def _agreed(self, x_N: Tensor) -> Tensor:
         """What this replica's ranks report together: 1 if all is finite, whether one asks, the mean loss (or NaN)."""
@@ -258,9 +250,8 @@ class OuterSync:
             facts[2] /= self.inside.world_size
         return torch.cat([(facts[:1] == 0).float(), (facts[1:2] > 0).float(), facts[2:]])
 
-    def _summed(self, header: Tensor) -> Stages:
-        comm = self.sync.ranks.peers
-        yield comm.all_reduce(header)
+    def _summed(self, flat: Tensor) -> Stages:
+        yield self.sync.ranks.peers.all_reduce(flat)
 
     def _apply_if_due(self) -> None:
         if self._in_flight is not None and self._in_flight.age >= self._in_flight.delay:
@@ -277,15 +268,16 @@ class OuterSync:
             return
         in_flight, self._in_flight = self._in_flight, None
         in_flight.wait()
-        fragment, left_out, mix = in_flight.fragment, in_flight.left_out, 0.0 if final else self.rule.mix
-        self.asked |= in_flight.asked
+        fragment, header, mix = in_flight.fragment, in_flight.header, 0.0 if final else self.rule.mix
+        self.asked |= header.asked
+        left_out = header.left_out
         share = in_flight.share_without(left_out)
-        square, sample, changes = in_flight.means(share)
+        square, sample, changes = header.means(share)
         self._spread = torch.stack([square, torch.dot(sample, sample)])
         if left_out:
             self._warn_of(left_out, all_of_them=share == 0)
-            in_flight.x.mul_(in_flight.world_size / (share or 1.0))
-        self.turns.losses.arrived(in_flight.loss)
+            in_flight.x.mul_(header.world_size / (share or 1.0))
+        self.turns.losses.arrived(header.loss)
         with contextlib.nullcontext() if self._eager is None else self._eager.moving_with(fragment):
             if share:
                 self._move(in_flight, average=average)

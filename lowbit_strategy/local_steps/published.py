@@ -5,19 +5,17 @@ relatives, which average weights; and DiLoCo, whose outer optimizer has momentum
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any, ClassVar
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.local_steps.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import call, convert, named, register_conversion
+from lowbit_strategy.options.conversion import call, convert, named
 
 
 @configuration
@@ -227,10 +225,6 @@ OUTER_RULES: dict[str, OuterRule] = {
     )
 }
 
-_INTERVALS: dict[str, type[Interval]] = {
-    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
-}
-
 
 def as_outer(value: object, field: str = "outer") -> OuterRule:
     """Return an outer rule, given one, its name, or a mapping: ``{name: diloco, every: 30}``.
@@ -248,15 +242,3 @@ def made_rule(value: Any) -> OuterRule:
     base, options = named(value, OUTER_RULES, "outer rule")
     preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     return call(type(base), preset | options)
-
-
-def _interval(value: Any) -> Interval:
-    if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
-        return Seconds(seconds=float(seconds[1]))
-    cls, options = named(value, _INTERVALS, "interval")
-    return call(cls, options)
-
-
-register_conversion(
-    Interval, _interval, "an interval such as Quadratic(alpha=0.02), '30s' or {name: quadratic, alpha: 0.02}"
-)

@@ -25,7 +25,9 @@ from lowbit_strategy.advisor.cluster import Bench, Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import over_bandwidth, step_time
 from lowbit_strategy.advisor.inputs import Situation, What, gather
 from lowbit_strategy.advisor.machines import find_machine
-from lowbit_strategy.advisor.workload import PRECISIONS, Workload, plan_for, transformer, uncompressed
+from lowbit_strategy.advisor.transformer import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import PRECISIONS, Workload, plan_for
 
 SLOW, INSIDE = Link(0.01, 1e9 / 8), Link(5e-6, 50e9)
 

@@ -14,7 +14,9 @@ from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.advisor.cluster import Cluster, Coding, Link
 from lowbit_strategy.advisor.cost import Ring, message_cost, step_time
-from lowbit_strategy.advisor.workload import Workload, plan_for, transformer, uncompressed
+from lowbit_strategy.advisor.transformer import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
+from lowbit_strategy.advisor.workload import Workload, plan_for
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit_strategy.local_steps.anchored_model import AveragedBuffers
+from lowbit_strategy.local_steps.averaged_buffers import AveragedBuffers
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")

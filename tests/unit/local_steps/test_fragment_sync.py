@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowbit_strategy.local_steps.fragment import BlockingReducer
+from lowbit_strategy.local_steps.reducers import BlockingReducer
 
 
 class Travel:

@@ -1,0 +1,33 @@
+"""Sends a fragment's buckets, while training continues or not."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.engine.bucket_schedule import BucketSchedule, Stages
+
+
+class AsyncReducer(Protocol):
+    """Reduces while its caller continues."""
+
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending: ...
+
+
+class BlockingReducer(AsyncReducer):
+    """All results have arrived when `submit` of the last one returns."""
+
+    def __init__(self) -> None:
+        self._schedule = BucketSchedule()
+
+    def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+        try:
+            self._schedule.start(buckets, result, future, last=last)
+        except Exception as error:
+            self._schedule.fail(error)
+            raise
+        return future
