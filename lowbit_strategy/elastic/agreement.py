@@ -66,6 +66,7 @@ class Agreement:
         steps: Optimizer steps that count for all.
         position: Where the stream of samples continues.
         exchanges: Whether they synchronize now.
+        weights: Each member's weight in the mean, by the samples that it has trained.
     """
 
     helper: int
@@ -77,6 +78,7 @@ class Agreement:
     steps: int
     position: int
     exchanges: bool
+    weights: tuple[float, ...]
 
     @property
     def history_after(self) -> int:
@@ -125,4 +127,11 @@ def agree(states: Sequence[MemberState]) -> Agreement:
         steps=max(each.steps for each in unchanged),
         position=max(each.position for each in unchanged),
         exchanges=any(each.due for each in states),
+        weights=sample_weights([each.trained for each in states]),
     )
+
+
+def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
+    """Each member's weight, 1 on average; exactly 1 if all have trained the same number of samples, or none."""
+    total = sum(trained)
+    return tuple(each * len(trained) / total if total else 1.0 for each in trained)

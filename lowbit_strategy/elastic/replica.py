@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,9 +27,11 @@ from lowbit_strategy.elastic.agreement import (
     merge_ranks,
 )
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.elastic.members_change import MembersChange
 from lowbit_strategy.elastic.membership import Members, Membership
 from lowbit_strategy.elastic.plain_state import receive, send
 from lowbit_strategy.elastic.sampler import ElasticSampler
+from lowbit_strategy.elastic.standing import Standing
 from lowbit_strategy.elastic.timed_turns import TimedTurns
 from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
@@ -81,6 +83,7 @@ class ElasticOuterSync(OuterSync):
 
     Attributes:
         membership: Finds the other replicas.
+        standing: What this replica has committed and trained.
         members: Names of the last participants, including this replica.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
@@ -99,20 +102,14 @@ class ElasticOuterSync(OuterSync):
         self.on_join: Callable[[], object] = lambda: None
         self.on_healed: Callable[[], object] = lambda: None
         self.num_heals = 0
-        self._clock = 0
-        self._history = NO_HISTORY
-        self._group = 0
-        self._trained = self._counted = 0
-        self._marks = [0] * len(self.fragments)  # samples trained at each fragment's last synchronization
-        self._is_new = True  # buffers and frozen parameters have not been compared with the others'
+        self.standing = Standing(len(self.fragments))
         self._pending: PendingCommit | None = None
         self._comm: MemberComm | None = None
         self.members: tuple[str, ...] = ()
         self.replica = self
 
     def after_step(self, learning_rate: float | None = None) -> None:
-        self._trained += self._counted or 1
-        self._counted = 0
+        self.standing.step()
         if (left := self.turns.seconds_left) is not None:
             self.turns.has_time = self.membership.decide(left > 0)
         before, since = self.num_syncs, self.turns.since + 1
@@ -122,7 +119,7 @@ class ElasticOuterSync(OuterSync):
 
     def count_samples(self, number: int) -> None:
         """Count samples before the next optimizer step, which weight the mean; if never called, one per step."""
-        self._counted += number
+        self.standing.count_samples(number)
 
     def attached(self, session: Session, module: nn.Module) -> None:
         """Meet the others before the first training forward pass; weights must not change between it and backward."""
@@ -229,8 +226,7 @@ class ElasticOuterSync(OuterSync):
     def _commit(self) -> FragmentSync:
         pending, self._pending = self._pending, None
         assert pending is not None
-        self._history = pending.history
-        self._marks[pending.in_flight.place] = self._trained
+        self.standing.commit(pending.history, pending.in_flight.place)
         return pending.in_flight
 
     def _roll_back(self, before: tuple[int, int, int]) -> None:
@@ -246,7 +242,7 @@ class ElasticOuterSync(OuterSync):
         while True:
             with ThreadPoolExecutor(1) as beside:
                 digest = beside.submit(self._digest)
-                members = self.membership.rendezvous(self._clock)
+                members = self.membership.rendezvous(self.standing.clock)
             try:
                 mine = merge_ranks(gathered_states(self.membership.replica, self._state(digest.result(), due=due)))
                 states = self.membership.together(functools.partial(gathered_states, copy.copy(members.comm), mine))
@@ -261,24 +257,20 @@ class ElasticOuterSync(OuterSync):
             break
         self._use(members, fresh_residuals=any(each.group != members.digest for each in states))
         self._set_step(agreement.steps)
-        self.weights = sample_weights([each.trained for each in states])
+        self.weights = agreement.weights
         if self.data is not None:
             self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
         self._log_changes(members, time.perf_counter() - start)
         return agreement
 
     def _state(self, digest: int, *, due: bool) -> MemberState:
-        return MemberState(
-            clock=self._clock,
-            history=self._history,
+        return self.standing.report(
+            self.turns.place,
             prepared=NO_HISTORY if self._pending is None else self._pending.history,
             digest=digest,
             steps=self.sync.step_index,
-            trained=self._trained - self._marks[self.turns.place],
-            due=int(due),
-            group=self._group,
+            due=due,
             position=self._position,
-            is_new=int(self._is_new),
         )
 
     @property
@@ -316,7 +308,7 @@ class ElasticOuterSync(OuterSync):
                 members.names[rank],
                 members.names[agreement.helper],
             )
-        self._clock = agreement.clock
+        self.standing.clock = agreement.clock
 
     def _compare_buffers(self, members: Members, states: Sequence[MemberState], helper: int) -> None:
         """Compare buffers once per round, and give a new member what the others agree on.
@@ -330,7 +322,7 @@ class ElasticOuterSync(OuterSync):
         comm, device = copy.copy(members.comm), self.sync.device
         differing = functools.partial(self.model.buffers.differing, comm, device, known, floats_only=True)
         self.model.buffers.take_differing(self.membership.together(differing))
-        self._is_new = False
+        self.standing.is_new = False
 
     def _use(self, members: Members, *, fresh_residuals: bool) -> None:
         """Let the engine reduce with these members from now on."""
@@ -339,7 +331,7 @@ class ElasticOuterSync(OuterSync):
             comm = copy.copy(members.comm)
             comm.sent_nbytes = self.sync.ranks.peers.sent_nbytes
             self.sync.renew(replace(self.sync.ranks, peers=comm), afresh=fresh_residuals)
-            self._group = members.digest
+            self.standing.group = members.digest
 
     def _set_step(self, steps: int) -> None:
         self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
@@ -349,9 +341,7 @@ class ElasticOuterSync(OuterSync):
         if now == before:
             return
         self.members = now
-        joined = tuple(name for name in now if name not in before)
-        lost = tuple(name for name in before if name not in now)
-        change = MembersChange(step=self.sync.step_index, members=now, joined=joined, lost=lost, seconds=seconds)
+        change = MembersChange.between(before, now, step=self.sync.step_index, seconds=seconds)
         self.sync.notes.append(("members", asdict(change)))
         if self.membership.replica.rank == 0:
             inform("lowbit_strategy: %s", str(change))
@@ -359,9 +349,8 @@ class ElasticOuterSync(OuterSync):
     # -- state: in checkpoints, and for members that heal ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        known = {"name": self.membership.identity.name, "clock": self._clock, "history": self._history}
-        trained = {"trained": self._trained, "marks": self._marks, "position": self._position}
-        return super().state_dict() | {"elastic": known | trained}
+        own = {"name": self.membership.identity.name, "position": self._position}
+        return super().state_dict() | {"elastic": own | self.standing.state_dict()}
 
     def owns(self, state: Mapping[str, Any]) -> bool:
         return state.get("elastic", {}).get("name") == self.membership.identity.name
@@ -372,11 +361,9 @@ class ElasticOuterSync(OuterSync):
             self.sync.forget()  # residuals of another replica, or of other rounds
         if (saved := state.get("elastic")) is None:
             return
-        self._clock, self._history = saved["clock"], saved["history"]
+        self.standing.load_state_dict(saved, own=own)
         if self.data is not None:
             self.data.go_on(saved["position"], 0, 1)
-        if own:
-            self._trained, self._marks = saved["trained"], list(saved["marks"])
 
     def _hand_over(self, members: Members, agreement: Agreement) -> dict[str, Any] | None:
         """Send state from the helper to the members that heal. Return what this member has received."""
@@ -398,46 +385,8 @@ class ElasticOuterSync(OuterSync):
         """Continue from what the others share. Local steps since the last synchronization are lost."""
         super().load_state_dict({**state, "flight": None}, own=False)
         self._continue_round(state)
-        self._history = agreement.history
-        self._marks = [self._trained] * len(self.fragments)
-        self._group = 0
-        self._is_new = True
+        self.standing.heal(agreement.history)
         self.sync.forget()
         self._set_step(state["step_index"])
         self.num_heals += 1
         self.on_healed()
-
-
-def sample_weights(trained: Sequence[int]) -> tuple[float, ...]:
-    """Each member's weight, 1 on average; exactly 1 if all have trained the same number of samples, or none."""
-    total = sum(trained)
-    return tuple(each * len(trained) / total if total else 1.0 for each in trained)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MembersChange:
-    """The members have changed since the previous synchronization.
-
-    Args:
-        step: Optimizer steps completed before.
-        members: The names of all members, in rank order.
-        joined: The new members; at first all.
-        lost: The members that are gone.
-        seconds: Seconds from the end of a round, or the start, until all remaining members had met and had the same
-            state.
-    """
-
-    step: int
-    members: tuple[str, ...]
-    joined: tuple[str, ...]
-    lost: tuple[str, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        changes = [
-            f"{what}: {', '.join(names)}" for what, names in (("joined", self.joined), ("lost", self.lost)) if names
-        ]
-        return (
-            f"optimizer step {self.step}: {len(self.members)} replicas ({', '.join(self.members)});"
-            f" {'; '.join(changes) or 'in another order'}; met in {self.seconds:.1f} s"
-        )

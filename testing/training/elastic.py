@@ -145,7 +145,7 @@ class Replica:
 
     def note(self) -> None:
         turn = Turn(
-            history=self.outer._history,
+            history=self.outer.standing.history,
             digest=self.outer._digest(),
             members=list(self.outer.members),
             turn=self.outer.num_syncs,

@@ -146,7 +146,7 @@ class Watched(Callback):
 
     def note(self) -> None:
         facts = {"members": list(self.outer.members), "weights": list(self.outer.weights)}
-        self.turns.append(facts | {"history": self.outer._history, "digest": self.outer._digest()})
+        self.turns.append(facts | {"history": self.outer.standing.history, "digest": self.outer._digest()})
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.membership.options = self.options

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState, agree, merge_ranks
+from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState, agree, merge_ranks, sample_weights
 
 SETTLED = MemberState(
     clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96
@@ -64,6 +64,14 @@ def test_a_replica_of_several_ranks_is_one_with_the_samples_of_all() -> None:
 def test_other_anchors_after_the_same_turns_are_noticed() -> None:
     agreement = agree([SETTLED, replace(SETTLED, digest=5)])
     assert (agreement.to_heal, agreement.diverged) == ((1,), (1,))
+
+
+@pytest.mark.parametrize("trained", [(8, 8, 8), (0, 0), (3, 5, 0)])
+def test_weights_are_one_on_average(trained: tuple[int, ...]) -> None:
+    weights = sample_weights(trained)
+    assert sum(weights) == pytest.approx(len(trained))
+    if len(set(trained)) == 1:
+        assert set(weights) == {1.0}
 
 
 class _Member:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
-from lowbit_strategy.elastic.replica import MembersChange
+from lowbit_strategy.elastic.members_change import MembersChange
 from lowbit_strategy.report.charts import draw_all
 from lowbit_strategy.report.record import FILE_NAME
 from lowbit_strategy.report.run import read_run
