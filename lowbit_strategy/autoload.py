@@ -20,7 +20,6 @@ from typing import Any
 SWITCH = "LOWBIT_AUTOLOAD"  # "0": off
 SECTION = "lowbit_config"  # in Accelerate's configuration files
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
-GROUP, NAME = "torch.backends", "lowbit_strategy"  # of the entry point
 
 _STRATEGIES = "lowbit_strategy.register:register_names"
 _ACCELERATE = "lowbit_strategy.config_file.accelerate_hooks"
@@ -64,18 +63,6 @@ def serve() -> None:
         _Waiting.leave_to_wrapt()
     elif _Waiting not in sys.meta_path:
         sys.meta_path.insert(0, _Waiting)
-
-
-def problem() -> str | None:
-    """Why new processes will not find this package by themselves, or None if they will."""
-    from importlib.metadata import entry_points
-
-    for switch in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if os.environ.get(switch, "1") == "0":
-            return f"{switch}=0 turns it off"
-    if not entry_points(group=GROUP, name=NAME):
-        return "lowbit-strategy is not installed here: pip install it"
-    return None
 
 
 class _Waiting:

@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate import checkpoint_folder
-from lowbit_strategy.accelerate.control import AcceleratorLoop, PreparedControl
+from lowbit_strategy.accelerate.control import AcceleratorLoop
 from lowbit_strategy.accelerate.models import PreparedModels
 from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
 from lowbit_strategy.accelerate.supported import check_accelerator
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
+from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
@@ -133,7 +134,7 @@ class Binding:
     @property
     def driver(self) -> AdaptiveDriver | None:
         """The running controller of the first prepared model: current levels, state."""
-        control = PreparedControl.of(self.sync) if self.sync is not None else None
+        control = ModelControl.of(self.sync) if self.sync is not None else None
         return None if control is None else control.driver
 
     @property
@@ -202,7 +203,7 @@ class Binding:
             self._take_effect(session)
 
     def _take_effect(self, session: Session) -> None:
-        if (control := PreparedControl.of(session.sync)) is not None:
+        if (control := ModelControl.of(session.sync)) is not None:
             control.take_effect()
 
     @contextlib.contextmanager
@@ -210,7 +211,7 @@ class Binding:
         """Around a step of a prepared optimizer, see `ModelControl.scaled`."""
         with contextlib.ExitStack() as stack:
             for session in self.sessions:
-                if (control := PreparedControl.of(session.sync)) is not None and session.owns(optimizer):
+                if (control := ModelControl.of(session.sync)) is not None and session.owns(optimizer):
                     closure = stack.enter_context(control.scaled(optimizer, closure))
             yield closure
 
@@ -250,11 +251,10 @@ class Binding:
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not any(session.is_in_rounds for session in self.sessions):
-            return original(*args, **kwargs)
-        with self.shared_weights(validates=False):  # they change when it is left
-            state = original(*args, **kwargs)
-            return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+        read = functools.partial(original, *args, **kwargs)
+        for session in self.sessions:
+            read = functools.partial(session.shared_state, read)
+        return read()
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._saving:  # entered by the hook, which knows the folder

@@ -77,12 +77,6 @@ class PreparedControl(ModelControl):
             self.monitor(loop.plugin.monitor)
         self.take_effect()
 
-    @staticmethod
-    def of(sync: GradientSync) -> PreparedControl | None:
-        """The control of `sync`, if it is of this class."""
-        control = ModelControl.of(sync)
-        return control if isinstance(control, PreparedControl) else None
-
     def begin(self, **fields: Any) -> None:
         """Training begins or continues.
 

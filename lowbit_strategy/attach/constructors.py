@@ -60,10 +60,6 @@ class LowBitStrategy:
     compressor: Compressor
     options: SyncOptions
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: `lowbit_strategy.register` registers both kinds."""
-
     @property
     def root_device(self) -> torch.device:
         """This rank's device. A launcher such as Ray's may show each process only one device."""

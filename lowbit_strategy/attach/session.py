@@ -336,6 +336,14 @@ class Session:
         """
         return self.pace.shared_weights(validates=validates)
 
+    def shared_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `read` returns of the weights that all ranks share; in rounds a copy, since they change afterwards."""
+        if not self.is_in_rounds:
+            return read()
+        with self.shared_weights(validates=False):
+            state = read()
+            return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
+
     def clipped(self, clip: float | None, option: str) -> None:
         """Note that gradients are clipped at `clip`; None and 0: they are not. With sparse methods a warning, once."""
         if clip and self.sync.compressor.is_sparse and not self._warned_of_clipping:

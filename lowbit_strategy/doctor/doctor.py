@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,6 +24,8 @@ from lowbit_strategy import autoload
 from lowbit_strategy.leaves import RULES, need
 from lowbit_strategy.register import COMPRESSORS
 from lowbit_strategy.version import __version__
+
+ENTRY = {"group": "torch.backends", "name": "lowbit_strategy"}  # the entry point that `import torch` calls
 
 TESTED = {"torch": "2.14", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases
 _OPTIONAL = {  # what they are for
@@ -242,10 +245,18 @@ def _strategies() -> Iterator[Finding]:
     yield Finding("ok", "local steps", ", ".join(sorted(RULES)), "strategies: diloco_ddp, diloco_hsdp, ...")
 
 
+def why_not_found() -> str | None:
+    """Why new processes will not find this package by themselves, or None if they will."""
+    for switch in (autoload.SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if os.environ.get(switch, "1") == "0":
+            return f"{switch}=0 turns it off"
+    return None if entry_points(**ENTRY) else "lowbit-strategy is not installed here: pip install it"
+
+
 def _autoloading() -> Finding:
     """Check in a new process whether a script that never imports this package has its names."""
     advice = "until then: import lowbit_strategy in the script, or python -m lowbit_strategy.run"
-    if (why := autoload.problem()) is not None:
+    if (why := why_not_found()) is not None:
         return Finding("note", "autoloading", why, advice)
     code = "import sys, torch; print(sys.modules['lowbit_strategy'].__path__[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

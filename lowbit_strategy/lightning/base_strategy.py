@@ -160,10 +160,8 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             session.resume()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.session is None or not self.session.is_in_rounds or not self._in_fit:
-            return super().lightning_module_state_dict()
-        with self.session.shared_weights(validates=False):
-            return _copied(super().lightning_module_state_dict())
+        read = super().lightning_module_state_dict
+        return read() if self.session is None or not self._in_fit else self.session.shared_state(read)
 
     def on_validation_start(self) -> None:
         if self.session is not None and self._in_fit:
@@ -247,11 +245,6 @@ def _finish_writing(checkpoint_io: Any) -> bool:
     if checkpoint_io._error is not None:
         raise checkpoint_io._error
     return True
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors do not change when training continues."""
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _batch_size(batch: Any) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import lowbit_strategy
-from lowbit_strategy import OUTER_RULES, autoload, custom_loop, exports, leaves
+from lowbit_strategy import OUTER_RULES, custom_loop, exports, leaves
 from lowbit_strategy.leaves import RULES
 from lowbit_strategy.methods.entries import CLASSES
-from testing.processes.scripts import REPOSITORY, environment, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 _LOADED = "sorted(name for name in sys.modules if name.partition('.')[0] in ('lowbit_strategy', 'wrapt'))"
 LIGHT = ["lowbit_strategy", "lowbit_strategy.autoload", "lowbit_strategy.version"]
@@ -31,7 +31,7 @@ def show(code: str, env: dict[str, str | None] | None = None, flags: tuple[str, 
 
 
 def test_the_entry_point() -> None:
-    (entry,) = entry_points(group=autoload.GROUP, name=autoload.NAME)
+    (entry,) = entry_points(group="torch.backends", name="lowbit_strategy")
     assert entry.value == "lowbit_strategy.autoload:autoload"
 
 
@@ -228,12 +228,3 @@ def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
     from lowbit_strategy import codecs  # a module, whatever it is like
 
     assert codecs.__name__ == "lowbit_strategy.codecs"
-
-
-def test_what_keeps_new_processes_from_finding_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert autoload.problem() is None
-    for switch in ("LOWBIT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        with environment({switch: "0"}):
-            assert autoload.problem() == f"{switch}=0 turns it off"
-    monkeypatch.setattr(autoload, "NAME", "another")
-    assert "not installed" in str(autoload.problem())

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import nn
 
 from lowbit_strategy import LoCo, from_options, preset
-from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.lightning import LowBitDDPStrategy
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.regression import KINDS, Kind, Regression, fit, loader, mlp, strategy, trainer
@@ -191,10 +191,3 @@ def test_ddp_options() -> None:
     with pytest.raises(ValueError, match="the compressor is the communication hook: leave ddp_comm_hook out"):
         LowBitDDPStrategy(ddp_comm_hook=print)
     assert LowBitDDPStrategy(ddp_comm_hook=None, find_unused_parameters=True).sync is None
-
-
-@pytest.mark.parametrize("cls", [LowBitDDPStrategy, LowBitFSDPStrategy])
-def test_a_strategy_registers_no_names_of_its_base(cls: type) -> None:
-    registry: dict[str, Any] = {}
-    cls.register_strategies(registry)
-    assert registry == {}
