@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, DenseCodec
-from lowbit_strategy.collectives.layout import salt_of
+from lowbit_strategy.collectives.layout import ParamView, salt_of
 from lowbit_strategy.kernels.block_positions import BLOCK_BITS, BlockGrid, Located, locate, positions
 
 COUNT_NBYTES = 4
@@ -46,6 +46,13 @@ class Chosen(NamedTuple):
 
     indices: Tensor
     values: Tensor
+
+    def without_zeros(self) -> Chosen:
+        """The same without zeros, which need not be sent."""
+        if self.values.all():
+            return self
+        keep = self.values.nonzero().view(-1)
+        return Chosen(*(part.index_select(0, keep) for part in self))
 
 
 class Message(NamedTuple):
@@ -216,6 +223,13 @@ def sparse_layout(
 ) -> SparseLayout:
     """The layout of a bucket, cached because the same buckets come in every step."""
     return SparseLayout(names, spans, num_destinations, device)
+
+
+def layout_of(views: Sequence[ParamView], owners: int | None = None) -> SparseLayout:
+    """Where the views' parameters are in sparse messages: one per owner, about its rows, or one for all (None)."""
+    rows = [(view.spec.name, view.spec.numel if owners is None else view.row_numel) for view in views]
+    names, spans = zip(*rows, strict=True)
+    return sparse_layout(names, spans, owners or 1, views[0].x.device)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

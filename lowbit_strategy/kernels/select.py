@@ -55,8 +55,7 @@ def select_above(
     Raises:
         OverflowedSum: A sum is not finite.
     """
-    if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
-        check_vector(x)
+    check_vector(x)
     is_long = x.numel() > MAX_INT32_NUMEL
     is_native = not is_long and backends.is_native(x.device)
     if addend is not None and not (is_native and _is_plain(x, addend)):
@@ -129,8 +128,7 @@ def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, T
     Raises:
         OverflowedSum: A sum is not finite.
     """
-    if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
-        check_vector(x)
+    check_vector(x)
     if k > x.numel():
         raise ValueError(f"top_k: k is {k} but there are only {x.numel()} elements")
     if _is_small(x, k) and _is_plain(x, addend):

@@ -22,7 +22,7 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.positions import CommonPositions, OwnPositions, check_density
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import Condition, add_at_once_, conditions, nonzero, pending_sums
+from lowbit_strategy.methods._base.sparse_residuals import Condition, add_at_once_, conditions, pending_sums
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01
@@ -41,7 +41,7 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
     numel = total.numel()
     num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
     if 4 * num >= numel:
-        return nonzero(Chosen(*total.top_k(k)))
+        return Chosen(*total.top_k(k)).without_zeros()
     sample = total.sample(num, seed=seed)
     threshold = max(largest_threshold(sample, round(k / numel * num)), TINY)  # zeros are never sent
     for _ in range(1 + _MAX_ROUNDS):

@@ -21,11 +21,11 @@ from lowbit_strategy.codecs.base import Codec, StateTensors, StepContext
 from lowbit_strategy.codecs.sparse_values import Values, value_codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen, layout_of
 from lowbit_strategy.collectives.sparse_sums import entries_sum_nbytes, exchange_entries, sum_values, value_sum_nbytes
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, stream_key
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
-from lowbit_strategy.kernels.sparse import take_out_
+from lowbit_strategy.kernels.sparse import take_out_, write_sum_
 from lowbit_strategy.methods._base.compressor import Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual, write_residual_, zero_residuals
@@ -34,11 +34,8 @@ from lowbit_strategy.methods._base.sparse_residuals import (
     accumulate_,
     fill_observed_,
     filler,
-    in_order,
-    layout_of,
     pending_sums,
     undo_,
-    write_sums_,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -106,7 +103,8 @@ class SparseCompressor(ReducingCompressor):
         if not views:
             return
         if self.whole_model:
-            views = in_order(views, state)
+            order = {name: i for i, name in enumerate(state)}  # the model's
+            views = sorted(views, key=lambda view: order[view.spec.name])
         opened: ReducerState = dict(state)
         for view in views if self.residual == "int8" else ():
             name = view.spec.name
@@ -286,3 +284,15 @@ class CommonPositions(SparseCompressor):
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         values = value_sum_nbytes(self.num_kept(spec), world_size, scatter=spec.sharded)
         return self.positions_nbytes(spec, world_size) + values
+
+
+def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
+    """Add up what each source sent, and write each view's result: the mean, or its row's sum.
+
+    Args:
+        views: The parameters.
+        parts_SV: Entries of each parameter, for each source in order.
+        world_size: Number of ranks in the mean.
+    """
+    for v, view in enumerate(views):
+        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)

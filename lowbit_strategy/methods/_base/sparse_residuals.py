@@ -1,4 +1,4 @@
-"""Shared pieces of sparse methods: error feedback in float32, choosing, sending, writing the mean.
+"""Error feedback of sparse methods, in float32.
 
 Every step, on every rank, for each parameter:
 
@@ -22,11 +22,10 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.backends import is_native
 from lowbit_strategy.kernels.peaks import peaks
 from lowbit_strategy.kernels.select import OverflowedSum, Sum
-from lowbit_strategy.kernels.sparse import write_sum_
 from lowbit_strategy.methods._base.reducer import ReducerState
 
 
@@ -46,43 +45,10 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
     ]
 
 
-def nonzero(chosen: Chosen) -> Chosen:
-    """The selection without zeros, which need not be sent."""
-    if chosen.values.all():
-        return chosen
-    keep = chosen.values.nonzero().view(-1)
-    return Chosen(*(part.index_select(0, keep) for part in chosen))
-
-
 def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
     """Entries to send if nothing is chosen: `count` positions with NaN to tell all ranks, or zeros as padding."""
     value = math.nan if condition is Condition.NONFINITE else 0.0
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
-
-
-def in_order(views: Sequence[ParamView], state: ReducerState) -> list[ParamView]:
-    """The views in the order of the model."""
-    order = {name: i for i, name in enumerate(state)}
-    return sorted(views, key=lambda view: order[view.spec.name])
-
-
-def layout_of(views: Sequence[ParamView], owners: int | None = None) -> SparseLayout:
-    """Where the views' parameters are in sparse messages: one per owner, about its rows, or one for all (None)."""
-    rows = [(view.spec.name, view.spec.numel if owners is None else view.row_numel) for view in views]
-    names, spans = zip(*rows, strict=True)
-    return sparse_layout(names, spans, owners or 1, views[0].x.device)
-
-
-def write_sums_(views: Sequence[ParamView], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
-    """Add up what each source sent, and write each view's result: the mean, or its row's sum.
-
-    Args:
-        views: The parameters.
-        parts_SV: Entries of each parameter, for each source in order.
-        world_size: Number of ranks in the mean.
-    """
-    for v, view in enumerate(views):
-        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.spec.sharded else 1.0 / world_size)
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:

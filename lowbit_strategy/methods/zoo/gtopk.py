@@ -11,11 +11,11 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import DenseCodec, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
+from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes, layout_of
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, fill_observed_, filler, layout_of
+from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, fill_observed_, filler
 from lowbit_strategy.options.configuration import configuration
 
 _FLOATS = DenseCodec("float32")

@@ -11,11 +11,10 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import StateTensors, StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
-from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, Chosen, counts_nbytes
+from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, Chosen, counts_nbytes, layout_of
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.positions import CommonPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import layout_of
 from lowbit_strategy.options.configuration import configuration
 
 

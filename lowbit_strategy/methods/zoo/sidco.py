@@ -15,7 +15,6 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.positions import OwnPositions
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import nonzero
 from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
@@ -156,7 +155,7 @@ class SIDCo(OwnPositions):
         few = math.ceil(_SAMPLE_KEPT / self.density)
         num = max(_SAMPLE_NUMEL, few)
         if max(4 * num, 8 * few) >= total.numel():  # fitting would take longer than an exact selection
-            return nonzero(Chosen(*total.top_k(wanted)))
+            return Chosen(*total.top_k(wanted)).without_zeros()
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
             total.formed()  # raises
