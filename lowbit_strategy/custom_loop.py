@@ -40,6 +40,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.mesh import by_mesh, shard_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.model.sharded import sharded_groups
+from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.telemetry.observe import Observer
 
@@ -83,8 +84,8 @@ class LoopClock:
     def __post_init__(self) -> None:
         for name in ("num_steps", "steps_per_epoch"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be positive or None, got {value!r}")
+            if value is not None:
+                check_positive(name, value)
 
     def __call__(self, step: int) -> Progress:
         epoch = self.epoch
@@ -205,8 +206,7 @@ def compress(
     session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)
     session.resume()
-    for each in optimizers:
-        notice_own_checkpoints(session, each)
+    notice_own_checkpoints(session, optimizers)
     return session
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 
@@ -13,10 +12,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 _log = logging.getLogger("lowbit_strategy")
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-AXES = ("sp_size", "tp_size")  # of Accelerate's parallelism, which may not be served
 
 
-def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
+def check_served(distributed_type: str, *, fsdp_version: int | None = None, sp_size: int = 1) -> None:
     """Raises:
     ValueError: Gradients of this kind of run cannot be compressed.
     """
@@ -27,27 +25,11 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
         )
     if distributed_type == DistributedType.FSDP.value and fsdp_version != 2:
         raise ValueError("FSDP1 cannot be compressed: set fsdp_version: 2 in fsdp_config (--fsdp_version 2)")
-    sizes = axes or {}
-    if (size := sizes.get("sp_size", 1)) > 1:
+    if sp_size > 1:
         raise ValueError(
-            f"sp_size = {size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
+            f"sp_size = {sp_size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
             " parallelism, cp_size"
         )
-    if (size := sizes.get("tp_size", 1)) > 1 and fsdp_version == 2 and not _prepares_tensor_parallelism():
-        raise ValueError(
-            f"tp_size = {size} cannot be prepared: Accelerate looks for ReplicateParallel in transformers, which this"
-            " version of it does not have. Leave it at 1, and give prepare a model that is parallelized, and sharded"
-            " with fully_shard, already"
-        )
-
-
-def _prepares_tensor_parallelism() -> bool:
-    """Whether Accelerate finds the class by which it replicates parameters that are not parallelized."""
-    try:
-        found = importlib.import_module("transformers.integrations.tensor_parallel")
-    except ImportError:
-        return False
-    return hasattr(found, "ReplicateParallel")
 
 
 def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -57,11 +39,10 @@ def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataPar
     _keep_fsdp_on_cpu(accelerator, fsdp_plugin)
     kind = DistributedType(accelerator.distributed_type)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    config = accelerator.parallelism_config
     check_served(
         str(kind.value),
         fsdp_version=getattr(plugin, "fsdp_version", None),
-        axes={axis: getattr(config, axis, 1) or 1 for axis in AXES} if config is not None else None,
+        sp_size=getattr(accelerator.parallelism_config, "sp_size", None) or 1,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and accelerator.num_processes == 1:

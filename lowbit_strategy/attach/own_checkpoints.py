@@ -4,51 +4,51 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.session import Session
 
+_TEXT = (
+    "the optimizer's state was %s without the session: if that was a checkpoint, it has no residuals, and training"
+    " continues from it with residuals of zero. Call %s"
+)
 _log = logging.getLogger("lowbit_strategy")
 
 
-def notice_own_checkpoints(session: Session, optimizer: Optimizer) -> None:
-    """Warn when `optimizer` steps again after its state was read or loaded, and the session did not save or load."""
+def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) -> None:
+    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load."""
     weak = weakref.ref(session)
-    read_at: list[int] = []
-    loaded: list[bool] = []
+    read_at: int | None = None
+    has_loaded = has_told = False
 
     def read(*_: Any) -> None:
+        nonlocal read_at
         if (current := weak()) is not None:
-            read_at[:] = [current.sync.step_index]
+            read_at = current.sync.step_index
 
     def load(*_: Any) -> None:
-        loaded[:] = [True]
+        nonlocal has_loaded
+        has_loaded = True
 
     def step(*_: Any) -> None:
+        nonlocal read_at, has_loaded, has_told
         current = weak()
-        if current is None or current.is_closed or not (read_at or loaded):
+        if current is None or current.is_closed or has_told:
             return
-        if read_at and current.last_saved != read_at[0]:
-            _warn(current, "read", "with session.save(path) as stamp: around the writing, which puts them next to it")
-        if loaded and current.num_loads == 0:
-            _warn(current, "loaded", "session.load(path, stamp) after it")
-        read_at.clear()
-        loaded.clear()
+        what: tuple[str, str] | None = None
+        if read_at is not None and current.last_saved != read_at:
+            what = "read", "with session.save(path) as stamp: around the writing, which puts them next to it"
+        elif has_loaded and not current.has_loaded:
+            what = "loaded", "session.load(path, stamp) after it"
+        read_at, has_loaded = None, False
+        if what and current.sync.ranks.logs:
+            has_told = True
+            _log.warning(_TEXT, *what)
 
-    optimizer.register_state_dict_post_hook(read)
-    optimizer.register_load_state_dict_post_hook(load)
-    optimizer.register_step_pre_hook(step)
-
-
-def _warn(session: Session, what: str, instead: str) -> None:
-    if session.noticed_own_checkpoint or not session.sync.ranks.logs:
-        return
-    session.noticed_own_checkpoint = True
-    _log.warning(
-        "the optimizer's state was %s without the session: if that was a checkpoint, it has no residuals, and training"
-        " continues from it with residuals of zero. Call %s",
-        what,
-        instead,
-    )
+    for optimizer in optimizers:
+        optimizer.register_state_dict_post_hook(read)
+        optimizer.register_load_state_dict_post_hook(load)
+        optimizer.register_step_pre_hook(step)

@@ -71,7 +71,7 @@ class Session:
         self._let_go_of_owner: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
-        self.num_loads, self.noticed_own_checkpoint = 0, False
+        self.has_loaded = False
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
@@ -282,7 +282,7 @@ class Session:
         if not self.is_in_rounds:
             self._end_open_step()
         self._saver.begin_run()
-        self.num_loads += 1
+        self.has_loaded = True
         self._scale.forget()  # the scaler is loaded as well
         if (control := self.sync.listeners.control) is not None:
             control.begun = False

@@ -107,12 +107,12 @@ def hand_on(args: argparse.Namespace) -> None:
     source = getattr(args, SECTION, None) or os.environ.get(VARIABLE)
     if not source:
         return
-    from lowbit_strategy.accelerate.supported import AXES, check_served
+    from lowbit_strategy.accelerate.supported import check_served
     from lowbit_strategy.config_file.section import export, read_section
 
     section = read_section(source)
-    axes = {axis: int(getattr(args, f"parallelism_config_{axis}", None) or 1) for axis in AXES}
-    check_served(kind_of(args), fsdp_version=int(args.fsdp_version), axes=axes)
+    sp_size = int(getattr(args, "parallelism_config_sp_size", None) or 1)
+    check_served(kind_of(args), fsdp_version=int(args.fsdp_version), sp_size=sp_size)
     export(section)
 
 

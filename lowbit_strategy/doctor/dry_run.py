@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.accelerate.supported import AXES, check_served
+from lowbit_strategy.accelerate.supported import check_served
 from lowbit_strategy.attach.prepare import checked, on_ranks
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.autoload import VARIABLE
@@ -81,8 +81,8 @@ def read_job(path: Path, num_processes: int | None = None) -> tuple[LowBitPlugin
     job = read_config(path)
     plugin = plugin_from_section(section_of(job, repr(str(path))))
     kind, fsdp, axes = str(job.get("distributed_type", "NO")), job.get("fsdp_config"), job.get("parallelism_config")
-    sizes = {axis: int(_mapping(axes).get(f"parallelism_config_{axis}") or 1) for axis in AXES}
-    check_served(kind, fsdp_version=int(_mapping(fsdp).get("fsdp_version", 1)), axes=sizes)
+    sp_size = int(_mapping(axes).get("parallelism_config_sp_size") or 1)
+    check_served(kind, fsdp_version=int(_mapping(fsdp).get("fsdp_version", 1)), sp_size=sp_size)
     world_size = num_processes or int(job.get("num_processes") or 1)
     return plugin, Planned(scatter=kind == "FSDP", world_size=world_size, num_nodes=int(job.get("num_machines") or 1))
 

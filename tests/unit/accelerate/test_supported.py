@@ -9,7 +9,7 @@ from lowbit_strategy.accelerate.supported import check_served
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", "MULTI_GPU"])
 def test_ddp_and_single_processes(kind: str) -> None:
-    check_served(kind, axes={"tp_size": 1, "dp_replicate_size": 1})
+    check_served(kind)
 
 
 def test_fsdp2_only() -> None:
@@ -26,10 +26,4 @@ def test_kinds_that_cannot_be_served(kind: str) -> None:
 
 def test_deepspeed_s_sequence_parallelism() -> None:
     with pytest.raises(ValueError, match="sp_size = 2 cannot be compressed"):
-        check_served("FSDP", fsdp_version=2, axes={"sp_size": 2})
-
-
-def test_tensor_parallelism_that_accelerate_cannot_prepare() -> None:
-    """If this fails, Accelerate and transformers fit each other again: the page says that they do not."""
-    with pytest.raises(ValueError, match="tp_size = 2 cannot be prepared: Accelerate looks for ReplicateParallel"):
-        check_served("FSDP", fsdp_version=2, axes={"tp_size": 2})
+        check_served("FSDP", fsdp_version=2, sp_size=2)
