@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -140,7 +140,7 @@ class Exchange:
         x: Tensor,
         out: Tensor,
         step: StepContext,
-        sent: Tensor | None = None,
+        trace: Callable[[Tensor], None] | None = None,
         marks: Tensor | None = None,
     ) -> Iterator[Pending]:
         """Reduce `x` into `out`. Yields whenever bytes travel, so that the caller can wait or start another bucket.
@@ -150,8 +150,8 @@ class Exchange:
             out: All-reduce: receives the mean, laid out as `x`, and may be `x` itself. Reduce-scatter: receives `alpha`
                 times the *sum* of the owned shares, since FSDP2 divides afterwards.
             step: Counter and seeds.
-            sent: None, or a float32 tensor of the shape of `x`, filled with what the other ranks decode from this
-                rank's messages.
+            trace: Called with what the other ranks decode from this rank's messages, float32 of the shape of `x`, while
+                `x` is as it was; None: nobody looks.
             marks: uint8 bits of the parameters for which this rank had no gradient; afterwards, those for which no rank
                 had one. None: this rank had all gradients and does not need the result.
         """
@@ -164,8 +164,8 @@ class Exchange:
         for codec, state, tables, _ in self._uplinks:
             for table in tables:
                 codec.encode_(x, flat, table, state, step, flag)
-                if sent is not None:
-                    codec.decode_sent_(flat, sent, table, state)
+        if trace is not None:
+            trace(self._sent(flat, torch.empty_like(x, dtype=torch.float32)))
         received = self._buffers.borrow(world_size, self.uplink_nbytes)
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
@@ -189,6 +189,12 @@ class Exchange:
         yield self.comm.all_gather(gathered, message)
         self._decode(self._downlinks, gathered.view(1, -1), out, 1.0)
         self._buffers.give_back(message, gathered)
+
+    def _sent(self, wire: Tensor, out: Tensor) -> Tensor:
+        for codec, state, tables, _ in self._uplinks:
+            for table in tables:
+                codec.decode_sent_(wire, out, table, state)
+        return out
 
     @staticmethod
     def _decode(hops: Sequence[_Hop], wire_WB: Tensor, out: Tensor, alpha: float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -139,8 +139,7 @@ class ParamView(NamedTuple):
             row r for rank r, padded with zeros.
         out: All-reduce: receives the mean, flat ``[numel]``; may be `x` itself. Reduce-scatter: receives the *sum* of
             this rank's row, ``[row_numel]``, since FSDP2 divides afterwards.
-        compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
-        sent: float32 ``[numel]`` to fill with what the other ranks decode, or None.
+        tracer: Called by `trace`; None: nobody looks.
     """
 
     spec: TensorSpec
@@ -152,8 +151,7 @@ class ParamView(NamedTuple):
     out_offset: int | None = None
     x: Tensor = None  # type: ignore[assignment]
     out: Tensor = None  # type: ignore[assignment]
-    compensated: Tensor | None = None
-    sent: Tensor | None = None
+    tracer: Callable[[Tensor, Tensor], object] | None = None
 
     @property
     def name(self) -> str:
@@ -203,12 +201,12 @@ class ParamView(NamedTuple):
         padded_N = torch.nn.functional.pad(values_N, (0, padding)) if padding else values_N
         return padded_N.view(self.world_size, self.row_numel)
 
-    def fill_observed_(self, compensated: Tensor, sent: Tensor) -> None:
-        """Fill in the values for monitors, of any shape, before the mean may overwrite the gradient."""
-        if self.compensated is not None:
-            self.compensated.copy_(compensated.reshape(-1))
-        if self.sent is not None:
-            self.sent.copy_(sent.reshape(-1))
+    def trace(self, compensated: Tensor, sent: Tensor) -> None:
+        """Show the gradient plus the residual, and what the other ranks decode, of any shape, before the mean may
+        overwrite the gradient.
+        """
+        if self.tracer is not None:
+            self.tracer(compensated.reshape(-1), sent.reshape(-1))
 
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
         """Store the mean over ranks, flat ``[numel]`` of any float dtype, in `out`, converted to its form."""

@@ -5,6 +5,7 @@ Under DDP, methods that look at the whole model wait for the last bucket, which 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class BucketObserver:
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
         """Receive one parameter's gradient plus residual, and what the others decode from this rank; float32
-        ``[numel]``.
+        ``[numel]``, which must not be kept.
 
         Blocks whose gradient is all zero wait for another step, and are zero in both.
         """
@@ -232,9 +233,9 @@ class Bucket:
             if tracers:
                 views = [self._view_to_trace(view, tracers) for view in views]
             if method.whole_model and not self._own_model:
-                yield from self._collect(method, state, views, step, tracers)
+                yield from self._collect(method, state, views, step)
             elif views:
-                yield from self._reduce(method.reduce(views, state, self.context.comm, step), views, tracers)
+                yield from self._reduce(method.reduce(views, state, self.context.comm, step), views)
 
     def _traced(
         self,
@@ -246,28 +247,21 @@ class Bucket:
         marks: Tensor | None,
     ) -> Stages:
         params = [param for group in exchange.groups for param in group.params]
-        compensated = {}
-        for param in params:
-            residual = self._trace_residual(param, tracers)
-            compensated[param.name] = self.compensated(param, x, out, residual)
-        sent = torch.empty_like(x, dtype=torch.float32)
-        yield from exchange.run(x, out, step, sent, marks)
-        for param in params:
-            values = param.within(sent, out).flat()
-            for tracer in tracers:
-                tracer.trace(param.name, compensated[param.name], values)
+        to_send = {
+            param.name: self.compensated(param, x, out, self._trace_residual(param, tracers)) for param in params
+        }
 
-    def _reduce(
-        self, stages: Iterator[Pending], views: Sequence[ParamView], tracers: Sequence[BucketObserver]
-    ) -> Stages:
+        def trace(sent: Tensor) -> None:
+            for param in params:
+                self._trace(tracers, param.name, to_send.pop(param.name), param.within(sent, out).flat())
+
+        yield from exchange.run(x, out, step, trace, marks)
+
+    def _reduce(self, stages: Iterator[Pending], views: Sequence[ParamView]) -> Stages:
         yield from stages
-        for view in views:
-            if self.context.notes_overflow:
+        if self.context.notes_overflow:
+            for view in views:
                 self.context.flags.note_overflow(view.out)
-            for tracer in tracers:
-                assert view.compensated is not None
-                assert view.sent is not None
-                tracer.trace(view.spec.name, view.compensated, view.sent)
 
     def _collect(
         self,
@@ -275,7 +269,6 @@ class Bucket:
         state: ReducerState,
         views: list[ParamView],
         step: StepContext,
-        tracers: Sequence[BucketObserver],
     ) -> Stages:
         """Wait, for a whole-model method, until the last bucket of the pass has reduced for all."""
         collector = self.context.collector
@@ -288,13 +281,17 @@ class Bucket:
         while collector.misses(method):
             yield None
         if all_views := collector.views(method):
-            yield from self._reduce(method.reduce(all_views, state, self.context.comm, step), all_views, tracers)
+            yield from self._reduce(method.reduce(all_views, state, self.context.comm, step), all_views)
         collector.finish(method)
 
     def _view_to_trace(self, view: ParamView, tracers: Sequence[BucketObserver]) -> ParamView:
         self._trace_residual(view, tracers)
-        compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=view.x.device)
-        return view._replace(compensated=compensated, sent=sent)
+        return view._replace(tracer=functools.partial(self._trace, tracers, view.name))
+
+    @staticmethod
+    def _trace(tracers: Sequence[BucketObserver], name: str, compensated: Tensor, sent: Tensor) -> None:
+        for tracer in tracers:
+            tracer.trace(name, compensated, sent)
 
     def _trace_residual(self, param: ParamView, tracers: Sequence[BucketObserver]) -> Tensor | None:
         residual = self.residual(param)

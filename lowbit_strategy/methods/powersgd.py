@@ -95,8 +95,8 @@ class PowerSGD(LowRankCompressor):
         for i, view in enumerate(views):
             tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
-            if view.sent is not None:
-                view.fill_observed_(matrices[i], ps[i] @ own_qs[i].T)
+            if view.tracer is not None:
+                view.trace(matrices[i], ps[i] @ own_qs[i].T)
             self.store_factor_(tensors["q"], mean_q)
             self.store_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)

@@ -32,9 +32,9 @@ from lowbit_strategy.methods._base.residuals import ResidualDtype, read_residual
 from lowbit_strategy.methods._base.sparse_residuals import (
     Condition,
     accumulate_,
-    fill_observed_,
     filler,
     pending_sums,
+    trace,
     undo_,
 )
 from lowbit_strategy.options.configuration import configuration
@@ -186,8 +186,7 @@ class OwnPositions(SparseCompressor):
         message = layout.pack([part for _, part in entries], codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
-            if view.sent is not None:
-                fill_observed_(view, tensors["residual"], condition, part, sent.values)
+            trace(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
                 take_out_(tensors["residual"], *part, sent.values)
                 self.taken_out_(tensors, part)
@@ -263,7 +262,7 @@ class CommonPositions(SparseCompressor):
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
         for view, condition, part in zip(views, found, chosen, strict=True):
             tensors = state.get(view.spec.name, {})
-            fill_observed_(view, tensors.get("residual"), condition, part, part.values)
+            trace(view, tensors.get("residual"), condition, part, part.values)
             if condition is Condition.LIVE:
                 self.update_residual_(view, tensors, part)
         rows = [view.row_numel for view in views] if views[0].spec.sharded else None

@@ -51,7 +51,7 @@ class Reducer(Method):
         """Write every view's mean, and yield whenever bytes travel. All ranks call this with the same parameters in the
         same order.
 
-        If a view has `compensated` and `sent`, both must be filled.
+        A view's `trace` must be called, unless nobody looks.
         """
 
     @abstractmethod

@@ -114,14 +114,11 @@ def undo_(residual: Tensor, gradient: Tensor) -> None:
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def fill_observed_(
-    view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor
-) -> None:
-    """Fill in the values for monitors, before the sent values are taken out of the residual."""
-    if view.compensated is None and view.sent is None:
+def trace(view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
+    """Show what is sent of a parameter, before it is taken out of the residual."""
+    if view.tracer is None:
         return
-    accumulated = residual is not None and condition is Condition.LIVE
-    kept = torch.zeros(view.spec.numel, dtype=torch.float32, device=view.x.device) if residual is None else residual
-    view.fill_observed_(
-        kept if accumulated else kept + view.flat(), torch.zeros_like(kept).index_copy_(0, chosen.indices, sent)
-    )
+    h = view.flat().float() if residual is None else residual
+    if residual is not None and condition is not Condition.LIVE:  # not accumulated
+        h = h + view.flat()
+    view.trace(h, torch.zeros_like(h).index_copy_(0, chosen.indices, sent))

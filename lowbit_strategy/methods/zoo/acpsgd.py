@@ -76,7 +76,7 @@ class ACPSGD(LowRankCompressor):
             error = matrix - sent
             if sends == "q":
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
-            view.fill_observed_(matrix, sent)
+            view.trace(matrix, sent)
             self.store_factor_(tensors[sends], mean_factor)
             self.store_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)

@@ -68,8 +68,8 @@ class ATOMO(LowRankCompressor):
             total = part_WN.new_zeros(rows, columns)
             for row in part_WN:
                 total += product(row[: rows * self.rank].view(rows, -1), row[rows * self.rank :].view(columns, -1))
-            if view.sent is not None:
-                view.fill_observed_(view.flat(), product(*pair))
+            if view.tracer is not None:
+                view.trace(view.flat().float(), product(*pair))
             view.write_mean_((total / comm.world_size).reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

@@ -62,15 +62,13 @@ class GatheredReducer(Reducer):
         for view in views:
             g_N = view.flat().float()
             wires.append(self.codec.encode(g_N, seed=step.seed ^ zlib.crc32(view.spec.name.encode())))
-            if view.compensated is not None:
-                view.compensated.copy_(g_N)
         message = torch.cat(wires)
         received_WB = message.new_empty(comm.world_size, message.numel())
         yield comm.all_gather(received_WB, message)
         for view, wire_WB in zip(views, received_WB.split([wire.numel() for wire in wires], dim=1), strict=True):
             mean_N = self._decode(wire_WB, view.spec.numel) / comm.world_size
-            if view.sent is not None:
-                view.sent.copy_(self._decode(wire_WB[comm.rank, None], view.spec.numel))
+            if view.tracer is not None:
+                view.trace(view.flat().float(), self._decode(wire_WB[comm.rank, None], view.spec.numel))
             view.write_mean_(mean_N, comm.rank)
 
     def _decode(self, wire_WB: Tensor, numel: int) -> Tensor:

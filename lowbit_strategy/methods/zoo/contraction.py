@@ -65,7 +65,7 @@ def _contracts(part: Codec | Reducer) -> bool:
 
     def sent(x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
-        view = ParamView(spec, 1, size, x=x.clone(), out=torch.zeros_like(x), sent=result)
+        view = ParamView(spec, 1, size, x=x.clone(), out=torch.zeros_like(x), tracer=lambda _, sent: result.copy_(sent))
         state = part.init([spec], x.device)
         wait_for_all(part.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -27,7 +28,7 @@ class FeedbackReducer(Reducer):
     """Adds a residual to a reducer that has none: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
 
     Args:
-        inner: A reducer that fills ``ParamView.sent``.
+        inner: A reducer that calls ``ParamView.trace``.
         decay: See `FeedbackCodec`.
     """
 
@@ -52,21 +53,20 @@ class FeedbackReducer(Reducer):
     def reduce(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
-        inner_views, idles = [], []
+        inner_views = []
         for view in views:
             g = view.flat().float()
             idle = (g == 0).all()  # now: the result may be written over the gradient
             h = torch.where(idle, 0.0, g + state[view.spec.name]["residual"])
-            inner_views.append(view._replace(x=view.rows(h) if view.spec.sharded else h, sent=torch.empty_like(h)))
-            idles.append(idle)
+            keep = functools.partial(self._keep, view, state[view.spec.name]["residual"], idle, h)
+            inner_views.append(view._replace(x=view.rows(h) if view.spec.sharded else h, tracer=keep))
         yield from self.inner.reduce(inner_views, state, comm, step)
-        for view, inner, idle in zip(views, inner_views, idles, strict=True):
-            residual, sent = state[view.spec.name]["residual"], inner.sent
-            assert sent is not None
-            updated = (inner.flat() - sent) * self.decay
-            residual.copy_(torch.where(idle | ~updated.isfinite(), residual, updated))
-            if view.sent is not None:
-                view.sent.copy_(sent)
+
+    def _keep(self, view: ParamView, residual: Tensor, idle: Tensor, h: Tensor, _: Tensor, sent: Tensor) -> None:
+        """Make the rest of `h` the residual."""
+        updated = (h - sent) * self.decay
+        residual.copy_(torch.where(idle | ~updated.isfinite(), residual, updated))
+        view.trace(h, sent)
 
     @property
     def whole_model(self) -> bool:  # type: ignore[override]

@@ -106,7 +106,7 @@ class GradiVeQ(ReducingCompressor, ResidualReducer):
         for view, h_N, basis, coefficients, total in zip(views, sums, bases, own, totals, strict=True):
             numel = view.spec.numel
             sent_N = product(coefficients, basis).reshape(-1)[:numel]
-            view.fill_observed_(h_N, sent_N)
+            view.trace(h_N, sent_N)
             self.store_error_(state[view.spec.name]["residual"], h_N - sent_N)
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 

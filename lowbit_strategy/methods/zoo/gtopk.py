@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, coun
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.positions import SparseCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
-from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, fill_observed_, filler
+from lowbit_strategy.methods._base.sparse_residuals import Condition, accumulate_, filler, trace
 from lowbit_strategy.options.configuration import configuration
 
 _FLOATS = DenseCodec("float32")
@@ -74,7 +74,7 @@ class GTopK(SparseCompressor):
         for view, condition, residual in zip(views, found, residuals, strict=True):
             k, is_live = self.num_kept(view.spec), condition is Condition.LIVE
             own.append(Chosen(*top_k(residual, k)) if is_live else filler(k, condition, residual.device))
-            fill_observed_(view, residual, condition, own[-1], own[-1].values)
+            trace(view, residual, condition, own[-1], own[-1].values)
             if is_live:
                 residual.index_fill_(0, own[-1].indices, 0.0)
         result, dropped = yield from self._merged(own, layout_of(views), comm, step.seed)

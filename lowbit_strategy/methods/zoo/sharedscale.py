@@ -168,12 +168,11 @@ class SharedViews:
         parts = mean.view(-1)[: sum(sizes)].split(sizes)
         torch._foreach_copy_([view.out for view in self.views], list(parts))
 
-    def fill_observed_(self, code_KB: Tensor, scale_KB: Tensor) -> None:
-        """Fill in the gradient and what the other ranks decode, for feedback and monitors."""
-        for key, values_KB in (("compensated", self.h_KB), ("sent", code_KB * scale_KB)):
-            for view, values in zip(self.views, self.packed.views(values_KB.view(-1)), strict=True):
-                if (target := getattr(view, key)) is not None:
-                    target.copy_(values)
+    def trace(self, code_KB: Tensor, scale_KB: Tensor) -> None:
+        """Show the gradient and what the other ranks decode, for feedback and monitors."""
+        parts = [self.packed.views(values_KB.view(-1)) for values_KB in (self.h_KB, code_KB * scale_KB)]
+        for view, h, sent in zip(self.views, *parts, strict=True):
+            view.trace(h, sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +213,7 @@ class SharedScaleReducer(Reducer):
         scale_KB = yield from self._scale(shared, (yield from shared.agree(norm_K))[:, None])
         bound_K1 = None if self.clip_sigmas is None else norm_K[:, None]
         code_KB = shared.round(scale_KB, self.limit, self.rounding, bound_K1)
-        shared.fill_observed_(code_KB, scale_KB)
+        shared.trace(code_KB, scale_KB)
         totals = yield from sum_integers(shared.rows(code_KB), self.limit, comm, scatter=shared.sharded)
         shared.write_(totals, scale_KB)
 

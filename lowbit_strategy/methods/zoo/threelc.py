@@ -127,7 +127,7 @@ class ThreeLC(ReducingCompressor, ResidualReducer):
         scale = torch.where(usable, scale, 0.0)
         trits_N = (residual / torch.where(usable, scale, 1.0)).round().clamp(-1, 1).where(usable, 0.0)
         sent_N = trits_N * scale
-        view.fill_observed_(residual if condition is Condition.LIVE else residual + view.flat(), sent_N)
+        view.trace(residual if condition is Condition.LIVE else residual + view.flat(), sent_N)
         residual.sub_(sent_N)
         return scale if condition is not Condition.NONFINITE else scale + torch.nan, trits_N.int()
 

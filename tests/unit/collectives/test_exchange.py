@@ -76,11 +76,11 @@ class Bucket:
             buffers.append(x.to(dtype))
         return buffers
 
-    def run(self, buffers: Sequence[Tensor], sent: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+    def run(self, buffers: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Every rank's result, at once: under FSDP2 rows, under DDP buffers."""
         outs = [torch.zeros(self.row_numel, dtype=x.dtype) if self.scatter else x.clone() for x in buffers]
         stages = [
-            exchange.run(x, out, StepContext(0, rank + 1, 7), None if sent is None else sent[rank])
+            exchange.run(x, out, StepContext(0, rank + 1, 7), None if sent is None else sent[rank].copy_)
             for rank, (exchange, x, out) in enumerate(zip(self.exchanges, buffers, outs, strict=True))
         ]
         for pending in itertools.zip_longest(*stages):
