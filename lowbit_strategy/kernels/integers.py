@@ -58,10 +58,13 @@ class Planes(NamedTuple):
         """The inverse of `pack`, in the dtype of `packed_RB`."""
         bytes_of_bit = packed_RB.shape[1] // sum(self.widths)
         planes = packed_RB.split([width * bytes_of_bit for width in self.widths], 1)
-        codes_RN = packed_RB.new_zeros(packed_RB.shape[0], 8 * bytes_of_bit)
-        for width, plane_RB in zip(reversed(self.widths), reversed(planes), strict=True):
-            fields = [(plane_RB >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
-            codes_RN = (codes_RN << width) | torch.cat(fields, 1)
+        fields = [
+            torch.cat([(plane_RB >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)], 1)
+            for width, plane_RB in zip(self.widths, planes, strict=True)
+        ]
+        codes_RN = fields.pop()
+        for width, field_RN in zip(reversed(self.widths[:-1]), reversed(fields), strict=True):
+            codes_RN = (codes_RN << width) | field_RN
         return codes_RN
 
 

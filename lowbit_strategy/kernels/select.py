@@ -6,6 +6,7 @@ All of them take contiguous 1-D float32. Results do not depend on the backend or
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,18 +70,19 @@ def select_above(
             raise OverflowedSum
         return indices, values
     if is_long:
-        return _select_long(x, threshold)
+        return _in_pieces(lambda piece: select_above(piece, threshold), x, 1 << 30, torch.int64)
     if x.device.type != "cpu" or x.numel() <= _PIECE_NUMEL:
         return reference.select_above(x, threshold)
-    found = [reference.select_above(piece, threshold) for piece in x.split(_PIECE_NUMEL)]
-    positions = [part + at * _PIECE_NUMEL for at, (part, _) in enumerate(found)]
-    return torch.cat(positions), torch.cat([part for _, part in found])
+    return _in_pieces(lambda piece: reference.select_above(piece, threshold), x, _PIECE_NUMEL, torch.int32)
 
 
-def _select_long(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    found = [select_above(piece, threshold) for piece in x.split(1 << 30)]
-    indices = [part.long() + (at << 30) for at, (part, _) in enumerate(found)]
-    return torch.cat(indices), torch.cat([values for _, values in found])
+def _in_pieces(
+    select: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, numel: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The positions and values that `select` finds in pieces of `numel` elements."""
+    found = [select(piece) for piece in x.split(numel)]
+    positions = [part.to(dtype) + at * numel for at, (part, _) in enumerate(found)]
+    return torch.cat(positions), torch.cat([values for _, values in found])
 
 
 def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None = None) -> Tensor:
