@@ -1,17 +1,16 @@
-"""Local steps of one attached model: when a step ends, what DDP does, and what each rank saves."""
+"""The pace of a session whose ranks take local steps: when a step ends, and what a rank saves."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
 from lowbit_strategy.local_steps.cut_again import cut_again
 from lowbit_strategy.local_steps.outer_sync import OuterSync
+from lowbit_strategy.local_steps.own_optimizers import OwnOptimizers
 from lowbit_strategy.local_steps.paused_ddp import PausedDDP
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.differing import differing
@@ -66,10 +66,7 @@ class LocalSteps(EveryStep):
         self._reducer: BucketWorker | SideStream | None = None  # training continues while fragments are under way
         if rule.delay_of(rule.shortest_turn):
             self._reducer = bucket_runner(sync.device)
-        self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
-        self._seen: list[Optimizer] = []  # have stepped in this process
-        self._stepped: set[int] = set()  # since the last step was over
-        self._learning_rate: float | None = None  # of the optimizer that has stepped last
+        self._own = OwnOptimizers()
         self._outer_of = make_outer
         self.on_forward = self.begin_forward
         self.is_in_use = True
@@ -87,15 +84,7 @@ class LocalSteps(EveryStep):
             sync.use(rule.synchronous_compressor)
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
-        self._bound = optimizers, scaler
-
-    def own(self) -> dict[str, Any]:
-        """The optimizers and the scaler by name. Their state differs between ranks, and is saved with the ranks'
-        weights. If none are known, as in a custom loop, those that have stepped count.
-        """
-        optimizers, scaler = self._bound
-        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(optimizers())}
-        return parts if scaler() is None else parts | {"scaler": scaler()}
+        self._own.bind(optimizers, scaler)
 
     @property
     def replica(self) -> Any:
@@ -151,14 +140,8 @@ class LocalSteps(EveryStep):
         outer = self._outer_of(
             self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, inside=self.inside
         )
-        outer.on_left_out = self._forget_moments
+        outer.on_left_out = self._own.forget_moments
         return outer
-
-    def _forget_moments(self) -> None:
-        """Reset the optimizers' moments, which are not finite because this rank's weights were not."""
-        for part in self.own().values():
-            if isinstance(state := getattr(part, "state", None), MutableMapping):
-                state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
         """More parameters are trained, and `sync` knows them. They may differ between ranks.
@@ -186,26 +169,19 @@ class LocalSteps(EveryStep):
         Raises:
             DivergenceError: On every rank, if anchors were compared after this step and differ.
         """
-        if optimizer is not None:
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])
-            if not any(optimizer is each for each in self._seen):
-                self._seen.append(optimizer)
-            self._stepped.add(id(optimizer))
-            bound = [each for each in self.own().values() if isinstance(each, Optimizer)]
-            if not self._stepped >= {id(each) for each in (*self._seen, *bound)}:
-                return
-        self._end_step()
+        if optimizer is None or self._own.all_have_stepped(optimizer):
+            self._end_step()
 
     def begin_forward(self) -> None:
         """A forward pass in training begins: if any optimizer has stepped, the step ends."""
-        if self._stepped:
+        if self._own.has_stepped:
             self._end_step()
         self._ddp.keep_paused()
 
     def _end_step(self) -> None:
-        self._stepped = set()
+        self._own.begin_step()
         if self.outer is not None:
-            self.outer.after_step(self._learning_rate)
+            self.outer.after_step(self._own.learning_rate)
         elif self.rule.is_local(self.sync.step_index):
             self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
 
@@ -260,14 +236,7 @@ class LocalSteps(EveryStep):
             self.outer.arrive()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.outer is None:
-            return {"outer": None}
-        own = self.own()
-        return {
-            "outer": self.outer.state_dict(),
-            "own": {name: each.state_dict() for name, each in own.items()},
-            "stepped": [name for name, each in own.items() if id(each) in self._stepped],
-        }
+        return {"outer": None} if self.outer is None else {"outer": self.outer.state_dict(), **self._own.state_dict()}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         """Keep the states until `resume`, when the framework has loaded the model and the optimizers."""
@@ -289,7 +258,7 @@ class LocalSteps(EveryStep):
         """
         loaded, self._loaded = self._loaded, None
         self._follow_loaded_step()
-        self._stepped = set()
+        self._own.begin_step()
         if self.outer is None:
             return
         self._restore(loaded)
@@ -303,11 +272,7 @@ class LocalSteps(EveryStep):
         state, own = loaded[0], loaded[1] and self.outer.owns(loaded[0]["outer"])
         self.outer.load_state_dict(state["outer"], own=own)
         if own:
-            parts = self.own()
-            for name, saved in state["own"].items():
-                if name in parts:
-                    parts[name].load_state_dict(_resharded(parts[name], saved))
-            self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
+            self._own.load_state_dict(state)
 
     def adopt(self, earlier: Any) -> None:
         """Continue with the state of an earlier attachment of the same model. If that has finished, and the
@@ -346,26 +311,3 @@ def _before_forward(model: nn.Module, steps: LocalSteps) -> None:
             found.on_forward()
 
     model.register_forward_pre_hook(begin, prepend=True)
-
-
-def _resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state, its tensors sharded again as their parameters are."""
-    groups = getattr(part, "param_groups", None)
-    if groups is None:  # a gradient scaler
-        return dict(saved)
-    params = [param for group in groups for param in group["params"]]
-    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
-    return {**saved, "state": state}
-
-
-def _like(param: Tensor, value: Any) -> Any:
-    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
-        return value
-    return DTensor.from_local(
-        value.to(param.device),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )

@@ -1,0 +1,95 @@
+"""A rank's optimizers and gradient scaler, whose state differs between ranks that take local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class OwnOptimizers:
+    """Who steps a rank's weights. A step is over when all of them have stepped; their state is saved with the weights.
+
+    Attributes:
+        learning_rate: Learning rate of the one that has stepped last.
+    """
+
+    def __init__(self) -> None:
+        self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
+        self._seen: list[Optimizer] = []  # have stepped in this process
+        self._stepped: set[int] = set()  # since the last step was over
+        self.learning_rate: float | None = None
+
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
+        """Note where to find them. Without it, as in a custom loop, those that have stepped count."""
+        self._bound = optimizers, scaler
+
+    def _parts(self) -> dict[str, Any]:
+        """The optimizers and the scaler that are known, by name."""
+        optimizers, scaler = self._bound
+        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(optimizers())}
+        return parts if scaler() is None else parts | {"scaler": scaler()}
+
+    def all_have_stepped(self, optimizer: Optimizer) -> bool:
+        """`optimizer` has stepped, or a scaler has skipped its step. Return whether all have, since `begin_step`."""
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+        if not any(optimizer is each for each in self._seen):
+            self._seen.append(optimizer)
+        self._stepped.add(id(optimizer))
+        bound = [each for each in self._parts().values() if isinstance(each, Optimizer)]
+        return self._stepped >= {id(each) for each in (*self._seen, *bound)}
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether one of them has stepped since `begin_step`."""
+        return bool(self._stepped)
+
+    def begin_step(self) -> None:
+        """The last step is over."""
+        self._stepped = set()
+
+    def forget_moments(self) -> None:
+        """Reset the optimizers' moments, which are not finite because this rank's weights were not."""
+        for part in self._parts().values():
+            if isinstance(state := getattr(part, "state", None), MutableMapping):
+                state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = self._parts()
+        return {
+            "own": {name: each.state_dict() for name, each in parts.items()},
+            "stepped": [name for name, each in parts.items() if id(each) in self._stepped],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parts = self._parts()
+        for name, saved in state["own"].items():
+            if name in parts:
+                parts[name].load_state_dict(_resharded(parts[name], saved))
+        self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
+
+
+def _resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state, its tensors sharded again as their parameters are."""
+    groups = getattr(part, "param_groups", None)
+    if groups is None:  # a gradient scaler
+        return dict(saved)
+    params = [param for group in groups for param in group["params"]]
+    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _like(param: Tensor, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
