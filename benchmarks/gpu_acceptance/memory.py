@@ -22,7 +22,7 @@ from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.fitting.memory import memory_of as planned_memory
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.plan.running import plan_of
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.constructors import policy_of
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.fitting.memory import memory_of
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from lowbit_strategy.plan.messages import step_nbytes

@@ -21,7 +21,7 @@ from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import labels
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.fingerprint import to_plain

@@ -10,7 +10,7 @@ import torch
 
 from lowbit_strategy.attach.prepare import Layout
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.hooks.ddp import BUCKET_CAP_MB
+from lowbit_strategy.hooks.bucket_cap import BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.module_layout import ModuleLayout

@@ -23,7 +23,7 @@ from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo

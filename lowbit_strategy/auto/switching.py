@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.ddp import DDPHook, default_bucket_cap_mb, hooked, renew_reducer
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
+from lowbit_strategy.hooks.ddp import DDPHook, hooked, renew_reducer
 from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 

@@ -17,17 +17,7 @@ from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.runners import BucketWorker, bucket_runner
 from lowbit_strategy.model.parameters import bring_back, named_parameters
 
-# The size of compressed buckets. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
-# overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
-# on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
-BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
-
 hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # our hooks
-
-
-def default_bucket_cap_mb(device: torch.device) -> int:
-    """The size of DDP's buckets if the user has not set one."""
-    return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
 def renew_reducer(model: DistributedDataParallel) -> None:

@@ -18,7 +18,7 @@ from lowbit_strategy.advisor.transformer import transformer
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.advisor.workload import Workload, plan_for
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.plan.messages import Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan

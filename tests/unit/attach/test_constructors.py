@@ -13,7 +13,7 @@ import torch
 from lowbit_strategy import LoCo, TopK, fabric, lightning, lightning_fabric, preset, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.hooks.ddp import default_bucket_cap_mb
+from lowbit_strategy.hooks.bucket_cap import default_bucket_cap_mb
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]
