@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate import checkpoint_folder
-from lowbit_strategy.accelerate.control import AcceleratorLoop
 from lowbit_strategy.accelerate.models import PreparedModels
 from lowbit_strategy.accelerate.optimizer import SteppingOptimizer
+from lowbit_strategy.accelerate.prepared_control import AcceleratorLoop
 from lowbit_strategy.accelerate.supported import check_accelerator
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.adaptation.model_control import ModelControl

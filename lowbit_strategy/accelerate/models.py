@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.accelerate.control import AcceleratorLoop
+from lowbit_strategy.accelerate.prepared_control import AcceleratorLoop
 from lowbit_strategy.attach.assembly import warn_of_one_rank
 from lowbit_strategy.attach.ddp import attach_ddp, attach_replica
 from lowbit_strategy.attach.fsdp import attach_fsdp

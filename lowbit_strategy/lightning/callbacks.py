@@ -15,8 +15,8 @@ from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.observe import Observation
 
-from .control import TrainerControl
 from .stock import Callback
+from .trainer_control import TrainerControl
 
 Where = bool | str | Path
 
