@@ -34,7 +34,7 @@ from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.zoo.composed import WarmUp
 from lowbit_strategy.methods.zoo.wrapper import Wrapper
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.second_moment.served import needs_squares
+from lowbit_strategy.second_moment.few_bits import needs_squares
 from recipes.text import standard_library
 
 Optimizer = Literal["adamw", "sgd"]

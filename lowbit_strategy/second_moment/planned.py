@@ -15,7 +15,8 @@ from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.second_moment.exchange_steps import EVERY, turns
-from lowbit_strategy.second_moment.served import NUM_SUMS, SKETCH_NUMEL, few_bits, methods_of_squares, served
+from lowbit_strategy.second_moment.few_bits import few_bits
+from lowbit_strategy.second_moment.served import NUM_SUMS, ROOTS, SKETCH_NUMEL, served
 
 
 class NoSquares(Extra):
@@ -51,7 +52,7 @@ class Squares(Extra):
     ) -> tuple[TransferGroup, ...]:
         """Transfers after the first steps: roots of squares of a bucket's parameters that are due, and sketches."""
         names = served(assignments)
-        methods, turn_of = methods_of_squares([specs[name] for name in names]), turns(names)
+        methods, turn_of = dict.fromkeys(names, ROOTS), turns(names)
         transfers = []
         for each in reduced if topology.num_peers > 1 else ():
             together: dict[int, list[TensorSpec]] = {}

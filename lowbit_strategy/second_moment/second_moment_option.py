@@ -19,9 +19,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.second_moment.few_bits import needs_squares
 from lowbit_strategy.second_moment.mean_moment import MeanMoment, NotExchanged
 from lowbit_strategy.second_moment.optimizers import check_second_moment, has_second_moment
-from lowbit_strategy.second_moment.served import needs_squares, served
+from lowbit_strategy.second_moment.served import served
 from lowbit_strategy.second_moment.squares import SecondMoment
 
 _log = logging.getLogger("lowbit_strategy")

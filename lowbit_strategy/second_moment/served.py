@@ -1,55 +1,18 @@
-"""Decides whose second moment is corrected, and how squares of gradients are sent."""
+"""Whose second moment is corrected, and how squares of gradients are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from lowbit_strategy.codecs.base import Codec, StatefulCodec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.compressor import DENSE, Assignment
 
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
-FEW_BITS = 3  # codes of one and two bits, and ternary ones, have fewer
-_LATE = 1 << 20  # in steps: after any warm-up
-_CODES = CodecPair(BlockCodec(uniform(4, 128)))
+ROOTS = CodecPair(BlockCodec(uniform(4, 128)))  # how roots of squares are sent
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
     """Parameters whose gradients have few bits; for others the optimizer's second moment is as good."""
-    exact = DENSE
-    return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
-
-
-def few_bits(assignments: Mapping[str, Assignment]) -> bool:
-    """Whether there are codes whose noise costs an optimizer of Adam's kind steps, since its square adds to the second
-    moment. Measured for codes of two bits or fewer that keep what they have not sent; codes that keep nothing do not
-    need it.
-    """
-    uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
-    return any(
-        _is_coarse(uplink.codec) and not uplink.arenas().keys().isdisjoint(("residual", "estimate"))
-        for uplink in uplinks
-        if isinstance(uplink, StatefulCodec)
-    )
-
-
-def _is_coarse(codec: Codec) -> bool:
-    """Whether a value that is sent has fewer than `FEW_BITS` bits, including its share of scales."""
-    while (inner := getattr(codec, "values", None) or getattr(codec, "codec", None)) is not None:
-        codec = inner  # what a rotation codes, or the values of the elements that are chosen
-    numel = 64 * codec.block_size
-    return 8 * codec.wire_nbytes(numel) < FEW_BITS * numel
-
-
-def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a compressor has few bits, at its start or after its last phase."""
-    return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
-
-
-def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:
-    """How each parameter's roots are sent."""
-    return {spec.name: _CODES for spec in specs}
+    return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != DENSE]

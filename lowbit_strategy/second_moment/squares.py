@@ -35,13 +35,14 @@ from lowbit_strategy.engine.carry_over import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.kernels.reference.rng import hash32
+from lowbit_strategy.methods._base.method import Method, MethodStore
 from lowbit_strategy.model.parameters import local_part, shaped, sharded_parameters
 from lowbit_strategy.second_moment.correction import Correction
 from lowbit_strategy.second_moment.exchange_steps import WINDOW, steps_until_due, turns
 from lowbit_strategy.second_moment.mean_moment import NotExchanged
 from lowbit_strategy.second_moment.optimizers import unsuitable
 from lowbit_strategy.second_moment.param_squares import BLOCK, ParamSquares, blocks_of, mean_squares
-from lowbit_strategy.second_moment.served import SKETCH_NUMEL, methods_of_squares, served
+from lowbit_strategy.second_moment.served import ROOTS, SKETCH_NUMEL, served
 
 _KEY = "exp_avg_sq"
 
@@ -111,15 +112,10 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         """Follow a change of methods or ranks."""
         names, state = served(self._sync.state.assignments), self._sync.state
         specs = {name: context.specs[name] for name in names if state.ranks_of(name).peers is context.comm}
-        methods = methods_of_squares(list(specs.values()))
-        stores = {
-            method: method.make_store(
-                {name: spec for name, spec in specs.items() if methods[name] == method},
-                context.comm,
-                context.device,
-            )
-            for method in dict.fromkeys(methods.values())
-        }
+        methods: dict[str, Method] = dict.fromkeys(specs, ROOTS)
+        stores: dict[Method, MethodStore] = {}
+        if specs:
+            stores[ROOTS] = ROOTS.make_store(specs, context.comm, context.device)
         no_leftover = CarryOver(context.device)  # the engine's is for gradients
         inner = replace(
             context, specs=specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False

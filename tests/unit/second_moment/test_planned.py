@@ -10,7 +10,7 @@ import pytest
 from lowbit_strategy import EDEN, EF21, QSGD, ChunkTopK, ErrorFeedback, LoCo, OneBitSGD, Rotate, TernGrad
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.second_moment.served import needs_squares
+from lowbit_strategy.second_moment.few_bits import needs_squares
 from testing.counting.operations import CORRECTED
 from testing.worlds.single import SPECS
 
