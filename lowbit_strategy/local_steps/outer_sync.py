@@ -211,19 +211,7 @@ class OuterSync:
         is_last, fragment = turns.is_last, self.fragments[sent := turns.begin()]
         if self.rule.pulls_before_sending:
             fragment.pull_(self.rule.mix)
-        x_N = fragment.pseudo_gradient()
-        finite, asks, loss = self._agreed(x_N)
-        changes = self.model.buffers.changes() if is_last else []
-        own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
-        for mine in (x_N, *changes):
-            mine.masked_fill_(finite == 0, 0.0)
-            if own != 1.0:
-                mine.mul_(own)
-        facts = torch.stack([torch.full_like(loss, done), asks, loss])
-        peers = sync.ranks.peers
-        header = Header.of_rank(
-            peers.rank, peers.world_size, facts=facts, finite=finite, sample=x_N[fragment.sample], changes=changes
-        )
+        x_N, header = self._own_part(fragment, done=done, with_buffers=is_last)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
         sync.begin_step()  # where controllers decide
@@ -236,6 +224,23 @@ class OuterSync:
         delay = self.rule.delay_of(turns.interval)
         self._in_flight = FragmentSync(sent, fragment, x_N, header, delay, weights=self.weights, arrivals=arrivals)
         return self._in_flight
+
+    def _own_part(self, fragment: Fragment, *, done: bool, with_buffers: bool) -> tuple[Tensor, Header]:
+        """This rank's pseudo-gradient, times its weight, and the header. Both have zeros if it is not finite."""
+        peers = self.sync.ranks.peers
+        x_N = fragment.pseudo_gradient()
+        finite, asks, loss = self._agreed(x_N)
+        changes = self.model.buffers.changes() if with_buffers else []
+        weight = self.weights[peers.rank] if self.weights else 1.0
+        for mine in (x_N, *changes):
+            mine.masked_fill_(finite == 0, 0.0)
+            if weight != 1.0:
+                mine.mul_(weight)
+        facts, sample = torch.stack([torch.full_like(loss, done), asks, loss]), x_N[fragment.sample]
+        header = Header.of_rank(
+            peers.rank, peers.world_size, facts=facts, finite=finite, sample=sample, changes=changes
+        )
+        return x_N, header
 
     def _agreed(self, x_N: Tensor) -> Tensor:
         """What this replica's ranks report together: 1 if all is finite, whether one asks, the mean loss (or NaN)."""
