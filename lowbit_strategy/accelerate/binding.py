@@ -18,14 +18,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate import checkpoint_folder
@@ -122,6 +122,11 @@ class Binding:
         return self._models.sessions
 
     @property
+    def attached(self) -> Collection[nn.Module]:
+        """All models to which anything has been attached, in use or not."""
+        return self._models.attached
+
+    @property
     def replica(self) -> Any:
         """The object to call if replicas come and go; otherwise None."""
         return self._models.replica
@@ -183,7 +188,7 @@ class Binding:
 
         `begins`: training begins, and an exception may have ended an earlier one in the middle of a pass.
         """
-        for module in self._models.attached:
+        for module in self.attached:
             (end_iteration if begins else reshard)(module)
 
     def resume(self) -> None:

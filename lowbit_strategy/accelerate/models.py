@@ -64,7 +64,7 @@ class PreparedModels:
     ) -> Any:
         prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
         trainable = any(param.requires_grad for param in model.parameters())
-        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False) or not trainable:
+        if evaluation_mode or _session_of(model) is not None or not trainable:
             self._revive(_session_of(model))
             return prepare_it(model)
         alone = self._accelerator.distributed_type == DistributedType.NO  # one process: a replica, or nobody to send to
@@ -78,6 +78,8 @@ class PreparedModels:
         else:
             self._check_ddp_options()
         prepared = self._agree(model, scatter=False)
+        # Accelerate would return a model that it has prepared for evaluation as it is: nothing would synchronize it.
+        vars(model).pop("_is_accelerate_prepared", None)
         wrapped = prepare_it(model)
         module = _inner(wrapped)
         if not alone and not isinstance(module, DistributedDataParallel):

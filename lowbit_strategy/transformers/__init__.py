@@ -107,6 +107,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
+            if not current.attached and trainer.model is not None:
+                trainer.model_wrapped = trainer.model  # and not what was compiled for an evaluation
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)

@@ -70,6 +70,30 @@ def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
     assert facts[0]["bits"] == facts[1]["bits"]
 
 
+def evaluated_first(folder: Path, how: str) -> Facts:
+    """Accelerate alone returns a model that it has prepared for evaluation as it is, without DDP around it."""
+    ways = {"compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"}, "bf16": {"bf16": True}}
+    runs = []
+    for early in (False, True):
+        made = trainer(folder / str(early), "ddp", LoCo(bits=4), max_steps=3, **ways.get(how, {}))
+        if early:
+            made.evaluate(sequences()[:8])
+        made.train()
+        binding = binding_of(made.accelerator)
+        assert binding is not None
+        assert binding.sync is not None
+        runs.append((losses(made), fingerprint(made.model), binding.sync.sent_nbytes))
+    return {"runs": runs}
+
+
+@scenarios(evaluated_first, how=("plain", "compiled", "bf16"), slow=all_but(how="plain"))
+def test_an_evaluation_before_training_changes_nothing(facts: list[Facts]) -> None:
+    for rank in facts:
+        without, early = rank["runs"]
+        assert early == without
+        assert early[1:] == facts[0]["runs"][0][1:]
+
+
 def resumed_from_a_checkpoint(folder: Path, kind: Kind) -> Facts:
     whole = trainer(folder, kind, LoCo(bits=4))
     whole.train()
