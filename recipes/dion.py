@@ -68,7 +68,7 @@ class DionReducer(extend.Reducer):
             sent = p @ own_r.T
             each["momentum"].copy_(torch.where(usable, b - (1 - self.momentum) * sent, each["momentum"]))
             each["q"].copy_(torch.where(usable, q, each["q"]))
-            view.fill_observed_(b, sent)
+            view.trace(b, sent)
             view.write_mean_(((rows / columns) ** 0.5 * p @ q.T).reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[extend.TensorSpec], world_size: int) -> int:
