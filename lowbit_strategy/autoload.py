@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -122,32 +121,9 @@ def _serve(module: ModuleType) -> None:
 
 
 def _call(function: str, module: ModuleType) -> None:
-    """An error of ours must not break somebody else's import, so it is logged when one of our names is used."""
+    """An error of ours must not break somebody else's import."""
     try:
         where, _, name = function.partition(":")
         getattr(importlib.import_module(where), name)(module)
     except Exception as error:
-        _tell_later(module, error)
-
-
-def _tell_later(module: ModuleType, error: Exception) -> None:
-    told = False
-
-    def tell() -> None:
-        nonlocal told
-        if not told:
-            _log.warning("lowbit_strategy cannot serve %s: %r", module.__name__, error)
-        told = True
-
-    registry = getattr(module, "StrategyRegistry", getattr(module, "STRATEGY_REGISTRY", None))
-    if registry is None:  # a section asks, where there is one
-        if os.environ.get(VARIABLE) or "commands" in module.__name__:
-            tell()
-        return
-    available: Callable[[], list[str]] = registry.available_strategies
-
-    def tell_and_list() -> list[str]:
-        tell()
-        return available()
-
-    registry.available_strategies = tell_and_list
+        _log.warning("lowbit_strategy cannot serve %s: %r", module.__name__, error)

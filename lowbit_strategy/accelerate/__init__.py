@@ -74,10 +74,7 @@ class LowBitPlugin(SyncOptions):
         if self.controller is not None:
             levels = ", ".join(labels(self.controller.levels))
             found = {"lowbit/controller": type(self.controller).__name__, "lowbit/levels": levels}
-        options, defaults = self.sync_options(), SyncOptions()
-        names = [entry.name for entry in dataclasses.fields(options)]
-        chosen = [name for name in names if getattr(options, name) != getattr(defaults, name)]
-        return found | {f"lowbit/{name}": str(getattr(options, name)) for name in chosen}
+        return found | self.chosen
 
     def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:
         """Compress the gradients of the models that `accelerator` prepares from now on.

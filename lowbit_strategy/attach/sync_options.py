@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -111,6 +112,12 @@ class SyncOptions:
     def default_compressor(self) -> Compressor:
         """The compressor if the user chooses none."""
         return LoCo() if self.outer is None else self.outer.compressor()
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What trackers and loggers show of the options: those that differ from their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(SyncOptions)}
+        return {f"lowbit/{name}": str(value) for name, (value, default) in values.items() if value != default}
 
     def __post_init__(self) -> None:
         for part in self.parts:

@@ -98,8 +98,8 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         )
         self._begin(self.session, trainer, signals)
         for logger in trainer.loggers:
-            configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
-            logger.log_hyperparams(configuration)
+            names = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
+            logger.log_hyperparams(names | self.options.chosen)
 
     def on_train_end(self) -> None:
         if self._signals is not None:

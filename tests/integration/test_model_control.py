@@ -32,7 +32,12 @@ def both_callbacks(folder: Path, kind: str) -> Facts:
     logger = CSVLogger(folder, name="run", version=0)
     with listen() as logged:
         made = trainer(
-            strategy(kind), max_steps=10, logger=logger, callbacks=callbacks, accumulate_grad_batches=2, max_epochs=9
+            strategy(kind, seed=5),
+            max_steps=10,
+            logger=logger,
+            callbacks=callbacks,
+            accumulate_grad_batches=2,
+            max_epochs=9,
         )
         made.fit(Regression(lr=0.01), loader())
     facts = {"logged": logged, "same": callbacks[0].control is callbacks[1].control}
@@ -58,6 +63,7 @@ def test_two_callbacks_are_one_control_with_one_record(facts: list[Facts]) -> No
     assert all(line["step"] >= 0 for line in record)
     assert "lowbit/share/level_0" in facts[0]["csv"]
     assert "lowbit/compressor: loco(bits=4" in facts[0]["hparams"]
+    assert "lowbit/seed: '5'" in facts[0]["hparams"]
     assert any("training starts at the levels that Accordion chose" in line for line in facts[0]["logged"])
     after = facts[0]["logged"][[line.startswith("training starts") for line in facts[0]["logged"]].index(True) :]
     assert any("loco 8-bit" in line for line in after)  # the level in force, not the strategy's compressor
