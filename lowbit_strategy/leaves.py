@@ -56,7 +56,7 @@ PARTS = {  # by the option that asks for it, if one does
         "lowbit_strategy.fitting.fit:MemoryLimit", "fitting residuals and weights to a GPU's memory (memory)"
     ),
     "plan": NeededBy(
-        "lowbit_strategy.plan.every_run:PlanPart", "the check of the bytes that it sends, and the report on them"
+        "lowbit_strategy.plan.every_run:PlanPart", "the start-up report and the check of the bytes that it sends"
     ),
     "second_moment": NeededBy(
         "lowbit_strategy.second_moment.second_moment_option:SecondMomentOption",

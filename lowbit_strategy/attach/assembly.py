@@ -123,8 +123,8 @@ def _report(sync: GradientSync) -> None:
     """Log the start-up report. Called last, because only then is the memory for messages known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
-    if sync.ranks.logs:
-        inform("%s", render_reports(sync))
+    if sync.ranks.logs and (report := render_reports(sync)):
+        inform("%s", report)
 
 
 def check_whole_model(module: nn.Module, sync: GradientSync) -> None:

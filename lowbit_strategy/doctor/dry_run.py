@@ -34,9 +34,9 @@ from lowbit_strategy.plan.lines import lines
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.prepared import copies_residuals, extra_of
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
+from lowbit_strategy.plan.startup_report import Report
 from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
-from lowbit_strategy.telemetry.startup_report import Report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

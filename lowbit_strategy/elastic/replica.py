@@ -170,8 +170,8 @@ class ElasticOuterSync(OuterSync):
                 self.apply()
                 break
         self.turns.restart_clock()
-        if self.sync.ranks.world.rank == 0:
-            inform("%s", render_reports(self.sync))  # only now it is known how many there are
+        if self.sync.ranks.world.rank == 0 and (report := render_reports(self.sync)):
+            inform("%s", report)  # only now it is known how many there are
 
     def _launch(self, *, done: bool) -> FragmentSync:
         while True:

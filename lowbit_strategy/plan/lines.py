@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lowbit_strategy import leaves
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
+from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.startup_report import describe_weights
 
 _MEMORY = "lowbit_strategy.fitting.memory:lines"
 
@@ -67,3 +69,14 @@ def _cost(plan: StepPlan, coding: WeightCoding) -> str:
     ours = plan.topology.num_nodes != 1 and coding != Exact()  # FSDP2's own gathers are not counted by node
     between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
     return f"{size(step_nbytes(units))}/step{between}, {memory}"
+
+
+def describe_weights(coding: WeightCoding, modules: Mapping[str, ModuleLayout]) -> str:
+    """Describe how FSDP2's weights are coded, and what is kept of them between gathers."""
+    again = any(layout.num_gathers > 1 for layout in modules.values())  # or FSDP2 frees nothing after forward
+    keeps = {
+        "nothing": "gathered again in backward" if again else "sent once, as FSDP2 keeps them until backward",
+        "codes": "kept as codes",
+        "replica": "kept as a replica",
+    }
+    return f"{coding.label}, {keeps[coding.keep]}"

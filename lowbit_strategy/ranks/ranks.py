@@ -107,6 +107,14 @@ class Topology:
         """The number of ranks that reduce the same part, including this one."""
         return self.world_size // (self.node_size or 1)
 
+    @property
+    def label(self) -> str:
+        """Which ranks reduce what together, for reports."""
+        if self.node_size is None:
+            return f"{self.num_peers} ranks"
+        inside = "exact" if self.coding is None else self.coding.label
+        return f"{self.num_peers} groups of {self.num_parts} ranks, {inside} inside a group"
+
     def own_parts(self, specs: Iterable[TensorSpec], *, sharded: bool) -> list[TensorSpec]:
         """The parts of parameters that this rank reduces. `sharded`: FSDP2 shards them over all ranks."""
         size = self.node_size

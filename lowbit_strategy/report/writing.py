@@ -16,7 +16,6 @@ from lowbit_strategy.control.base import Progress, describe, labels
 from lowbit_strategy.model.fingerprint import to_plain
 from lowbit_strategy.report.record import FILE_NAME
 from lowbit_strategy.telemetry.observe import Observation
-from lowbit_strategy.telemetry.startup_report import describe_ranks
 
 
 class RunRecord:
@@ -51,7 +50,7 @@ class RunRecord:
             num_steps=control.clock(sync.step_index).num_steps,
             world_size=sync.ranks.world_size,
             layout="reduce-scatter" if sync.scatter else "all-reduce",
-            ranks="; ".join(describe_ranks(ranks.topology) for ranks in sync.all_ranks),
+            ranks="; ".join(ranks.topology.label for ranks in sync.all_ranks),
             every_n_steps=0 if control.options is None else control.options.every_n_steps,
             compressor=describe(sync.compressor) if controller is None else None,
             controller=None if controller is None else type(controller).__name__,

@@ -1,1 +1,1 @@
-"""Observes training: a step's measurements, step times, the start-up report. It changes nothing."""
+"""Observes training: a step's measurements, and the way to the start-up report. It changes nothing."""

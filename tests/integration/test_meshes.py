@@ -27,7 +27,7 @@ from lowbit_strategy.custom_loop import Session, adapt, compress, monitor
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.plan.running import plan_of
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.plan.startup_report import build_report
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.meshes import (

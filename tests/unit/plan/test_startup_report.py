@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.zoo.composed import WarmUp
-from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.plan.startup_report import build_report
 from testing.worlds.single import engine
 
 WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
