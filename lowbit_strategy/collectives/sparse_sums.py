@@ -95,11 +95,9 @@ def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *,
 
     Exact under all-reduce if all ranks have equal numbers of entries.
     """
-    others = world_size - 1
-    if not scatter:
-        return others * (counts_nbytes(numel) + entries_nbytes(count, codec))
-    row = -(-numel // world_size)
-    return others * (counts_nbytes(row) + entries_nbytes(-(-count // world_size), codec))
+    owners = world_size if scatter else 1
+    message = counts_nbytes(-(-numel // owners)) + entries_nbytes(-(-count // owners), codec)
+    return message * (world_size - 1)
 
 
 def sum_values(

@@ -35,9 +35,8 @@ class RowCode:
         self.nbytes = HEADER_NBYTES + sum(
             self._section_nbytes(codec, param) for codec, params in parts for param in params
         )
-        self._coded: list[
-            tuple[Codec, Segments, Segments]
-        ] = []  # segments encoded from this row, and decoded from all rows
+        # segments encoded from this row, and decoded from all rows
+        self._coded: list[tuple[Codec, Segments, Segments]] = []
         self._exact: list[tuple[Segments, Segments]] = []
         wire_at = HEADER_NBYTES
         for codec, params in parts:

@@ -84,8 +84,8 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         planes=fmt.planes,
         max_scale=fmt.max_scale,
         top=fmt.top,
-        codebook=codebook
-        + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that are never sent decode to something too
+        # codes that are never sent decode to something too
+        codebook=codebook + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),
         thresholds=fmt.thresholds,
     )
 
