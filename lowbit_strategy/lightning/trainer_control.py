@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from lowbit_strategy.adaptation.model_control import ModelControl
-from lowbit_strategy.control.base import Controller
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
-
-from .clock import TrainerClock
 
 
 class TrainerControl(ModelControl):
@@ -21,14 +20,40 @@ class TrainerControl(ModelControl):
     """
 
     def __init__(self, sync: GradientSync, trainer: Any) -> None:
-        self._trainer_clock = TrainerClock(trainer)
-        super().__init__(sync, self._trainer_clock, self._log)
+        super().__init__(sync, self._progress_at, self._log)
         self._trainer = trainer
+        self._max_steps = trainer.max_steps  # a learning rate finder sets another one for its own steps
+        self._length: tuple[int | None, int | None] | None = None  # of the run, and of an epoch, in optimizer steps
         self.has_log = lambda: bool(trainer.loggers)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers:  # regardless of the loggers' interval: the metrics are this step's
             logger.log_metrics(dict(metrics), step=step)
+
+    def _progress_at(self, step: int) -> Progress:
+        if self._length is None:
+            self._measure_early()
+        num_steps, steps_per_epoch = self._length or (None, None)
+        epoch = self._trainer.current_epoch
+        return Progress(step=step, epoch=epoch, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+
+    def _measure_run(self) -> None:
+        """Training begins, so the Trainer now knows its length."""
+        trainer = self._trainer
+        total, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+        self._length = (
+            int(total) if 0 < total < math.inf else None,
+            math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else None,
+        )
+
+    def _measure_early(self) -> None:
+        """A finder trains before training begins, without callbacks: use the length of the coming run."""
+        loop = self._trainer.fit_loop.epoch_loop
+        present, loop.max_steps = loop.max_steps, self._max_steps
+        try:
+            self._measure_run()
+        finally:
+            loop.max_steps = present
 
     @property
     def _callbacks(self) -> list[Any]:
@@ -45,7 +70,7 @@ class TrainerControl(ModelControl):
             return
         if self.driver is not None and self.driver.controller.initial_accumulation is not None:
             _check_accumulation(self.driver.controller, self._trainer)
-        self._trainer_clock.measure_run()
+        self._measure_run()
         self.folder = self._find_folder()
         super().begin(strategy=type(self._trainer.strategy).__name__, **fields)
 
