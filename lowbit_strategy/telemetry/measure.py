@@ -135,4 +135,4 @@ def _compared(view: ParamView, mean_N: Tensor, positions_N: Tensor, weights_N: T
     else:
         result_N, weights_N = view.out[positions_N], weights_N / comm.world_size
     result, mean = result_N.double(), mean_N.double()
-    return torch.stack([torch.dot(each.square(), weights_N) for each in (result - mean, mean)])
+    return torch.stack([result - mean, mean]).square() @ weights_N

@@ -36,8 +36,6 @@ class StepFigures(BucketObserver, StepListener):
         probe: The request for the step that begins; until then, the one for the last step.
     """
 
-    accounts = False
-
     def __init__(self, sync: GradientSync, controller: Controller, timer: Callable[[], float]) -> None:
         self.probe = Probe()
         self._sync, self._controller, self._timer = sync, controller, timer

@@ -51,7 +51,7 @@ class Reducer(Method):
         """Write every view's mean, and yield whenever bytes travel. All ranks call this with the same parameters in the
         same order.
 
-        A view's `trace` must be called, unless nobody looks.
+        Each view's `trace` must be called before its mean is written.
         """
 
     @abstractmethod
