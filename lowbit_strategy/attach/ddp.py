@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.parallel_dims import describe_dims, model_group
+from lowbit_strategy.model.parallel_dims import model_group
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, device_of
 from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
 
@@ -60,8 +60,7 @@ def attach_ddp(
     if not in_rounds:
         prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or in_rounds
-    dims = describe_dims(getattr(model, "device_mesh", None), model.parameters())
-    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world, dims=dims)
+    ranks = make_ranks(group, prepared.topology, device, everyone=everyone, own_world=own_world)
     prepared, sync = make_engine(model.module, prepared, ranks, device, has_scaler=has_scaler)
     if ranks.alone:
         return make_session(model, prepared, sync)

@@ -21,7 +21,6 @@ from lowbit_strategy.hooks.all_gather import module_layouts
 from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.mesh import by_mesh, check_parts, give_replicas, has_other_parts, mean_ranks, shard_group
-from lowbit_strategy.model.parallel_dims import describe_dims
 from lowbit_strategy.model.parameters import (
     describe_parameters,
     device_of,
@@ -104,9 +103,7 @@ def _on_mesh(
     """The configuration on the ranks of one mesh, and these ranks."""
     mesh, group = groups[0].mesh, _mean_group(groups, device)
     prepared = on_ranks(prepared, find_topology(group), mesh.shape[-1] if mesh.ndim > 1 else None)
-    params = [param.sharded_param for each in groups for param in each.param_group.fsdp_params]
-    dims = describe_dims(mesh, params)
-    return prepared, make_ranks(group, prepared.topology, device, everyone=everyone, dims=dims)
+    return prepared, make_ranks(group, prepared.topology, device, everyone=everyone)
 
 
 def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:

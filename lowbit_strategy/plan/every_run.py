@@ -11,6 +11,7 @@ from lowbit_strategy.attach.prepare import PreparedModel
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.plan.byte_check import ByteCheck
+from lowbit_strategy.plan.mesh_dims import note_dims
 from lowbit_strategy.plan.running import expect
 from lowbit_strategy.plan.step_line import StepTimes
 
@@ -23,6 +24,7 @@ class PlanPart(Part):
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         expect(sync, module)
+        note_dims(sync, module)
         ByteCheck(sync)
         if sync.ranks.logs and not prepared.in_rounds and not isinstance(prepared.compressor, Chooser):
             StepTimes(sync)

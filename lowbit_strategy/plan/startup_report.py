@@ -18,6 +18,7 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.lines import describe_weights, lines_of
+from lowbit_strategy.plan.mesh_dims import dims_of
 from lowbit_strategy.ranks.ranks import Ranks, Topology
 
 _LONGEST_PHASE = 1 << 20
@@ -138,7 +139,7 @@ def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:
         weights=None if weights is None else weights.coding,
         modules={name: each for name, each in modules.items() if ranks_of(each.specs[0].name) is ranks},
         step_index=sync.step_index,
-        dims=ranks.dims,
+        dims=dims_of(sync, [each is ranks for each in sync.all_ranks].index(True)),
         planned=lines_of(sync, ranks),
     )
 

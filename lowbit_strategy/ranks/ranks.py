@@ -227,7 +227,6 @@ class Ranks:
         own: Groups that were made for this object, which `destroy` ends.
         column: The part of the model that this rank, and those with which it averages gradients, have along other mesh
             dims, such as tensor parallelism.
-        dims: The dims of the mesh, in words; empty if there is one.
         comes_and_goes: Whether `world` is one of several replicas that come and go, of which `peers` has one rank each.
 
     Attributes:
@@ -247,7 +246,6 @@ class Ranks:
     comes_and_goes: bool = False
     coding: NodeCoding | None = None
     column: int = 0
-    dims: str = ""
     rank: int = field(init=False, compare=False)
     world_size: int = field(init=False, compare=False)
     topology: Topology = field(init=False, compare=False)
@@ -304,7 +302,6 @@ def make_ranks(
     *,
     everyone: dist.ProcessGroup | None = None,
     own_world: bool = False,
-    dims: str = "",
 ) -> Ranks:
     """Make groups of ranks that together reduce whole parameters, and groups of ranks that reduce the same part. Call
     it on all ranks of `group`.
@@ -315,7 +312,6 @@ def make_ranks(
         device: Device of the gradients.
         everyone: All ranks that hold a part of the model, if there are more.
         own_world: Whether to make a new group of the ranks of `group` too, because another thread uses `group`.
-        dims: See `Ranks`.
     """
     size = topology.node_size
     members = dist.get_process_group_ranks(group)
@@ -355,7 +351,6 @@ def make_ranks(
         own=tuple(own),
         coding=topology.coding,
         column=column,
-        dims=dims,
     )
 
 

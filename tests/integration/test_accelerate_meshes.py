@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lowbit_strategy import Dense
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.plan.mesh_dims import dims_of
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.processes.scripts import REPOSITORY, run_script
 from testing.training.accelerated import fresh_state, fsdp_plugin, make
@@ -100,7 +101,7 @@ def context_parallelism(folder: Path) -> Facts:
         assert binding is not None
         assert binding.sync is not None
         ranks = binding.sync.ranks
-        found["ranks"] = ranks.peers.world_size, ranks.world_size, ranks.dims
+        found["ranks"] = ranks.peers.world_size, ranks.world_size, dims_of(binding.sync, 0)
     return found
 
 

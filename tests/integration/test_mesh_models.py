@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Dense
 from lowbit_strategy.custom_loop import compress
+from lowbit_strategy.plan.mesh_dims import dims_of
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.meshes import LOCO, WIDTH, Block, local
 
@@ -169,7 +170,7 @@ def described(folder: Path) -> Facts:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     session = compress(model, torch.optim.AdamW(model.parameters()), LOCO)
-    dims = session.sync.ranks.dims
+    dims = dims_of(session.sync, 0)
     session.close()
     return {"dims": dims}
 
