@@ -16,8 +16,9 @@ NEVER_ATTACHED = (
     " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
 )
 
-# Sessions that are told of every step, in the order in which they were made: all ranks end their steps in this order.
-_watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+# Sessions that are told of steps, in the order in which they were made: all ranks end their steps in this order. True:
+# of every step. False: a later session has parameters of this one's model.
+_watching: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 # Prepared models: a step before anything is attached is an error.
 _unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _handles: list[Any] = []  # torch's hook, once per process
@@ -25,10 +26,11 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 def watch_optimizers(session: Any) -> None:
     """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
-    From now on no other session has its model.
+    An earlier session that shares parameters with it, perhaps because it had the same model, is called from now on only
+    while its own reductions are open.
     """
     _take_over(session.param_ids)
-    _watching[session] = None
+    _watching[session] = True
 
 
 def stop_watching(session: Any) -> None:
@@ -42,12 +44,12 @@ def await_attachment(module: nn.Module) -> None:
 
 
 def _take_over(param_ids: set[int]) -> None:
-    """Remove a model with these parameters from its earlier session: another trainer has it now, or it is attached."""
+    """A model with these parameters has been prepared or attached, perhaps by another trainer."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     for session in list(_watching):
         if not session.param_ids.isdisjoint(param_ids):
-            stop_watching(session)
+            _watching[session] = False
     for module in list(_unattached):
         if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
             _unattached.pop(module, None)
@@ -62,8 +64,9 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for session in list(_watching):
-        session.on_optimizer_step(optimizer)
+    for session, is_latest in list(_watching.items()):
+        if is_latest or session.sync.transactions.prepared:
+            session.on_optimizer_step(optimizer)
     if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):

@@ -53,6 +53,7 @@ class Session:
         hook: The hook of DDP, or of FSDP2.
 
     Attributes:
+        module: The argument.
         ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`; and what it
             returned, if they have stepped since the last backward pass.
     """
@@ -69,7 +70,7 @@ class Session:
         self.sync, self.options, self.pace = sync, options, pace
         self._ranks = sync.all_ranks  # `close` destroys the groups made for them
         self._let_go_of_owner: Callable[[], object] = lambda: None
-        self._module, self._hook = module, hook
+        self.module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.has_loaded = False
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
@@ -221,7 +222,7 @@ class Session:
             return True
         if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
-            why = why_nothing_was_sent(self._module, waits=self._is_in_ddp)
+            why = why_nothing_was_sent(self.module, waits=self._is_in_ddp)
             _log.warning("rank %d: %s", self.sync.ranks.rank, why)
         if stepped is None:
             self._use.settle_all()

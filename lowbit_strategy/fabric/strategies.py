@@ -41,7 +41,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
             lambda: self.loss_scaler,
         )
         for index, earlier in enumerate(self.sessions):
-            if earlier.param_ids & session.param_ids:
+            if earlier.module is session.module:
                 session.adopt(earlier)
                 session.resume()
                 earlier.close()

@@ -220,6 +220,33 @@ def test_two_models(facts: list[Facts]) -> None:
     assert facts[0]["resumed"] == facts[0]["expected"]
 
 
+def shared_trunk(folder: Path) -> Facts:
+    """Two models that share a layer, the second one trained every other time."""
+    found: Facts = {}
+    for strategy in ("ddp", "dense_ddp", "loco_ddp"):
+        made = launch(strategy)
+        torch.manual_seed(0)
+        trunk = nn.Linear(16, 32)
+        nets = [nn.Sequential(trunk, nn.Tanh(), nn.Linear(32, width)) for width in (8, 4)]
+        pairs = [setup(made, net) for net in nets]
+        for step, (x, y) in enumerate(batches(made.global_rank)):
+            for model, optimizer in pairs[: 1 + step % 2]:
+                out = model(x)
+                optimizer.zero_grad()
+                made.backward(F.mse_loss(out, y[:, : out.shape[1]]), model=model)
+                optimizer.step()
+        sessions = getattr(made.strategy, "sessions", [])
+        found[strategy] = {"bits": list(map(fingerprint, nets)), "steps": [each.sync.step_index for each in sessions]}
+    return found
+
+
+@scenarios(shared_trunk)
+def test_models_that_share_a_layer(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["dense_ddp"]["bits"] == facts[0]["ddp"]["bits"]
+    assert facts[0]["loco_ddp"]["steps"] == facts[0]["dense_ddp"]["steps"] == [8, 4]
+
+
 def names_that_collide(folder: Path) -> Facts:
     """A checkpoint of two models, and one whose name is the first one's with a number."""
     made = fabric("ddp")

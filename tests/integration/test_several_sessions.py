@@ -1,4 +1,4 @@
-"""Several models under one optimizer: all ranks end their sessions in the same order."""
+"""Several models in one process: under one optimizer, and with parameters that they share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy import LoCo
 from lowbit_strategy.attach.optimizer_hook import _watching as watching
 from lowbit_strategy.custom_loop import compress
 from testing.processes.ranks import run_ranks
@@ -39,3 +40,29 @@ def test_sessions_that_share_an_optimizer_end_in_the_order_in_which_they_were_ma
     (order, weights), (other_order, other_weights) = run_ranks(train, 2)
     assert order == other_order == list(range(6))
     assert torch.equal(weights, other_weights)
+
+
+def train_in_turns(rank: int, world_size: int, order: list[int]) -> tuple[list[int], list[int], Tensor]:
+    """Two models with one trunk. `order`: in which compression is attached to them."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(24, 24)
+    models = [DistributedDataParallel(nn.Sequential(trunk, nn.Tanh(), nn.Linear(24, width))) for width in (24, 8)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    sessions = {each: compress(models[each], optimizers[each], LoCo(block_size=32, exempt=())) for each in order}
+    for step in range(9):
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(2 * step + rank))
+        for model, optimizer in list(zip(models, optimizers, strict=True))[: 1 + step % 2]:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    counts = [sessions[each].sync.step_index for each in range(2)]
+    left = [len(sessions[each].sync.transactions.prepared) for each in range(2)]
+    return counts, left, torch.cat([param.detach().view(-1) for model in models for param in model.parameters()])
+
+
+def test_models_that_share_parameters_count_their_own_steps() -> None:
+    runs = [result for order in ([0, 1], [1, 0]) for result in run_ranks(train_in_turns, 2, order)]
+    for counts, left, weights in runs:
+        assert counts == [9, 4]
+        assert left == [0, 0]
+        assert torch.equal(weights, runs[0][2])
