@@ -112,7 +112,7 @@ def convert(value: object, kind: type[T], where: str) -> T:
 
     Args:
         value: Mappings, lists, texts and numbers. Objects of the expected type are returned unchanged.
-        kind: A type with a `Conversion`, a dataclass, or any type that their fields may have.
+        kind: A type with a registered conversion, a dataclass, or any type that their fields may have.
         where: The value's name in errors.
 
     Raises:
