@@ -234,12 +234,6 @@ class MethodState:
             store.rescale_(factor)
         self.carryover.rescale_(factor)
 
-    def rescale_residual_(self, name: str, factor: float) -> None:
-        """Multiply what one parameter has not sent yet, leftovers included, by `factor`; other state stays."""
-        store = self.store(name)
-        store.method.rescale_residual_(store.tensors(name), factor)
-        self.carryover.rescale_(factor, [name])
-
     @property
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())

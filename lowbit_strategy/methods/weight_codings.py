@@ -193,22 +193,10 @@ WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "d
 
 register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} with a compressor (FSDP2)")
 
-_EXACT, _CODE = Exact(), WeightCode()
-
-# What reports compare.
-CHOICES: tuple[WeightCoding, ...] = (
-    _EXACT,
-    Exact(keep="replica"),
-    WeightCode(keep="nothing"),
-    _CODE,
-    WeightCode(keep="replica"),
-    WeightDelta(),
-)
-
 
 def default_weights(compressor: Compressor) -> WeightCoding:
     """The default: 8 bits with LoCo, otherwise exact, since coded weights have not been measured with others."""
-    return _CODE if isinstance(compressor, LoCo) else _EXACT
+    return WeightCode() if isinstance(compressor, LoCo) else Exact()
 
 
 def as_weights(value: object) -> WeightCoding:
@@ -236,5 +224,5 @@ register_conversion(
     WeightCoding,
     _make,
     "a coding of weights such as WeightDelta(bits=4), 'exact', 'code8', 'delta4' or {name: delta, bits: 4}",
-    known=lambda: CHOICES,
+    known=lambda: [coding() for coding in WEIGHTS.values()],
 )

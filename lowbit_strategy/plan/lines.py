@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lowbit_strategy import leaves
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods.weight_codings import CHOICES, Exact, WeightCoding
+from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCoding, WeightDelta
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.messages import internode_nbytes, step_nbytes
@@ -15,6 +15,15 @@ from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.plan.weight_bytes import kept_nbytes, weight_transfers
 from lowbit_strategy.ranks.ranks import Ranks
 
+# The codings of weights that a report compares.
+CHOICES: tuple[WeightCoding, ...] = (
+    Exact(),
+    Exact(keep="replica"),
+    WeightCode(keep="nothing"),
+    WeightCode(),
+    WeightCode(keep="replica"),
+    WeightDelta(),
+)
 _MEMORY = "lowbit_strategy.fitting.memory:lines"
 
 

@@ -55,9 +55,15 @@ class FollowedRates(StepListener):
                 continue
             before = self._rates.setdefault(name, rate)
             if abs(math.log2(rate / before)) >= GRAIN:
-                self._state.rescale_residual_(name, before / rate)
-                self._transactions.rescale_residual_(name, before / rate)
+                self._rescale_(name, before / rate)
                 self._rates[name] = rate
+
+    def _rescale_(self, name: str, factor: float) -> None:
+        """Multiply what one parameter has not sent yet, leftovers and reductions set aside included, by `factor`."""
+        store = self._state.store(name)
+        store.method.rescale_residual_(store.tensors(name), factor)
+        self._state.carryover.rescale_(factor, [name])
+        self._transactions.rescale_residual_(name, factor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": dict(self._rates)}

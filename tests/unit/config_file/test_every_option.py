@@ -17,7 +17,7 @@ from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.cli import app
 from lowbit_strategy.config_file.section import OTHER_KEYS, add_section, plugin_from_section, read_section
 from lowbit_strategy.local_steps.interval import Interval
-from lowbit_strategy.methods.weight_codings import CHOICES
+from lowbit_strategy.plan.lines import CHOICES
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
 VALUES: dict[str, Any] = {  # of the plugin's own options: none is the default
