@@ -14,9 +14,11 @@ step takes as long as on the slowest rank. Ranks exchange times once per phase, 
 from __future__ import annotations
 
 import statistics
+import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,11 +161,28 @@ class AutoChoice(EveryStep):
         return self.active is None and self.phase != "empty"
 
     def attached(self, session: Any, model: nn.Module) -> None:
+        self._session = weakref.ref(session)
+        self._begin_with_forward(model)
         self.switch.give_back()
 
     def wrapped_by(self, model: DistributedDataParallel) -> None:
         assert isinstance(self.switch, DDPSwitch)
+        self._begin_with_forward(model)
         self.switch.rewrapped(model)
+
+    def _begin_with_forward(self, model: nn.Module) -> None:
+        """End a step that nobody has ended before the next forward pass: what reduces gradients must not change between
+        a forward pass, which prepares it, and its backward pass.
+        """
+        session_of = self._session
+
+        @torch.compiler.disable
+        def begin(*_: Any) -> None:
+            session = session_of()
+            if session is not None and not session.is_closed and torch.is_grad_enabled():
+                session.begin_forward()
+
+        model.register_forward_pre_hook(begin, prepend=True)
 
     def close(self) -> bool:
         return self.switch.close()

@@ -32,6 +32,7 @@ from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.auto import OWN, STEPS, TRIED, is_hooked, settled
 from testing.training.comparing import fingerprint, full_parameters, random_numbers
+from testing.training.plain import batch, wrap
 from testing.training.regression import BATCH, OUTPUTS, WIDTH, ByStep, Kind, Regression, loader, trainer
 
 LAYOUTS = ("ddp", "fsdp", "hsdp")
@@ -98,6 +99,32 @@ def test_declining_hsdp(facts: list[Facts]) -> None:
         assert rank["own"]
         assert rank["hook"] == [False] * STEPS
         torch.testing.assert_close(rank["losses"], rank["stock"])
+
+
+def nobody_ends_steps(folder: Path, kind: str) -> Facts:
+    """A loop that calls `begin_step` between forward and backward, and never `end_step`."""
+    with settled(None):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        prepared = prepare(model, Auto(), scatter=kind == "fsdp")
+        wrapped = wrap(kind, model)
+        session = attach_ddp(wrapped, prepared) if kind == "ddp" else attach_fsdp(wrapped, prepared)
+        session.resume()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = (wrapped(batch(step)) - batch(step)).square().mean()
+            session.begin_step()
+            loss.backward()
+            optimizer.step()
+        session.finish()
+    return {"bits": fingerprint(model), "phase": session.pace.phase, "sent": session.sync.sent_nbytes}
+
+
+@scenarios(nobody_ends_steps, kind=("ddp", "fsdp"))
+def test_steps_that_nobody_ends_end_before_the_next_forward_pass(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["phase"] == "settled"
+    assert facts[0]["sent"] > 0
 
 
 def stays_with_ddp(folder: Path) -> Facts:
