@@ -12,6 +12,11 @@ NO_STEP_HAS_ENDED = (
     " that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then nothing is compared or"
     " recorded, no controller decides, and local steps have no turn"
 )
+SHARED_IN_ROUNDS = (
+    "compression was attached to another model that shares parameters with this one, and local steps would move them"
+    " from two anchors: attach it to one model that holds both, or leave outer= out. If this one is no longer trained,"
+    " close its session"
+)
 MADE_BEFORE_SHARDING = (
     "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
     " them"

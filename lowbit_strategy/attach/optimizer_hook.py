@@ -33,6 +33,11 @@ def watch_optimizers(session: Any) -> None:
     _watching[session] = True
 
 
+def shares_parameters(session: Any) -> bool:
+    """Whether a later session has parameters of this one's model."""
+    return not _watching.get(session, True)
+
+
 def stop_watching(session: Any) -> None:
     _watching.pop(session, None)
 

@@ -21,10 +21,11 @@ from lowbit_strategy.attach.mistakes import (
     MADE_BEFORE_SHARDING,
     MANY_PASSES,
     NO_STEP_HAS_ENDED,
+    SHARED_IN_ROUNDS,
     UNFROZEN_UNDER_DDP,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.optimizer_hook import stop_watching, watch_optimizers
+from lowbit_strategy.attach.optimizer_hook import shares_parameters, stop_watching, watch_optimizers
 from lowbit_strategy.attach.pace import EveryStep
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
@@ -145,7 +146,8 @@ class Session:
             loss: Loss of the batch before scaling, for the record and for rounds whose length depends on it.
 
         Raises:
-            RuntimeError: Nothing synchronizes a parameter that is trained now.
+            RuntimeError: Nothing synchronizes a parameter that is trained now, or in rounds another session has
+                parameters of this model.
         """
         self.begin_pass(loss)
         self.begin_reducing(scaler)
@@ -155,6 +157,8 @@ class Session:
         self.ended_by.update(dict.fromkeys(self.ended_by))
         if (control := self.sync.listeners.control) is not None:
             control.begin_pass(loss)
+        if self.is_in_rounds and shares_parameters(self):
+            raise RuntimeError(SHARED_IN_ROUNDS)
         if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.attach.optimizer_hook import _watching as watching
 from lowbit_strategy.custom_loop import compress
 from testing.processes.ranks import run_ranks
+from testing.processes.scenarios import raised
 
 
 def train(rank: int, world_size: int) -> tuple[list[int], Tensor]:
@@ -66,3 +67,18 @@ def test_models_that_share_parameters_count_their_own_steps() -> None:
         assert counts == [9, 4]
         assert left == [0, 0]
         assert torch.equal(weights, runs[0][2])
+
+
+def share_in_rounds(rank: int, world_size: int) -> list[str]:
+    trunk = nn.Linear(24, 24)
+    models = [DistributedDataParallel(nn.Sequential(trunk, nn.Linear(24, width))) for width in (24, 8)]
+    sessions = [compress(model, torch.optim.SGD(model.parameters(), lr=0.1), outer=DiLoCo(every=2)) for model in models]
+    errors = [raised(model(torch.ones(2, 24)).sum().backward) for model in models]
+    sessions[0].close()
+    return [*errors, raised(models[1](torch.ones(2, 24)).sum().backward)]
+
+
+def test_local_steps_of_models_that_share_parameters_are_refused() -> None:
+    for *errors, alone in run_ranks(share_in_rounds, 2):
+        assert all("another model that shares parameters with this one, and local steps" in each for each in errors)
+        assert alone == ""
