@@ -54,15 +54,21 @@ class GradientUse:
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(param)]: param for param in params if id(param) in self._names}
 
+    def _in_use(self) -> list[Optimizer]:
+        """The optimizers. Those that have stepped and were not given come first, since they may replace given ones."""
+        given = list(self.optimizers())
+        known = {id(each.param_groups) for each in given}  # frameworks wrap optimizers, which share their groups
+        return [*(each for each in self._optimizers if id(each.param_groups) not in known), *given]
+
     def rates(self) -> dict[str, float]:
         """The learning rate of each parameter that an optimizer steps."""
-        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        groups = [group for optimizer in reversed(self._in_use()) for group in optimizer.param_groups]
         found = {id(param): group["lr"] for group in groups for param in group["params"]}
         return {name: float(found[each]) for each, name in self._names.items() if each in found}
 
     def first_rate(self) -> float | None:
         """The learning rate of the first parameter group; None: no optimizer steps this model."""
-        owners = (each for each in self.optimizers() if self.owns(each))
+        owners = (each for each in self._in_use() if self.owns(each))
         return next((float(each.param_groups[0]["lr"]) for each in owners), None)
 
     def owns(self, optimizer: Optimizer) -> bool:

@@ -102,3 +102,23 @@ def fitted(folder: Path, kind: Kind) -> Facts:
 def test_residuals_follow_a_scheduler_of_lightning(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"resumed": True, "matters": True}
+
+
+def replaced(folder: Path) -> Facts:
+    """The loop goes on with another optimizer, which `compress` was not given."""
+    model = wrap("ddp", mlp())
+    session = compress(model, torch.optim.SGD(model.parameters(), lr=0.1), COMPRESSORS["loco"], follows_rate=True)
+    seen = []
+    for optimizer in [*session.ended_by, torch.optim.SGD(model.parameters(), lr=0.05)]:
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((session.sync.listeners.learning_rate(), set(session.sync.listeners.rates().values())))
+    session.finish()
+    return {"seen": seen}
+
+
+@scenarios(replaced)
+def test_the_rate_is_that_of_the_optimizer_that_steps(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["seen"] == [(0.1, {0.1}), (0.05, {0.05})]
