@@ -15,7 +15,6 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.native import select as native
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.reference.rng import sample_positions
-from lowbit_strategy.kernels.reference.top_k import top_k as sorted_top_k
 
 MAX_INT32_NUMEL = 2**31 - 1
 _PIECE_NUMEL = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
@@ -194,7 +193,7 @@ def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
     """All candidates, plus the first of the other elements, which are 0."""
     nonzero, _ = select_above(x, _SMALLEST, expected=candidates.numel())
     if nonzero.numel() != candidates.numel():  # numbers below the normal range count as well: sort everything
-        chosen = sorted_top_k(x, k)
+        chosen = reference.top_k(x, k)
         return chosen, x.index_select(0, chosen)
     is_free = torch.ones(k, dtype=torch.bool, device=x.device)
     is_free[candidates[candidates < k].long()] = False

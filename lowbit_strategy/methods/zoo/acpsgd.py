@@ -11,8 +11,7 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
-from lowbit_strategy.kernels.orthogonal import orthogonalize_all
-from lowbit_strategy.kernels.thin_product import product
+from lowbit_strategy.kernels.matrices import orthogonalize_all, product
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods._base.residuals import zero_residuals

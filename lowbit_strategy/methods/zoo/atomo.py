@@ -13,8 +13,8 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened
+from lowbit_strategy.kernels.matrices import product
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
-from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.low_rank import LowRankCompressor, matrix_shape
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.sampling import inclusion_probabilities

@@ -12,8 +12,8 @@ from lowbit_strategy.codecs.base import StepContext
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
+from lowbit_strategy.kernels.matrices import product
 from lowbit_strategy.kernels.reference.blocks import to_blocks
-from lowbit_strategy.kernels.thin_product import product
 from lowbit_strategy.methods._base.compressor import DENSE, Assignment, Compressor, ReducingCompressor
 from lowbit_strategy.methods._base.reducer import ReducerState
 from lowbit_strategy.methods.zoo.residual_reducer import ResidualReducer

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_strategy.kernels.orthogonal import orthogonalize, orthogonalize_all
-from lowbit_strategy.kernels.thin_product import product
+from lowbit_strategy.kernels.matrices import orthogonalize, orthogonalize_all, product
 from testing.worlds.echo import Operations
 from testing.worlds.one_tensor import gaussian
 

@@ -11,7 +11,7 @@ from lowbit_strategy.collectives.comm import LocalComm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.kernels.reference.top_k import top_k
+from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.select import Sum
 from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods.dgc import DGC, select_by_sample

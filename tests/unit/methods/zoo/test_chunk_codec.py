@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit_strategy.codecs.base import Codec, DenseCodec, StepContext
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.reference.top_k import top_k
+from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.zoo.chunk_codec import ChunkCodec
 from lowbit_strategy.methods.zoo.feedback import FeedbackCodec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.kernels.reference.top_k import top_k
+from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.methods.zoo.kernels.chunk_top_k import chunk_top_k, reference
 from testing.kernels.row_cases import chunk_cases
 

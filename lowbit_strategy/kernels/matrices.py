@@ -1,4 +1,4 @@
-"""Orthonormal columns with the same bits on every rank.
+"""Orthonormal columns, and products of thin matrices, with the same bits on every rank.
 
 Each rank computes them itself, possibly on another type of GPU, and library routines add in an order that depends on
 the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in a
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
 _EPSILON = 1e-8  # of the norm is added to those of columns: a dependent one shrinks and is no noise of length 1
@@ -63,3 +64,15 @@ def _padded(x_BN: Tensor) -> Tensor:
     """Pad with zeros to a power of two, as `tree_sum` needs, which adds halves until one is left."""
     numel = x_BN.shape[-1]
     return torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel))
+
+
+def product(p_NR: Tensor, q_MR: Tensor) -> Tensor:
+    """``p q^T`` as float32 [N, M], computed one column after the other."""
+    out_NM = p_NR.new_empty(p_NR.shape[0], q_MR.shape[0])
+    num_rows = len(out_NM) if out_NM.is_cuda else max(1, CACHE_ELEMENTS // max(1, len(q_MR)))
+    columns_RM = q_MR.T.contiguous()
+    for part_NM, rows_NR in zip(out_NM.split(num_rows), p_NR.split(num_rows), strict=True):
+        torch.mul(rows_NR[:, :1], columns_RM[0], out=part_NM)
+        for at, column_M in enumerate(columns_RM[1:], 1):
+            part_NM += rows_NR[:, at : at + 1] * column_M
+    return out_NM
