@@ -176,8 +176,10 @@ def test_glossary_defines_each_term_once() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_end_where_they_should(page: str) -> None:
-    assert _text(page).count("```") == 2 * len(blocks(page))
+def test_blocks_begin_and_end_where_they_should(page: str) -> None:
+    text = _text(page)
+    assert text.count("```") == 2 * len(blocks(page))
+    assert re.findall(r"^ *```[a-z]* +\S.*$", text, re.MULTILINE) == []  # what follows a fence on its line is not shown
 
 
 def _text(page: str) -> str:
