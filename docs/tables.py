@@ -68,6 +68,10 @@ def arguments(cls: type) -> dict[str, str]:
 
 
 _REFERS = re.compile(r"See `(\w+)`[.;]? *")
+_CODE_FORMS = re.compile(
+    r"an instance of \w+ or | or an instance of \w+| or a function|one of lowbit_strategy\.control or "
+    r"|\b[A-Z]\w*\([^)]*\), "
+)
 _NAMED = {
     cls.__name__: cls
     for cls in (OuterRule, *map(type, (*PRESETS.values(), *OUTER_RULES.values())), *CONTROLLERS.values())
@@ -98,8 +102,8 @@ def _cell(text: str) -> str:
 
 
 def _value(kind: Any) -> str:
-    """What files can hold of what a field of this type accepts."""
-    text = re.sub(r"an instance of \w+ or | or an instance of \w+| or a function", "", describe_type(kind))
+    """What files can hold of what a field of this type accepts: not the forms of code."""
+    text = _CODE_FORMS.sub("", describe_type(kind))
     return re.sub(r"'(\w+)'", r"`\1`", _cell(text))
 
 
