@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import EveryStep
@@ -146,6 +147,7 @@ class AutoChoice(EveryStep):
             self._room = leaves.load(_ROOM, "memory")(prepared.options.memory, sync.device, sync.ranks)[0]
         self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
         self._clock = StepClock(sync.device)
+        self._forward_hook: RemovableHandle | None = None
         self._own: Timed | None = None  # in the trial under way, or the last one
         self._waiting: list[Candidate] = []  # to be tried
         self._tried: list[tuple[Candidate, Timed]] = []
@@ -182,9 +184,15 @@ class AutoChoice(EveryStep):
             if session is not None and not session.is_closed and torch.is_grad_enabled():
                 session.begin_forward()
 
-        model.register_forward_pre_hook(begin, prepend=True)
+        self._stop_beginning()
+        self._forward_hook = model.register_forward_pre_hook(begin, prepend=True)
+
+    def _stop_beginning(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
 
     def close(self) -> bool:
+        self._stop_beginning()
         return self.switch.close()
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ def _fresh(kernel: Any) -> Any:
     alignment = [param.name for param in kernel.params if param.do_not_specialize_on_alignment]
     plain = [param.name for param in kernel.params if param.do_not_specialize]
     fresh = triton.jit(kernel.fn, do_not_specialize=plain, do_not_specialize_on_alignment=alignment)
+    assert ("is_plain" in fresh.src) == ("if is_plain:" in fresh.src), f"{kernel.fn.__name__} asks in another way"
     fresh._unsafe_update_src(fresh.src.replace("if is_plain:", f"if {_condition}:"))
     return fresh
 

@@ -107,6 +107,7 @@ def nobody_ends_steps(folder: Path, kind: str) -> Facts:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         prepared = prepare(model, Auto(), scatter=kind == "fsdp")
         wrapped = wrap(kind, model)
+        own_hooks = len(wrapped._forward_pre_hooks)
         session = attach_ddp(wrapped, prepared) if kind == "ddp" else attach_fsdp(wrapped, prepared)
         session.resume()
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -117,7 +118,9 @@ def nobody_ends_steps(folder: Path, kind: str) -> Facts:
             loss.backward()
             optimizer.step()
         session.finish()
-    return {"bits": fingerprint(model), "phase": session.pace.phase, "sent": session.sync.sent_nbytes}
+        facts = {"bits": fingerprint(model), "phase": session.pace.phase, "sent": session.sync.sent_nbytes}
+        session.close()
+    return facts | {"hooks_left": len(wrapped._forward_pre_hooks) - own_hooks}
 
 
 @scenarios(nobody_ends_steps, kind=("ddp", "fsdp"))
@@ -125,6 +128,7 @@ def test_steps_that_nobody_ends_end_before_the_next_forward_pass(facts: list[Fac
     assert facts[0] == facts[1]
     assert facts[0]["phase"] == "settled"
     assert facts[0]["sent"] > 0
+    assert facts[0]["hooks_left"] == 0
 
 
 def stays_with_ddp(folder: Path) -> Facts:
