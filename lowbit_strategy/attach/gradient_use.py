@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -84,8 +84,8 @@ class GradientUse:
         return bool(self._optimizers) or self.owns(optimizer)
 
     @property
-    def param_ids(self) -> set[int]:
-        return set(self._names)
+    def param_ids(self) -> Set[int]:
+        return self._names.keys()
 
     def serves(self, module: nn.Module) -> bool:
         return any(id(param) in self._names for param in module.parameters())

@@ -4,7 +4,9 @@ attached.
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +18,8 @@ NEVER_ATTACHED = (
     " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
 )
 
-# Sessions that are told of steps, in the order in which they were made: all ranks end their steps in this order. True:
-# of every step. False: a later session has parameters of this one's model.
-_watching: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# Sessions that are told of steps: all ranks end their steps in this order.
+_watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 # Prepared models: a step before anything is attached is an error.
 _unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _handles: list[Any] = []  # torch's hook, once per process
@@ -26,16 +27,18 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 def watch_optimizers(session: Any) -> None:
     """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
-    An earlier session that shares parameters with it, perhaps because it had the same model, is called from now on only
-    while its own reductions are open.
+    It is the latest from now on: earlier sessions that share parameters with it, perhaps because they had the same
+    model, are called only while their own reductions are open.
     """
-    _take_over(session.param_ids)
-    _watching[session] = True
+    _forget_unattached(session.param_ids)
+    stop_watching(session)
+    _watching[session] = None
 
 
 def shares_parameters(session: Any) -> bool:
     """Whether a later session has parameters of this one's model."""
-    return not _watching.get(session, True)
+    since = itertools.dropwhile(lambda each: each is not session, list(_watching))
+    return any(not session.param_ids.isdisjoint(each.param_ids) for each in itertools.islice(since, 1, None))
 
 
 def stop_watching(session: Any) -> None:
@@ -44,17 +47,14 @@ def stop_watching(session: Any) -> None:
 
 def await_attachment(module: nn.Module) -> None:
     """The model was prepared: make an optimizer step an error until a session watches for it."""
-    _take_over(set(map(id, module.parameters())))
+    _forget_unattached(set(map(id, module.parameters())))
     _unattached[module] = None
 
 
-def _take_over(param_ids: set[int]) -> None:
+def _forget_unattached(param_ids: Set[int]) -> None:
     """A model with these parameters has been prepared or attached, perhaps by another trainer."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
-    for session in list(_watching):
-        if not session.param_ids.isdisjoint(param_ids):
-            _watching[session] = False
     for module in list(_unattached):
         if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
             _unattached.pop(module, None)
@@ -69,8 +69,8 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    for session, is_latest in list(_watching.items()):
-        if is_latest or session.sync.transactions.prepared:
+    for session in list(_watching):
+        if session.sync.transactions.prepared or not shares_parameters(session):
             session.on_optimizer_step(optimizer)
     if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -411,7 +411,7 @@ class Session:
         return self._use.serves(module)
 
     @property
-    def param_ids(self) -> set[int]:
+    def param_ids(self) -> Set[int]:
         return self._use.param_ids
 
     def close(self) -> None:

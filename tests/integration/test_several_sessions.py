@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import Auto, DiLoCo, LoCo
 from lowbit_strategy.attach.optimizer_hook import _watching as watching
-from lowbit_strategy.custom_loop import compress
+from lowbit_strategy.custom_loop import attach_ddp, compress, prepare
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import raised
 
@@ -69,16 +69,54 @@ def test_models_that_share_parameters_count_their_own_steps() -> None:
         assert torch.equal(weights, runs[0][2])
 
 
-def share_in_rounds(rank: int, world_size: int) -> list[str]:
+def share_in_rounds(rank: int, world_size: int, closed: int) -> list[str]:
+    """Of two models that share parameters, the one that is not `closed` is trained alone in the end."""
     trunk = nn.Linear(24, 24)
     models = [DistributedDataParallel(nn.Sequential(trunk, nn.Linear(24, width))) for width in (24, 8)]
     sessions = [compress(model, torch.optim.SGD(model.parameters(), lr=0.1), outer=DiLoCo(every=2)) for model in models]
     errors = [raised(model(torch.ones(2, 24)).sum().backward) for model in models]
-    sessions[0].close()
-    return [*errors, raised(models[1](torch.ones(2, 24)).sum().backward)]
+    sessions[closed].close()
+    return [*errors, raised(models[1 - closed](torch.ones(2, 24)).sum().backward)]
 
 
 def test_local_steps_of_models_that_share_parameters_are_refused() -> None:
-    for *errors, alone in run_ranks(share_in_rounds, 2):
-        assert all("another model that shares parameters with this one, and local steps" in each for each in errors)
-        assert alone == ""
+    for closed in range(2):
+        for *errors, alone in run_ranks(share_in_rounds, 2, closed):
+            assert all("another model that shares parameters with this one, and local steps" in each for each in errors)
+            assert alone == ""
+
+
+def prepared_again(rank: int, world_size: int) -> list[str]:
+    """In rounds; compression was to be attached once more, and was not."""
+    net = nn.Linear(24, 24)
+    model = DistributedDataParallel(net)
+    session = compress(model, torch.optim.SGD(net.parameters(), lr=0.1), outer=DiLoCo(every=2))
+    prepare(nn.Sequential(net), "loco")
+    error = raised(model(torch.ones(2, 24)).sum().backward)
+    session.close()
+    return [error]
+
+
+def test_a_model_that_was_only_prepared_shares_nothing() -> None:
+    assert run_ranks(prepared_again, 2) == [[""], [""]]
+
+
+def outlive(rank: int, world_size: int) -> int:
+    """`Auto` lets steps be DDP's own, and nobody ends them. A session that shared parameters has been closed."""
+    trunk = nn.Linear(24, 24)
+    modules = [nn.Sequential(trunk, nn.Linear(24, width)) for width in (24, 8)]
+    models = [DistributedDataParallel(each) for each in modules]
+    first, second = [attach_ddp(models[at], prepare(modules[at], Auto())) for at in range(2)]
+    second.close()
+    model = models[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+    first.finish()
+    return first.sync.step_index
+
+
+def test_a_session_that_outlives_one_that_shared_its_parameters_counts_its_steps() -> None:
+    assert run_ranks(outlive, 2) == [3, 3]
