@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +37,9 @@ class GradientUse:
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # have stepped
+        # Those that have stepped, in the order of their first steps, and the number of each one's last step.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self.optimizers: Callable[[], Iterable[Optimizer]] = lambda: self._optimizers
         self._delivered = DeliveredSigns(sync)
 
@@ -54,22 +58,22 @@ class GradientUse:
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(param)]: param for param in params if id(param) in self._names}
 
-    def _in_use(self) -> list[Optimizer]:
-        """The optimizers. Those that have stepped and were not given come first, since they may replace given ones."""
-        given = list(self.optimizers())
-        known = {id(each.param_groups) for each in given}  # frameworks wrap optimizers, which share their groups
-        return [*(each for each in self._optimizers if id(each.param_groups) not in known), *given]
+    def _rates(self) -> dict[str, Any]:
+        """The learning rate of each parameter that an optimizer steps, in the order of the parameter groups: that of
+        the optimizer that stepped it last, since it may replace others.
+        """
+        in_order = sorted(self._optimizers, key=self._optimizers.__getitem__)
+        groups = [group for each in [*self.optimizers(), *in_order] for group in each.param_groups if "lr" in group]
+        pairs = ((id(param), group["lr"]) for group in groups for param in group["params"])
+        return {self._names[each]: rate for each, rate in pairs if each in self._names}
 
     def rates(self) -> dict[str, float]:
         """The learning rate of each parameter that an optimizer steps."""
-        groups = [group for optimizer in reversed(self._in_use()) for group in optimizer.param_groups]
-        found = {id(param): group["lr"] for group in groups for param in group["params"]}
-        return {name: float(found[each]) for each, name in self._names.items() if each in found}
+        return {name: float(rate) for name, rate in self._rates().items()}
 
     def first_rate(self) -> float | None:
         """The learning rate of the first parameter group; None: no optimizer steps this model."""
-        owners = (each for each in self._in_use() if self.owns(each))
-        return next((float(each.param_groups[0]["lr"]) for each in owners), None)
+        return next(map(float, self._rates().values()), None)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
@@ -111,7 +115,7 @@ class GradientUse:
         is_reduced = sync.rounds is None
         if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:
             check_synchronizes(model)
-        self._optimizers[optimizer] = None
+        self._optimizers[optimizer] = next(self._numbers)
         stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]
         self.stepped.update(stepped)
         if is_reduced:

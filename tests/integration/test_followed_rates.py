@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.custom_loop import compress
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, compress, prepare
 from testing.processes.scenarios import Facts, all_but, scenarios
 from testing.training.plain import COMPRESSORS, batch, local_values, wrap
 from testing.training.regression import ByStep, Kind, loader, mlp, strategy, trainer
@@ -104,21 +104,29 @@ def test_residuals_follow_a_scheduler_of_lightning(facts: list[Facts]) -> None:
         assert rank == {"resumed": True, "matters": True}
 
 
-def replaced(folder: Path) -> Facts:
-    """The loop goes on with another optimizer, which `compress` was not given."""
-    model = wrap("ddp", mlp())
-    session = compress(model, torch.optim.SGD(model.parameters(), lr=0.1), COMPRESSORS["loco"], follows_rate=True)
+def replaced(folder: Path, given: bool) -> Facts:
+    """The loop goes on with other optimizers, and returns to the first; all live on. `given`: whether to `compress`."""
+    net = mlp()
+    model = wrap("ddp", net)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.05, 0.02)]
+    if given:
+        session = compress(model, optimizers[0], COMPRESSORS["loco"], follows_rate=True)
+    else:
+        session = attach_ddp(model, prepare(net, COMPRESSORS["loco"], SyncOptions(follows_rate=True)))
     seen = []
-    for optimizer in [*session.ended_by, torch.optim.SGD(model.parameters(), lr=0.05)]:
+    for optimizer in [*optimizers, optimizers[0]]:
+        session.begin_step()
         model(batch(0)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((session.sync.listeners.learning_rate(), set(session.sync.listeners.rates().values())))
+        session.end_step(optimizer)
+        listeners = session.sync.listeners
+        seen.append({listeners.learning_rate(), *listeners.rates().values()} - {None})
     session.finish()
     return {"seen": seen}
 
 
-@scenarios(replaced)
+@scenarios(replaced, given=(True, False))
 def test_the_rate_is_that_of_the_optimizer_that_steps(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["seen"] == [(0.1, {0.1}), (0.05, {0.05})]
+        assert rank["seen"] == [{0.1}, {0.05}, {0.02}, {0.1}]
