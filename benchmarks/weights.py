@@ -126,9 +126,7 @@ class Weights:
         world_size = self.world.size
         rows_WN = torch.cat([self._rows(x, world_size) for x in self.exact], 1)
         outs = [torch.zeros(rows_WN.numel()) for _ in self.syncs]
-        runs = [
-            sync.modules["model"].gather.run(row, out) for sync, row, out in zip(self.syncs, rows_WN, outs, strict=True)
-        ]
+        runs = [sync.modules["model"].run(row, out) for sync, row, out in zip(self.syncs, rows_WN, outs, strict=True)]
         for pending in itertools.zip_longest(*runs):
             for handle in pending:
                 if handle is not None:

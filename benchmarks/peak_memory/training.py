@@ -119,7 +119,7 @@ def _train(case: Case, device: torch.device, *, steps: int) -> dict[str, Any]:
         found["held"] = {
             "residuals": session.sync.state.nbytes,
             "messages": session.sync.buffers.nbytes + (0 if weights is None else weights.buffers.nbytes),
-            "weights": 0 if weights is None else sum(each.gather.kept_nbytes for each in weights.modules.values()),
+            "weights": 0 if weights is None else sum(each.kept_nbytes for each in weights.modules.values()),
         }
         found["weights_nbytes"] = None if weights is None else weights.step_nbytes
         found["planned_weights_nbytes"] = None if weights is None else step_nbytes(plan_of(session.sync).weights)

@@ -44,13 +44,14 @@ class WeightGather:
         row_numel: Elements of a row, padding included.
         comm: Sends messages to all ranks.
         device: Where weights lie.
-        keep: ``nothing``, ``codes`` or ``replica``.
+        keep: ``nothing``, ``codes``, if there are any, or ``replica``.
         differences: Whether messages hold differences from the replica, which must then be kept.
         buffers: Lends memory for messages.
         flags: Records messages of another layout.
 
     Attributes:
         fresh: Whether what is kept are the owners' current weights.
+        reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
         num_sent: Messages sent so far. `num_exact` of them held whole rows although the module has codes.
     """
 
@@ -67,12 +68,12 @@ class WeightGather:
         flags: StepFlags,
     ) -> None:
         self.row_numel = row_numel
-        self.fresh = False
+        self.fresh = self.reduced = False
         self.num_sent = self.num_exact = 0
         self._parts = parts
         self._comm = comm
         self._device = device
-        self._keep = keep
+        self._keep = "nothing" if parts is None and keep == "codes" else keep
         self._differences = differences and parts is not None
         self._buffers = buffers
         self._flags = flags
@@ -124,14 +125,35 @@ class WeightGather:
             self._return_memory(sent)
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks that share the module's weights."""
+        return self._comm.world_size
+
+    @property
     def keeps(self) -> bool:
         """Whether later gathers may use what is kept."""
         return self._keep != "nothing"
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it does anything that FSDP2's own gathers do not."""
+        return self._parts is not None or self.keeps
+
+    def gradients_reduced(self) -> None:
+        """The next forward pass must gather again, because an optimizer will have changed the weights.
+
+        Backward passes that are running still use the weights of their forward pass.
+        """
+        self.reduced = True
+
+    def begin_forward(self) -> None:
+        if self.reduced:
+            self.invalidate()
+
     def invalidate(self) -> None:
-        """The owners' weights have changed: the next gather sends them."""
+        """The owners' weights have changed: the next gather sends them. Call it on all ranks."""
         self._cancel_in_flight()
-        self.fresh = False
+        self.fresh = self.reduced = False
 
     def forget(self) -> None:
         """Other weights have been loaded: drop the replica, since differences from the old weights are useless."""

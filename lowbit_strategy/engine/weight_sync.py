@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,71 +20,35 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 
 
-class ModuleWeights:
-    """The weights of one module: its gather.
+def _gather(
+    layout: ModuleLayout,
+    coding: WeightCoding,
+    comm: Gathering,
+    device: torch.device,
+    buffers: WireBuffers,
+    flags: StepFlags,
+) -> WeightGather:
+    """The gather of one module's weights. All modules share `comm`, `device`, `buffers` and `flags`."""
+    rows = [dim0_row_numel(spec.shape, comm.world_size) for spec in layout.specs]
+    return WeightGather(
+        _parts(layout, coding, rows, comm.world_size) if layout.has_codes(coding) else None,
+        sum(rows),
+        comm,
+        device,
+        keep=coding.keep,
+        differences=coding.sends_differences,
+        buffers=buffers,
+        flags=flags,
+    )
 
-    Args:
-        layout: What is gathered.
-        coding: How weights are coded.
-        comm, device, buffers, flags: Shared by all modules.
 
-    Attributes:
-        reduced: Whether its gradients have been reduced since it was gathered for a forward pass.
-        world_size: The number of ranks that share its weights.
-    """
-
-    def __init__(
-        self,
-        layout: ModuleLayout,
-        coding: WeightCoding,
-        comm: Gathering,
-        device: torch.device,
-        buffers: WireBuffers,
-        flags: StepFlags,
-    ) -> None:
-        self.reduced, self.world_size = False, comm.world_size
-        rows = [dim0_row_numel(spec.shape, comm.world_size) for spec in layout.specs]
-        self.row_numel = sum(rows)
-        parts = self._parts(coding, layout, rows, comm.world_size) if layout.has_codes(coding) else None
-        keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
-        self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
-        self.gather = WeightGather(
-            parts,
-            self.row_numel,
-            comm,
-            device,
-            keep=keep,
-            differences=coding.sends_differences,
-            buffers=buffers,
-            flags=flags,
-        )
-
-    def _parts(
-        self, coding: WeightCoding, layout: ModuleLayout, rows: Sequence[int], world_size: int
-    ) -> list[CodecParams]:
-        params: dict[Codec | None, list[ParamView]] = {}
-        at = 0
-        for spec, row_numel in zip(layout.specs, rows, strict=True):
-            param = ParamView(spec, world_size, row_numel, at, self.row_numel)
-            params.setdefault(coding.codec(spec), []).append(param)
-            at += row_numel
-        return [CodecParams(codec, tuple(members)) for codec, members in params.items()]
-
-    def gradients_reduced(self) -> None:
-        """The next forward pass must gather again, because an optimizer will have changed the weights.
-
-        Backward passes that are running still use the weights of their forward pass.
-        """
-        self.reduced = True
-
-    def begin_forward(self) -> None:
-        if self.reduced:
-            self.invalidate()
-
-    def invalidate(self) -> None:
-        """The weights have changed: the next gather sends them. Call it on all ranks."""
-        self.reduced = False
-        self.gather.invalidate()
+def _parts(layout: ModuleLayout, coding: WeightCoding, rows: Sequence[int], world_size: int) -> list[CodecParams]:
+    """The parameters of each codec, as they lie in a row."""
+    params: dict[Codec | None, list[ParamView]] = {}
+    *offsets, stride = accumulate(rows, initial=0)
+    for spec, row_numel, at in zip(layout.specs, rows, offsets, strict=True):
+        params.setdefault(coding.codec(spec), []).append(ParamView(spec, world_size, row_numel, at, stride))
+    return [CodecParams(codec, tuple(members)) for codec, members in params.items()]
 
 
 class WeightSync:
@@ -95,6 +60,7 @@ class WeightSync:
         comms: How messages reach the ranks that share a module's weights, by the module's name.
 
     Attributes:
+        modules: The gather of each module.
         comms: The distinct values of `comms`.
         step_nbytes: Bytes that this rank sent in the last step, counted.
         flags: Records weights that were changed behind the engine's back.
@@ -113,7 +79,7 @@ class WeightSync:
         self.buffers = WireBuffers(device, several=any(each.between.is_far for each in self.comms))
         self.flags = StepFlags(device)
         self.modules = {
-            name: ModuleWeights(layout, coding, comms[name], device, self.buffers, self.flags)
+            name: _gather(layout, coding, comms[name], device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
         self.step_nbytes = 0
@@ -139,12 +105,12 @@ class WeightSync:
     def loaded(self) -> None:
         """Other weights have been loaded. Call it on all ranks."""
         for module in self.modules.values():
-            module.gather.forget()
+            module.forget()
 
     def forget(self) -> None:
         """A checkpoint is loaded: differences start over, unless it contains their replica. Call it on all ranks."""
         for module in self.modules.values():
-            module.gather.restore(None)
+            module.restore(None)
 
     def end_step(self) -> None:
         """The step is over. Ranks may notice this at different times, some after weights for the next step have been
@@ -162,7 +128,7 @@ class WeightSync:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's rows of the replicas to which differences refer; empty if only whole weights are sent."""
-        rows = {name: module.gather.own_row() for name, module in self.modules.items()}
+        rows = {name: module.own_row() for name, module in self.modules.items()}
         return {"rows": {name: row for name, row in rows.items() if row is not None}}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
@@ -172,4 +138,4 @@ class WeightSync:
         rows: Mapping[str, Tensor] = next(iter(states))["rows"]
         fits = all(name in self.modules and row.numel() == self.modules[name].row_numel for name, row in rows.items())
         for name, module in self.modules.items():
-            module.gather.restore(rows.get(name) if own and fits and self.coding.sends_differences else None)
+            module.restore(rows.get(name) if own and fits and self.coding.sends_differences else None)

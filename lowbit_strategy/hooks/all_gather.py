@@ -65,7 +65,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     ) -> None:
         self._weights, self._sync = weights, sync
         self._name = group.name
-        self._module = weights.modules[group.name]
+        self._gather = weights.modules[group.name]
         self._params = group.param_group
         self._root = weakref.ref(root)
         self._order = order
@@ -82,14 +82,14 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if in_forward:
             self._begin_forward()
         # after reshard_after_forward=int the smaller group shards decoded weights
-        if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
+        if not self._coded or not self._gather.is_ours or self._params.is_sharded_post_forward:
             return self._exact(output_tensor, input_tensor, group, async_op=async_op)
-        if in_forward and not self._module.gather.fresh and not self._module.gather.in_flight:
+        if in_forward and not self._gather.fresh and not self._gather.in_flight:
             for each in sorted(self.together, key=lambda each: each is not self):  # send first what is needed first
                 each.send_early()
         self._check_row(input_tensor)
         with self._order.ordered(), waiting(self._sync):
-            wait_for_all(self._module.gather.run(input_tensor, output_tensor))
+            wait_for_all(self._gather.run(input_tensor, output_tensor))
         return None
 
     def _exact(
@@ -105,17 +105,17 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         root = self._root()
         self._coded = root is not None and root.training
         if self._coded:
-            self._module.begin_forward()
+            self._gather.begin_forward()
             self._has_run = True
 
     def send_early(self) -> None:
         """Send this rank's row early, when another module is gathered, optimizers have stepped on all modules, and the
         forward pass is expected to gather this module, as the previous one did.
         """
-        gather = self._module.gather
+        gather = self._gather
         if not (self._has_run and gather.keeps and self._params.is_sharded):  # else it would be sent in each forward
             return
-        self._module.begin_forward()
+        self._gather.begin_forward()
         if gather.fresh or gather.in_flight:
             return
         row_N = torch.cat([part.view(-1) for each in self._params.fsdp_params for part in each.all_gather_inputs])
@@ -124,10 +124,10 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     def _check_row(self, row_N: Tensor) -> None:
         """Check that the row is the one from which the kept weights were made."""
-        if not self._module.gather.keeps:
+        if not self._gather.keeps:
             return
         digest = digests([row_N], row_N.device)
-        gather = self._module.gather
+        gather = self._gather
         if (gather.fresh or gather.in_flight) and self._noted is not None:
             self._weights.flags.check_unchanged(self._noted, digest, self._name or "the model")
         self._noted = digest

@@ -140,7 +140,7 @@ class WeightCheck:
         """
         promised = framing = 0
         for name, costs in self._costs.items():
-            gather = self.weights.modules[name].gather
+            gather = self.weights.modules[name]
             promised += (gather.num_sent - gather.num_exact) * costs.gather_nbytes
             promised += gather.num_exact * costs.exact_nbytes
             framing += gather.num_sent * costs.framing_nbytes

@@ -68,7 +68,7 @@ class Shards:
         for rank, (sync, out) in enumerate(zip(self.syncs, outs, strict=True)):
             own = out.view(self.world.size, -1)[rank]  # FSDP2's input is a part of its output
             own.copy_(rows_WN[rank])
-            runs.append(sync.modules["net"].gather.run(own, out))
+            runs.append(sync.modules["net"].run(own, out))
         for pending in itertools.zip_longest(*runs):
             for handle in pending:
                 if handle is not None:

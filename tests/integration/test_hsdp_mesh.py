@@ -50,7 +50,7 @@ def gathers(folder: Path, dims: int) -> Facts:
         return {
             "losses": [loss.item() for loss in losses],
             "states": states,
-            "sent": {name: each.gather.num_sent for name, each in weights.modules.items() if each.is_ours},
+            "sent": {name: each.num_sent for name, each in weights.modules.items() if each.is_ours},
         }
 
 

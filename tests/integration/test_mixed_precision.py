@@ -127,7 +127,7 @@ def with_fabric(folder: Path) -> Facts:
         facts[accumulate] = len(exchanges)
         (session,) = strategy.sessions
         assert session.sync.weights is not None
-        facts[f"{accumulate} gathers"] = {each.gather.num_sent for each in session.sync.weights.modules.values()}
+        facts[f"{accumulate} gathers"] = {each.num_sent for each in session.sync.weights.modules.values()}
         facts["types"] = {str(each.param_group.mp_policy.param_dtype) for each in sharded_groups(net)}
     return facts
 
@@ -167,7 +167,7 @@ def accumulation(folder: Path) -> Facts:
             "losses": model.losses,
             "waiting": model.waiting,
             "exchanges": len(exchanges),
-            "gathers": {module.gather.num_sent for module in sync.weights.modules.values()},
+            "gathers": {module.num_sent for module in sync.weights.modules.values()},
             "steps": sync.step_index,
             "print": fingerprint(model),
             "log": [line for line in lines if "micro-batches" in line],

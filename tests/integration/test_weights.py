@@ -74,7 +74,7 @@ class Run:
     @property
     def sent(self) -> list[int]:
         assert self.session.sync.weights is not None
-        return [module.gather.num_sent for module in self.session.sync.weights.modules.values()]
+        return [module.num_sent for module in self.session.sync.weights.modules.values()]
 
     def loss(self) -> Tensor:
         tokens = torch.randint(40, (4, 9), generator=self.generator)

@@ -120,7 +120,7 @@ def test_without_keeping_every_gather_sends() -> None:
     once = shards.sent()
     shards.gather()
     assert shards.sent() == 2 * once
-    assert shards.syncs[0].modules["net"].gather.kept_nbytes == 0
+    assert shards.syncs[0].modules["net"].kept_nbytes == 0
     shards.end_step()
 
 

@@ -103,5 +103,5 @@ def test_kept_weights_are_sent_once_and_cost_what_is_announced(coding: WeightCod
         if seed or not coding.sends_differences:
             assert costs.step_nbytes <= sent <= costs.step_nbytes + costs.framing_nbytes
         shards.step_(seed)
-    kept = sync.modules["net"].gather.kept_nbytes
+    kept = sync.modules["net"].kept_nbytes
     assert costs.kept_nbytes <= kept <= costs.kept_nbytes + 3 * costs.framing_nbytes
