@@ -37,7 +37,7 @@ class RowCode:
         )
         # segments encoded from this row, and decoded from all rows
         self._coded: list[tuple[Codec, Segments, Segments]] = []
-        self._exact: list[tuple[Segments, Segments]] = []
+        self._exact = Segments([]), Segments([])
         wire_at = HEADER_NBYTES
         for codec, params in parts:
             encode, decode = [], []
@@ -47,7 +47,7 @@ class RowCode:
                 decode += param.segments(wire_at, self.nbytes)
                 wire_at += self._section_nbytes(codec, param)
             if codec is None:
-                self._exact.append((self._joined(encode), self._joined(decode)))
+                self._exact = self._joined(encode), self._joined(decode)
             else:
                 self._coded.append((codec, Segments(encode), Segments(decode)))
         layout = [(codec, [param.common_layout() for param in params]) for codec, params in parts]
@@ -79,9 +79,9 @@ class RowCode:
         for codec, encode, _ in self._coded:
             if encode.rows:
                 codec.encode_(coded_N, wire_B, encode, {}, StepContext(0, 0, 0), self._flag)
-        for encode, _ in self._exact:
-            if encode.rows:
-                torch._foreach_copy_(self._values(wire_B, encode), segment_views(x_N, encode, "x_offset"))
+        encode, _ = self._exact
+        if encode.rows:
+            torch._foreach_copy_(self._values(wire_B, encode), segment_views(x_N, encode, "x_offset"))
 
     def decode_(self, wires_WB: Tensor, out: Tensor) -> None:
         """Decode the coded parameters of all rows' messages into `out`, ``[W * N]``; the rest of it is unchanged."""
@@ -91,9 +91,9 @@ class RowCode:
 
     def decode_exact_(self, wires_WB: Tensor, out: Tensor) -> None:
         """Copy the exempt parameters of all rows' messages into `out`."""
-        for _, decode in self._exact:
-            if decode.rows:
-                torch._foreach_copy_(segment_views(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
+        _, decode = self._exact
+        if decode.rows:
+            torch._foreach_copy_(segment_views(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
 
     def _values(self, wire: Tensor, segments: Segments) -> list[Tensor]:
         return segment_views(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
