@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -16,13 +17,10 @@ from testing.processes.scripts import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", REPOSITORY / "docs" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tables() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY / "docs")
+        yield importlib.import_module("tables")
 
 
 def test_tables_of_the_pages_are_current(tables: ModuleType) -> None:
