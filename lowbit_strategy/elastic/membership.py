@@ -1,33 +1,27 @@
-"""Finds and connects replicas that fit. torchft's `Manager` takes any replica, whatever its model or options."""
+"""Connects this replica to the others that it meets, and again when these change."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import json
 import logging
-import os
 import pickle
 import signal
-import socket
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
-from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, LocalComm
+from lowbit_strategy.elastic.admission import Admission, RefusedError
 from lowbit_strategy.elastic.lighthouse import (
     Identity,
-    Patience,
     Quorum,
-    Registration,
     has_ended,
     import_torchft,
     watched,
@@ -35,16 +29,11 @@ from lowbit_strategy.elastic.lighthouse import (
 from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.elastic.options import Elastic
 
-_FACTS, _MET = "lowbit_strategy/facts", "lowbit_strategy/met"
 _STATUS = 128 + signal.SIGTERM
 _LOOK_S = 0.5  # between two checks, while connecting, that the others live
 
 _log = logging.getLogger("lowbit_strategy")
 T = TypeVar("T")
-
-
-class RefusedError(RuntimeError):
-    """This replica does not fit the replicas that are training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +82,12 @@ class Membership:
         self.asked_to_end: Callable[[], bool] = lambda: False
         self.end: type[SystemExit] = SystemExit
         self._noted: Callable[[], bool] = lambda: False  # while it waits
-        self._facts = {name: str(value) for name, value in facts.items()}
-        self._registration: Registration | None = None  # the first rank's
-        self.identity = self._by_first(self._register)
+        self._admission: Admission | None = None  # the first rank's
+        self.identity = self._by_first(lambda: self._register(facts))
         self._group: Any = None  # torchft's, of the connected members
         self._connected: tuple[int, tuple[Identity, ...]] | None = None  # number and replicas of the quorum
         self._members: Members | None = None
         self._num_failures = 0  # of exchanges, since one has succeeded
-        self._has_met = False  # others that fit
 
     def rendezvous(self, round_index: int) -> Members:
         """Wait for all live replicas, and connect to them unless they are the same as before.
@@ -123,9 +110,9 @@ class Membership:
                 except ExchangeFailedError as error:
                     self.fail(error)
                     continue
-                self._connected, self._has_met = (quorum.number, quorum.replicas), True
-                if self._registration is not None:
-                    self._store.set(_MET, "")
+                self._connected = quorum.number, quorum.replicas
+                if self._admission is not None:
+                    self._admission.met()
                 return self._members
 
     def together(self, work: Callable[[], T]) -> T:
@@ -169,8 +156,8 @@ class Membership:
     def leave(self) -> None:
         """The others stop waiting for this replica."""
         self._abort()
-        if self._registration is not None:
-            self._registration.end()
+        if self._admission is not None:
+            self._admission.end()
         if isinstance(self.replica.group, dist.ProcessGroup):
             group = self.replica.group
             self.replica.release([group])
@@ -178,6 +165,14 @@ class Membership:
                 dist.destroy_process_group(group)
 
     # -- inside the replica ---------------------------------------------------------------------------------------
+
+    def _register(self, facts: Mapping[str, object]) -> Identity:
+        self._admission = Admission(self.options, facts)
+        return self._admission.identity
+
+    def _found(self, round_index: int) -> Quorum:
+        assert self._admission is not None
+        return self._admission.found(round_index, self._num_failures, self._check_end)
 
     def _by_first(self, find: Callable[[], T]) -> T:
         """Return on all ranks what `find` returns on the replica's first rank, or raise its error."""
@@ -201,88 +196,6 @@ class Membership:
         if self._noted() or self.asked_to_end():
             _log.warning("replica %s: SIGTERM while it waits for the others: it ends", self.identity.name)
             raise self.end(_STATUS)
-
-    # -- the lighthouse, on the first rank ------------------------------------------------------------------------
-
-    def _register(self) -> Identity:
-        options = self.options
-        lighthouse = options.lighthouse_address
-        address = options.address or address_towards(lighthouse)
-        self._store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
-        self._store.set(_FACTS, json.dumps(self._facts))
-        identity = Identity(
-            options.name or f"{socket.gethostname()}-{os.getpid()}",
-            f"{address}:{self._store.port}",
-            hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16],
-            uuid.uuid4().hex[:8],
-        )
-        self._registration = Registration(options, identity, address)
-        return identity
-
-    def _found(self, round_index: int) -> Quorum:
-        """Wait for enough replicas that train the same as this one."""
-        assert self._registration is not None
-        deadline = Patience(self.options.patience, self._check_end)
-        self._check_end()
-        while True:
-            quorum = self._registration.ask(round_index, self._num_failures, deadline)
-            replicas = self._fitting(quorum)
-            if len(replicas) >= self.options.min_replicas:
-                return replace(quorum, replicas=replicas)
-            deadline.wait(
-                f"{len(replicas)} of at least {self.options.min_replicas} replicas are there"
-                f" ({', '.join(each.name for each in replicas)}): waiting for more"
-            )
-
-    def _fitting(self, quorum: Quorum) -> tuple[Identity, ...]:
-        """The replicas that train the same as this one, in rank order.
-
-        Raises:
-            RefusedError: This replica is new, and does not fit the one that has met others most often.
-        """
-        replicas, fits = quorum.replicas, self.identity.fits
-        if not self._has_met:
-            self._check_name(replicas)
-            reference = next((each for each in replicas if each.store == quorum.store), self.identity)
-            if reference.fits != fits:
-                raise RefusedError(self._why_refused(reference))
-        refused = [each.name for each in replicas if each.fits != fits]
-        if refused:
-            _log.warning("replica %s: refused, because they do not fit: %s", self.identity.name, ", ".join(refused))
-        return tuple(each for each in replicas if each.fits == fits)
-
-    def _check_name(self, replicas: Sequence[Identity]) -> None:
-        """Raises:
-        RefusedError: A live replica of this name has met the others, or comes first of two new ones.
-        """
-        for other in replicas:
-            if other.name != self.identity.name or other == self.identity or has_ended(other.store):
-                continue
-            if str(other) < str(self.identity) or self._store_of(other).check([_MET]):
-                raise RefusedError(
-                    f"a replica of the name {other.name!r} is there already, at {other.store}: checkpoints and state go"
-                    " by names, so give each replica its own (Elastic(name=...)). To replace that one, end it"
-                    " first"
-                )
-
-    def _store_of(self, replica: Identity) -> dist.TCPStore:
-        host, _, port = replica.store.rpartition(":")
-        timeout = timedelta(seconds=self.options.connect_timeout)
-        return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-
-    def _why_refused(self, reference: Identity) -> str:
-        try:
-            theirs = json.loads(self._store_of(reference).get(_FACTS))
-        except (RuntimeError, ValueError) as error:
-            theirs, difference = {}, f"what it trains cannot be read ({str(error).splitlines()[0]})"
-        for name in {**theirs, **self._facts}:
-            if theirs and theirs.get(name) != self._facts.get(name):
-                difference = f"{name}: {_short(self._facts.get(name))} instead of {_short(theirs.get(name))}"
-                break
-        return (
-            f"this replica, {self.identity.name}, does not fit {reference.name}, which is training: {difference}. All"
-            " replicas must have the same model, options and versions; another run needs its own lighthouse"
-        )
 
     # -- connections ----------------------------------------------------------------------------------------------
 
@@ -329,11 +242,6 @@ class Membership:
             self._group = None
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else text[:200] + " ..."
-
-
 def _bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> bytes:
     """The first rank's `message` on every rank: its length, and then the bytes, sent from `device`."""
     length = torch.tensor([len(message)], device=device)
@@ -343,17 +251,6 @@ def _bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> 
         wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     comm.broadcast(wire, 0).wait()
     return wire.cpu().numpy().tobytes()
-
-
-def address_towards(lighthouse: str) -> str:
-    """The address from which this machine reaches the lighthouse; nothing is sent."""
-    url = urlparse(lighthouse)
-    assert url.hostname is not None
-    family, kind, protocol, _, target = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-        return address
 
 
 @contextlib.contextmanager
