@@ -16,7 +16,7 @@ from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.optimizer_hook import has_rate
 from lowbit_strategy.engine.engine import GradientSync, in_backward
-from lowbit_strategy.model.parameters import local_part, named_parameters
+from lowbit_strategy.model.parameters import local_part, named_parameters, shard_records
 
 
 class GradientUse:
@@ -92,7 +92,8 @@ class GradientUse:
         return self._names.keys()
 
     def serves(self, module: nn.Module) -> bool:
-        return any(id(param) in self._names for param in module.parameters())
+        shards = {at: record.sharded_param for at, record in shard_records(module).items()}
+        return any(id(shards.get(id(param), param)) in self._names for param in module.parameters())
 
     def moves_nothing(self, optimizer: Optimizer) -> bool:
         """Whether its step trains nothing: the learning rate and all gradients are zero. torch takes such a step to

@@ -201,9 +201,18 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler
 
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        _reshard(state)
+        return super().load_checkpoint(path, state, *args, **kwargs)
+
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        for value in state.values():
-            if isinstance(value, nn.Module):
-                reshard(value)  # a validation leaves the outermost module gathered
+        _reshard(state)
         # stock takes the path of rank 0, since all ranks write; so do the residuals
         super().save_checkpoint(self.broadcast(path), state, *args, **kwargs)
+
+
+def _reshard(state: Any) -> None:
+    """Undo what a validation leaves in the models of a state: the outermost module is gathered."""
+    for value in state.values() if isinstance(state, dict) else [state]:
+        if isinstance(value, nn.Module):
+            reshard(value)

@@ -220,6 +220,33 @@ def test_two_models(facts: list[Facts]) -> None:
     assert facts[0]["resumed"] == facts[0]["expected"]
 
 
+def loaded_after_validation(folder: Path) -> Facts:
+    """A forward pass without a backward pass leaves the model gathered, whose parameters are others then."""
+    made = fabric("fsdp")
+    net = nn.Linear(16, 8)
+    model, optimizer = setup(made, net)
+    state = {"model": model, "optimizer": optimizer}
+    rank = made.global_rank
+    train(made, model, optimizer, batches(rank, 0, 4))
+    made.save(folder / "saved.ckpt", state)
+    found, serves = [], []
+    for _ in range(2):
+        train(made, model, optimizer, batches(rank, 4, 8))
+        found.append(fingerprint(net))
+        with torch.no_grad():
+            model(batches(rank, 0, 1)[0][0])
+        serves.append(made.strategy.sessions[0].serves(model))
+        made.load(folder / "saved.ckpt", state)
+    return {"found": found, "serves": serves}
+
+
+@scenarios(loaded_after_validation)
+def test_residuals_are_loaded_after_a_validation(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["found"][0] == rank["found"][1]
+        assert all(rank["serves"])
+
+
 def shared_trunk(folder: Path) -> Facts:
     """Two models that share a layer, the second one trained every other time."""
     found: Facts = {}
