@@ -255,10 +255,11 @@ class Binding:
         self._models.sessions = []  # closed when their models are gone
         return original(*objects)
 
-    def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        read = functools.partial(original, *args, **kwargs)
+    def _get_state_dict(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        read = functools.partial(original, model, *args, **kwargs)
         for session in self.sessions:
-            read = functools.partial(session.shared_state, read)
+            if session.serves(model):
+                read = functools.partial(session.shared_state, read)
         return read()
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -91,6 +91,36 @@ def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert first["steps"] == 7
 
 
+def one_of_two(folder: Path) -> Facts:
+    """In rounds the state of one model is asked for, however the model is wrapped; the other one goes on as it was."""
+    accelerator = accelerated.make("ddp", LowBitPlugin(LoCo(block_size=32), outer=DiLoCo(every=9)))
+    nets = [mlp() for _ in range(2)]
+    models = [accelerator.prepare(net) for net in nets]
+    for model, net in zip(models, nets, strict=True):
+        optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+        x, y = batches(accelerator.process_index, 0, 1)[0]
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    own = [fingerprint(net) for net in nets]
+    seen: list[float] = []
+    nets[1].register_state_dict_pre_hook(lambda *_: seen.append(fingerprint(nets[0])))
+    states = [accelerator.get_state_dict(models[1]), accelerator.get_state_dict(model=nets[1], unwrap=False)]
+    return {
+        "own": own,
+        "others": seen,
+        "shared": [float(sum(value.double().sum() for value in state.values())) for state in states],
+    }
+
+
+@scenarios(one_of_two)
+def test_accelerate_shares_the_weights_of_the_model_that_is_asked_for(facts: list[Facts]) -> None:
+    first, second = facts
+    for rank in facts:
+        assert rank["others"] == rank["own"][:1] * 2
+        assert rank["own"][1] not in rank["shared"]
+    assert first["shared"] == second["shared"] == first["shared"][:1] * 2
+
+
 def loop_of_ones_own(folder: Path) -> Facts:
     """Nobody names the optimizer but `end_step`, which may leave it out."""
     rule = DiLoCo(every=3)
