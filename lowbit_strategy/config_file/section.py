@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ OTHER_KEYS = tuple(
 
 Section = dict[str, Any]
 
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
 
 def plugin_from_section(given: object) -> LowBitPlugin:
     """Make the plugin that a section describes.
@@ -52,7 +49,7 @@ def plugin_from_section(given: object) -> LowBitPlugin:
         ValueError: A key or a name is unknown (the message has the nearest valid one), or a value has the wrong type or
             is out of range.
     """
-    section: Section = _with_numbers(section_of({SECTION: given}, SECTION))
+    section = section_of({SECTION: given}, SECTION)
     ours: Section = {key: section.pop(key) for key in OTHER_KEYS if key in section}
     if ours.get("monitor") is False:
         del ours["monitor"]
@@ -65,15 +62,6 @@ def plugin_from_section(given: object) -> LowBitPlugin:
         if not section:
             section = {"compressor": ours["outer"].compressor()}
     return convert({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)
-
-
-def _with_numbers(value: Any) -> Any:
-    """The value, with numbers where YAML 1.1 reads text, as in ``1e-3``."""
-    if isinstance(value, Mapping):
-        return {key: _with_numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(each) for each in value]
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
 def _compressor(entries: Section) -> Compressor:

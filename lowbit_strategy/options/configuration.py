@@ -23,9 +23,9 @@ def configuration(cls: type[T]) -> type[T]:
     It has no slots, because a dataclass with slots is created twice, and the first class stays among its base's
     subclasses. Command lines that find a class by name (jsonargparse, LightningCLI) would find two.
 
-    Every value must have its field's type: neither `bool` nor 4.0 is an integer. Integers are accepted for floats,
-    lists for tuples, mappings for dataclasses, and whatever `register_conversion` allows. Options are given by name,
-    and those with ``field(kw_only=False)`` also by position.
+    Every value must have its field's type: neither `bool` nor 4.0 is an integer. Integers are accepted for floats, and
+    so is text such as "1e-3", as which YAML reads 1e-3; lists for tuples, mappings for dataclasses, and whatever
+    `register_conversion` allows. Options are given by name, and those with ``field(kw_only=False)`` also by position.
 
     Raises:
         TypeError: Raised by the constructor if there is no such option. The message has the nearest one.

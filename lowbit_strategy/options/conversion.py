@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +66,7 @@ def refusing_unknown_options(initialize: F) -> F:
 
 
 _NUMBERS = {int: "an integer", float: "a number"}
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # text in YAML 1.1, which wants 1.0e-3
 _NAMES = {bool: "true or false", str: "a string", Path: "a path", **_NUMBERS}
 
 
@@ -282,6 +284,8 @@ def _values(value: Any, kind: Any) -> dict[Any, Any]:
 
 
 def _number(value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
     wanted = numbers.Integral if kind is int else numbers.Real
     return kind(_checked(value, isinstance(value, wanted) and not isinstance(value, bool)))
 

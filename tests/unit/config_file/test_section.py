@@ -31,7 +31,10 @@ def test_compressor_options_and_the_plugin_s_own_stand_beside_each_other() -> No
 
 
 def test_numbers_that_yaml_reads_as_text() -> None:
-    assert plugin_from_section({"compressor": "loco", "beta": "5e-1"}).compressor == LoCo(beta=0.5)
+    section = {"compressor": "loco", "beta": "5e-1", "exempt": ["1e5"], "record": "2e6"}
+    assert plugin_from_section(section) == LowBitPlugin(LoCo(beta=0.5, exempt=("1e5",)), record="2e6")
+    with pytest.raises(ValueError, match=r"beta must be a number, got '0\.5'"):  # quoted: YAML reads 0.5 as a number
+        plugin_from_section({"compressor": "loco", "beta": "0.5"})
 
 
 @pytest.mark.parametrize("name", ["loco", "LoCo", "LOCO"])
