@@ -151,7 +151,7 @@ def restore(
     )
     own = (saved["topologies"], saved["columns"]) == (_topologies(sync), _columns(sync))
     for name, rank_part in sync.rank_state.items():
-        if name in _own_states(saved):
+        if name in saved["own"]:
             rank_part.load_state_dict(_everyones(sync, name, saved, load_rank), own=own)
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
@@ -195,15 +195,10 @@ def _everyones(
     sync: GradientSync, name: str, saved: Saved, load_rank: Callable[[int], Saved]
 ) -> Iterator[Mapping[str, Any]]:
     """All ranks' saved states under one name, for `RankState`."""
-    yield _own_states(saved)[name]
+    yield saved["own"][name]
     for each in map(load_rank, range(saved["world_size"])):
         other = {n for n, p in each["parameters"].items() if n in sync.specs and not _has_own_part(sync, n, p, each)}
-        yield _without(_own_states(each)[name], other)
-
-
-def _own_states(saved: Saved) -> Saved:
-    """The state of a single rank. Earlier checkpoints have some of it elsewhere."""
-    return {**saved["extra"], **saved.get("parts", {}), **saved["own"]}
+        yield _without(each["own"][name], other)
 
 
 def _has_own_part(sync: GradientSync, name: str, entry: Saved, saved: Saved) -> bool:
