@@ -232,7 +232,9 @@ class UnderWay:
                 raise
 
 
-class _Done:
+class Done:
+    """Nothing travels, so there is nothing to wait for."""
+
     def wait(self) -> None:
         return None
 
@@ -250,25 +252,25 @@ class LocalComm(Comm):
 
     def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         out_WB.copy_(x_WB[:1].expand_as(out_WB))
-        return _Done()
+        return Done()
 
     def _all_to_all_uneven(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
         out.view(self.world_size, -1).copy_(x[: in_splits[0]].expand(self.world_size, -1))
-        return _Done()
+        return Done()
 
     def _all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         out_WB.view(self.world_size, -1).copy_(x_B.reshape(1, -1).expand(self.world_size, -1))
-        return _Done()
+        return Done()
 
     def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         if op == dist.ReduceOp.SUM and self.world_size > 1:
             x.mul_(self.world_size)
-        return _Done()
+        return Done()
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
-        return _Done()
+        return Done()
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the comparison of values") -> list[T]:

@@ -18,17 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.comm import Done, Pending
 
-
-class _Turn:
-    """Nothing travels now: the next exchange is inside the node, and its ranks begin it together."""
-
-    def wait(self) -> None:
-        return None
-
-
-TURN = _Turn()
+TURN = Done()  # nothing travels now: the next exchange is inside the node, and its ranks begin it together
 Stages = Iterator[Pending | None]
 TURN_AFTER = 3  # buckets: one sums inside the node, one is on its way to its owners and one on its way back
 

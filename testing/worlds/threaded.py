@@ -12,17 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending, wait_for_all
+from lowbit_strategy.collectives.comm import Done, Pending, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from testing.worlds.simulated import Buffers, SimulatedWorld
 
 TIMEOUT_S = 300.0
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
 
 
 class ThreadedWorld(SimulatedWorld):
@@ -38,7 +33,7 @@ class ThreadedWorld(SimulatedWorld):
         self.posted[rank] = buffers
         self._move = move
         self._barrier.wait()
-        return _Done()
+        return Done()
 
     def _exchange(self) -> None:
         assert self._move is not None
