@@ -190,13 +190,11 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     share's mean, of which a sender's gradient is 1 / W. None if there is no residual.
     """
     numel: int = numbers["numel"]
-    if not any("." in key for key in tensors):
-        values = read_residual(tensors)
-        return None if values is None else _without_padding(values, numbers) / numbers["residual_gain"]
     world_size, row_numel = _rows(numbers)
     unsent: Tensor | None = None
-    if (values := read_residual(tensors, "uplink.")) is not None:
-        unsent = _without_padding(values, numbers) / numbers["residual_gain"]
+    for hop in ("", "uplink."):  # of a reducer, and of a pair of codecs
+        if (values := read_residual(tensors, hop)) is not None:
+            unsent = _without_padding(values, numbers) / numbers["residual_gain"]
     if (values := read_residual(tensors, "downlink.")) is not None:
         start, length = numbers["rank"] * row_numel, row_length(numel, row_numel, numbers["rank"])
         unsent = torch.zeros(numel, dtype=torch.float32, device=values.device) if unsent is None else unsent
