@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.delivered_signs import DeliveredSigns
 from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.optimizer_hook import has_rate
-from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.engine.backward_pass import in_backward
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import local_part, named_parameters, shard_records
 
 

@@ -31,7 +31,8 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.engine.backward_pass import in_backward
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.inform import inform

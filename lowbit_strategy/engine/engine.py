@@ -15,6 +15,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.engine.backward_pass import call_after_end, in_backward
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
@@ -348,7 +349,7 @@ class GradientSync:
             stages = self._keeping(kept, stages)
         self.transactions.prepared |= bucket.names
         if self._after_backward is not None and in_backward():
-            queue_after_backward(self._after_backward)
+            call_after_end(self._after_backward)
             self._after_backward = None
         return stages
 
@@ -477,16 +478,3 @@ class GradientSync:
         """Continue at the step of a checkpoint; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
-
-
-def in_backward() -> bool:
-    """Whether this thread computes gradients now."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the current backward pass has ended, after everything that waits for its end now, or will
-    while gradients are computed, and after what that begins: FSDP2 may reduce a module at the end of the pass.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(lambda: queue(callback)))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.engine.backward_pass import NO_PASS, current_pass
 from lowbit_strategy.model.parameters import trainable_parameters
 from lowbit_strategy.model.sharded import sharded_groups
 
@@ -24,10 +25,10 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
             gradients are added.
         call: The function to call, in the thread that computes gradients.
     """
-    passes: list[int] = [-1]
+    passes: list[int] = [NO_PASS]
 
     def once(*_: Any) -> None:
-        current = torch._C._current_graph_task_id()  # a pass inside a pass has a higher number
+        current = current_pass()  # a pass inside a pass has a higher number
         if current > passes[0]:
             passes[0] = current
             call()

@@ -27,9 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_row_numel
+from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.bucket_schedule import Stages
-from lowbit_strategy.engine.engine import in_backward
 from lowbit_strategy.engine.two_levels import Scatter, scatter
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, Reductions

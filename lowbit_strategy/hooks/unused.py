@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
-from lowbit_strategy.engine.engine import GradientSync, in_backward
+from lowbit_strategy.engine.backward_pass import NO_PASS, call_at_end, current_pass
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -105,19 +106,17 @@ class Reductions:
 
     def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedReducer | None) -> None:
         self.sync, self.ranks, self.overlapped = sync, ranks, overlapped
-        self._pass, self._reductions = -1, list[Reduction]()
+        self._pass, self._reductions = NO_PASS, list[Reduction]()
         self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
         """A module was or will be reduced in a backward pass (perhaps nested), or outside, before `end_outside`."""
-        if not in_backward():
+        if (current := current_pass()) == NO_PASS:
             self._outside.append(reduction)
             return
-        current = torch._C._current_graph_task_id()
         if self._pass != current or not self._reductions:
             self._pass, self._reductions = current, []
-            settle = functools.partial(self._end_of_backward, self._reductions)
-            torch.autograd.Variable._execution_engine.queue_callback(settle)
+            call_at_end(functools.partial(self._end_of_backward, self._reductions))
         self._reductions.append(reduction)
 
     def end_outside(self) -> None:

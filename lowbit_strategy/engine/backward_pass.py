@@ -1,0 +1,31 @@
+"""The backward pass that this thread runs, as torch's autograd engine knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+NO_PASS = -1
+
+
+def current_pass() -> int:
+    """The number of the backward pass; one inside another has a higher number. `NO_PASS`: none runs."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether this thread computes gradients now."""
+    return current_pass() != NO_PASS
+
+
+def call_at_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when the current backward pass has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def call_after_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when the current backward pass has ended, after everything that waits for its end now, or will
+    while gradients are computed, and after what that begins: FSDP2 may reduce a module at the end of the pass.
+    """
+    call_at_end(lambda: call_at_end(lambda: call_at_end(callback)))
