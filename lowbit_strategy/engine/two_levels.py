@@ -36,8 +36,6 @@ class TwoLevelBuckets:
     def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
         """Reduce one bucket; see `GradientSync.reduce`."""
         if layout not in self._cuts:
-            if len(self._cuts) >= _KEPT:
-                self._cuts.clear()
             self._cuts[layout] = Cut(layout, self._sync.state.full_specs, self._intra_node)
         cut = self._cuts[layout]
         part_N = torch.empty(cut.numel, dtype=x.dtype, device=x.device)
@@ -56,9 +54,6 @@ class TwoLevelBuckets:
         whole, pieces = cut.views(x, gathered.view(x.dtype))
         torch._foreach_copy_(whole, pieces)
         buffers.give_back(gathered)
-
-
-_KEPT = 256  # DDP rebuilds its buckets once or twice
 
 
 class Scatter(NamedTuple):
