@@ -141,6 +141,15 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     # -- the step -----------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Training begins. In rounds the first decision comes when the first one ends.
+
+        Raises:
+            ValueError: The controller lacks something, such as the epoch.
+        """
+        if self._decided_step is None:
+            self.controller.decide(Telemetry(progress=self.clock(self.sync.step_index)), self.state)
+
     def begin_step(self) -> AdaptiveDriver | None:
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands

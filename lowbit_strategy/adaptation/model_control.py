@@ -156,7 +156,12 @@ class ModelControl(StepListener):
 
         Args:
             fields: Additional fields for that line.
+
+        Raises:
+            ValueError: See `AdaptiveDriver.check`.
         """
+        if self.driver is not None:
+            self.driver.check()
         self.begun = True
         self._reported, self._stepped, self._shown = False, False, self._observation
         self._record = None

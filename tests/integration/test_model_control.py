@@ -9,8 +9,9 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import DGC, LoCo
+from lowbit_strategy import DGC, DiLoCo, LoCo, custom_loop
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
 from lowbit_strategy.control import Accordion, Bounds, Static
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
@@ -187,6 +188,21 @@ def test_a_record_of_fabric_has_losses_decisions_and_the_learning_rate(facts: li
     assert run.switches
     assert run.levels
     assert run.warnings
+
+
+def epochs_in_rounds(folder: Path) -> Facts:
+    """The first decision comes after nine steps."""
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    session = custom_loop.compress(model, optimizer, LoCo(block_size=32), outer=DiLoCo(every=9))
+    custom_loop.adapt(session.sync, Accordion(light=EIGHT, heavy=TWO))
+    return {"first step": raised(model(torch.ones(4, WIDTH)).sum().backward)}
+
+
+@scenarios(epochs_in_rounds)
+def test_what_a_controller_lacks_is_said_in_the_first_step(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "the controller counts in epochs, and nothing counts them here" in rank["first step"]
 
 
 MOMENTUM = DGC(density=0.1, momentum=0.9)
