@@ -128,7 +128,7 @@ def all_reduce(
         A tensor of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `codec` or `op` is none of those above.
+        ValueError: `x` has no floats; `codec` or `op` is none of those above.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -160,7 +160,8 @@ def reduce_scatter(
         ``[n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Dim 0 is not divisible by the number of ranks; `codec` or `op` is none of those above.
+        ValueError: `x` has no floats; dim 0 is not divisible by the number of ranks; `codec` or `op` is none of those
+            above.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def all_gather(
         ``[W * n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: `codec` is none of those above.
+        ValueError: `x` has no floats; `codec` is none of those above.
     """
     back = codec if backward is None else backward
 
@@ -235,7 +236,7 @@ def all_to_all(
         ``[sum(output_splits), ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Splits do not fit; `codec` is none of those above.
+        ValueError: `x` has no floats; splits do not fit; `codec` is none of those above.
     """
     world_size = dist.get_world_size(group)
     ins = _splits(x, input_splits, world_size, "input_splits")
@@ -270,6 +271,8 @@ class _Collective(torch.autograd.Function):
 
 
 def _differentiable(x: Tensor, forward: Transform, backward: Transform) -> Tensor:
+    if not x.is_floating_point():
+        raise ValueError(f"x must be a tensor of floats, got {x.dtype}")
     result: Tensor = _Collective.apply(x, forward, backward)
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
@@ -14,7 +14,13 @@ from lowbit_strategy.options.conversion import call, named, register_conversion
 
 @configuration
 class Interval(ABC):
-    """Decides the length of each round when it begins."""
+    """Decides the length of each round when it begins.
+
+    Attributes:
+        needs_loss: Whether it decides by the loss.
+    """
+
+    needs_loss: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -83,7 +89,8 @@ class AdaComm(Interval):
     """AdaComm: ``every = ceil(start * sqrt(loss / first loss))``: rounds become shorter as the loss falls.
 
     Early in training long rounds cost little; near the end ranks must agree. The loss is the mean over all ranks'
-    batches in the second-to-last round. If it is not positive, rounds keep their first length.
+    batches in the second-to-last round. If it is not positive, rounds keep their first length. In plain PyTorch, call
+    ``session.begin_step(loss=loss)`` before every backward pass.
 
     Args:
         start: Optimizer steps of the first rounds.
@@ -93,6 +100,8 @@ class AdaComm(Interval):
         Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
         SGD", 2018, arXiv 1810.08313, equation 17, per round instead of per minute.
     """
+
+    needs_loss: ClassVar[bool] = True
 
     start: int = 60
     minimum: int = 4

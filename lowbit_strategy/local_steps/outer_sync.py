@@ -283,6 +283,8 @@ class OuterSync:
             self._warn_of(left_out, all_of_them=share == 0)
             in_flight.x.mul_(header.world_size / (share or 1.0))
         self.turns.losses.arrived(header.loss)
+        if header.loss is None and not (self.num_syncs or final):
+            self._warn_of_unknown_loss()
         with contextlib.nullcontext() if self._eager is None else self._eager.moving_with(fragment):
             if share:
                 self._move(in_flight, average=average)
@@ -319,6 +321,15 @@ class OuterSync:
             ", ".join(f"{which} {rank}" for rank in left_out),
             "the anchors stay as they are" if all_of_them else "the others go on without them",
         )
+
+    def _warn_of_unknown_loss(self) -> None:
+        """Log on one rank that rounds will not follow the loss, if they should."""
+        if self.sync.ranks.logs and isinstance(self.rule.every, Interval) and self.rule.every.needs_loss:
+            _log.warning(
+                "%s decides by the loss, which a rank did not know in the first round: while that is so, rounds keep"
+                " their length. In plain PyTorch call session.begin_step(loss=loss) before every backward pass",
+                type(self.rule.every).__name__,
+            )
 
     # -- which weights the model has --------------------------------------------------------------------------------
 

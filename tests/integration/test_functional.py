@@ -250,6 +250,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         lambda: functional.reduce_scatter(x),
         lambda: functional.all_to_all(x, input_splits=[1, 2, 3]),
         lambda: functional.all_to_all(x, input_splits=[1, 2, 4], output_splits=[7]),
+        lambda: functional.all_reduce(x.long()),
+        lambda: functional.all_gather(x.to(torch.complex64)),
     ):
         try:
             call()
@@ -259,6 +261,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_refusals() -> None:
-    expected = ("codec must be", "op must be", "dim 0 must be", "input_splits must be", "output_splits must have")
+    splits = ("dim 0 must be", "input_splits must be", "output_splits must have")
+    expected = ("codec must be", "op must be", *splits, *["x must be a tensor of floats"] * 2)
     for found in run_ranks(refusals, SIZE):
-        assert [message.startswith(start) for message, start in zip(found, expected, strict=True)] == [True] * 5
+        assert [message.startswith(start) for message, start in zip(found, expected, strict=True)] == [True] * 7

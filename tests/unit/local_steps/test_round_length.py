@@ -17,6 +17,7 @@ from lowbit_strategy import (
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
+from testing.log import listen
 from testing.worlds.replicas import Replicas
 
 
@@ -59,6 +60,19 @@ def test_rounds_become_shorter_with_the_loss() -> None:
     ranks.outers[0].begin_backward(float("nan"))
     assert ranks.outers[1].state_dict()["losses"]["means"] == [3.0, 0.75]
     ranks.world.close()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_rule_that_needs_a_loss_says_so_once(knows: bool) -> None:
+    ranks = Replicas(LocalSGD(every=AdaComm(start=2, minimum=1)))
+    with listen() as lines:
+        for step in range(8):
+            for rank, outer in enumerate(ranks.outers):
+                outer.begin_backward(torch.tensor(1.0) if knows or rank or step > 3 else None)
+            ranks.together(lambda rank: ranks.outers[rank].after_step(0.1))
+    assert [line for line in lines if "by the loss" in line] == ([] if knows else lines)
+    assert len(lines) == (0 if knows else 1)
+    ranks.finish()
 
 
 @pytest.mark.parametrize("peak", [None, 8e-3])
