@@ -247,17 +247,18 @@ class CompressedReduceScatter(_ReduceScatter):
             self._between.reduced()
 
     def _reduce_meanwhile(self, overlapped: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
-        group = self._param_group
-        blocking = self._is_read_at_once or is_converted(group, out) or out.dtype not in _DIVIDED_AFTERWARDS
-        if blocking or self._sync.has_entered(layout):  # the module has run twice in one pass
+        if self._sync.has_entered(layout):  # the module has run twice in one pass
             overlapped.finish()
-        if blocking:
-            wait_for_all(itertools.chain(*self._scatter(layout, x, out)))
-            self._divide_(out)
-            return
         inside, between = self._scatter(layout, x, out, overlaps=True)
         wait_for_all(inside)
-        overlapped.run(between, out, blocking=False, on_done=functools.partial(self._divide_, out))
+        overlapped.run(
+            between,
+            out,
+            blocking=self._is_read_at_once
+            or is_converted(self._param_group, out)
+            or out.dtype not in _DIVIDED_AFTERWARDS,
+            on_done=functools.partial(self._divide_, out),
+        )
 
 
 class HybridReduction(_ReduceScatter):

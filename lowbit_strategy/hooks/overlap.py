@@ -30,9 +30,7 @@ class OverlappedReducer:
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._on_done: list[Callable[[], None]] = []
 
-    def run(
-        self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None] = lambda: None
-    ) -> None:
+    def run(self, stages: Stages, result: Tensor, *, blocking: bool, on_done: Callable[[], None]) -> None:
         """Reduce into `result`, then call `on_done`. If `blocking`, return when this is done."""
         if self._worker is None:
             wait_for_all(stages)
