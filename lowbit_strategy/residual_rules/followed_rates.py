@@ -50,7 +50,9 @@ class FollowedRates(StepListener):
         sync.save_with("rates", self)
 
     def begin_step(self) -> None:
-        for name, rate in self._of_step().items():
+        rates = self._of_step()  # also of parameters that are frozen, or that nothing synchronizes
+        for name in self._state.assignments:
+            rate = rates.get(name, 0.0)
             if not rate > 0 or name in self._transactions.prepared:
                 continue
             before = self._rates.setdefault(name, rate)

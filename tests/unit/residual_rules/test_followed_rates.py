@@ -21,7 +21,7 @@ RATES = (0.25, 1.0, 0.5, 0.05, 0.05, 0.0501, 2.0)
 
 def following(compressor: Compressor) -> GradientSync:
     sync = engine(compressor)
-    FollowedRates(sync, lambda: dict.fromkeys(sync.specs, _now[sync]))
+    FollowedRates(sync, lambda: dict.fromkeys([*sync.specs, "frozen"], _now[sync]))
     return sync
 
 
