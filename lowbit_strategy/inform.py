@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -16,6 +17,12 @@ def _name_the_package(record: logging.LogRecord) -> bool:
 
 
 _log.addFilter(_name_the_package)
+
+
+def listed(names: Sequence[object], most: int = 3) -> str:
+    """The first of these names, and how many more there are."""
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def inform(message: str, *values: object) -> None:

@@ -24,7 +24,7 @@ from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.control.base import Controller, Progress, State
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.inform import inform
+from lowbit_strategy.inform import inform, listed
 from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.telemetry.metric_names import metric_name, observation_metrics
@@ -295,7 +295,7 @@ class ModelControl(StepListener):
         names = observation.nonfinite
         if not names:
             return []
-        text = f"gradients are not finite: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+        text = f"gradients are not finite: {listed(names)}"
         if self.sync.ranks.logs:
             _log.warning("step %d: %s", observation.step, text)
         return [text]

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.layout import MemoryOrder, add_part_, in_memory_order
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import sum_of_known
+from lowbit_strategy.inform import listed
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.model.parameters import local_part
 
@@ -226,9 +227,8 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
     saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
     if lost and sync.ranks.logs:
         _log.warning(
-            "the model has changed since compression was attached to it before: what is kept of %s%s starts over",
-            ", ".join(lost[:3]),
-            " ..." if len(lost) > 3 else "",
+            "the model has changed since compression was attached to it before: what is kept of %s starts over",
+            listed(lost),
         )
     return own == shapes
 
@@ -240,7 +240,7 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
     unknown = sorted(shapes.keys() - own.keys())
     changed = sorted(name for name in own if name in shapes and own[name] != shapes[name])
     parts = [
-        f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        f"{what}: {listed(names)}"
         for what, names in (("not in the model", unknown), ("of another shape", changed))
         if names
     ]

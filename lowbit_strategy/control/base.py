@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.inform import listed
 from lowbit_strategy.methods._base.compressor import REFERENCE, Compressor
 
 State = dict[str, Any]
@@ -198,10 +199,7 @@ class Controller(ABC):
 
 
 def _names(names: Sequence[str], everything: int) -> str:
-    if len(names) == everything:
-        return "all parameters"
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return "all parameters" if len(names) == everything else listed(names)
 
 
 _REFERENCE_WORLD_SIZE = 4

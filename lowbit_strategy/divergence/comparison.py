@@ -21,6 +21,7 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.rounds import Rounds
+from lowbit_strategy.inform import listed
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, sharded_parameters
 from lowbit_strategy.ranks.groups import group_of
@@ -114,7 +115,7 @@ def _message(step_index: int, differing: Mapping[str, list[int]]) -> str:
     groups: dict[int, list[int]] = {}
     for rank, value in enumerate(each_W):
         groups.setdefault(value, []).append(rank)
-    ranks = "; ".join(f"rank{'s' * (len(same) > 1)} {_short(same)}" for same in groups.values())
+    ranks = "; ".join(f"rank{'s' * (len(same) > 1)} {listed(same, 8)}" for same in groups.values())
     others = len(differing) - 1
     more = f" and {others} more parameter{'s' * (others > 1)}" if others else ""
     return (
@@ -124,7 +125,3 @@ def _message(step_index: int, differing: Mapping[str, list[int]]) -> str:
         " have processors of different types, which round differently, small differences are expected:"
         " check_digest=False does not compare. If neither is so, report it"
     )
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")

@@ -14,6 +14,7 @@ from lowbit_strategy.hooks.all_gather import install_weights
 from lowbit_strategy.hooks.fsdp_gradients import BetweenNodes, CompressedReduceScatter, HybridReduction
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
+from lowbit_strategy.inform import listed
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.model.sharded import ShardedGroup, set_mesh, take_over_replication
@@ -123,7 +124,7 @@ def _check_sharded(
                     " compressed as rows of dim 0: let shard_placement_fn return Shard(0) or None for it"
                 )
     if left := [name for key, name in names.items() if key not in sharded and name in sync.specs]:
-        which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
+        which = listed(left)
         if _holder_is_sharded(module, left[0]):
             raise ValueError(
                 f"nothing synchronizes {which}: fully_shard left it out (ignored_params), or it was added afterwards."

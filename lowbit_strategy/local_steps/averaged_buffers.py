@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.inform import listed
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import local_part
@@ -128,11 +129,10 @@ class AveragedBuffers:
         self._agreed = self._digests()
         if names and warns:
             _log.warning(
-                "%s%s differ between ranks and have no mean, as they are not floating-point numbers: each rank"
+                "%s differ between ranks and have no mean, as they are not floating-point numbers: each rank"
                 " continues with its own. A checkpoint has those of the first rank, and each rank's own"
                 " next to the residuals",
-                ", ".join(names[:3]),
-                f" and {len(names) - 3} more" if names[3:] else "",
+                listed(names),
             )
 
     @torch.no_grad()

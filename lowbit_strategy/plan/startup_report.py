@@ -10,6 +10,7 @@ import torch
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.inform import listed
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
@@ -117,9 +118,8 @@ class Report:
             lines.append(f"  weights: {describe_weights(self.weights, self.modules)}")
             exact = [name or "the model" for name, layout in self.modules.items() if not layout.coded]
             if exact and self.weights != Exact():
-                named = ", ".join(exact[:3]) + (", ..." if len(exact) > 3 else "")
                 why = "parameters of several types, or that the module gathers in its own way"
-                lines.append(f"    not coded: {named} ({why})")
+                lines.append(f"    not coded: {listed(exact)} ({why})")
         return "\n".join([*lines, *self.planned])
 
 

@@ -21,6 +21,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, GroupComm, LocalComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.ordered import Gathering
+from lowbit_strategy.inform import listed
 from lowbit_strategy.ranks.groups import connected, new_group, timeout_of
 
 ShardSize = int | Literal["node"]
@@ -92,7 +93,7 @@ class Topology:
         if len(self.node_sizes) == 1:
             return "all ranks are on one node"
         if self.ranks_per_node is None:
-            return f"nodes have different numbers of ranks ({_runs(self.node_sizes)})"
+            return f"nodes have different numbers of ranks ({listed(self.node_sizes, 8)})"
         if self.ranks_per_node == 1:
             return "every node has one rank"
         return None
@@ -129,10 +130,6 @@ class Topology:
                 return len(set(range(start, start + size)).intersection(members)) - 1
             start += size
         return 0
-
-
-def _runs(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes[:8])) + (" ..." if len(sizes) > 8 else "")
 
 
 def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
@@ -198,7 +195,7 @@ def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int
     else:
         size = shard_size
     if not topology.node_sizes or any(each % (size * num_parts) for each in topology.node_sizes):
-        sizes = _runs(topology.node_sizes or ()) or "ranks that do not follow each other"
+        sizes = listed(topology.node_sizes or (), 8) or "ranks that do not follow each other"
         raise ValueError(
             f"shard_size={size}{parts} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
             ' links between nodes. Give a number that does, or "node"'

@@ -298,7 +298,7 @@ def own_sharding(folder: Path) -> Facts:
 def test_a_module_that_shards_itself(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["calls"] == 6
-    assert "nothing synchronizes net.0.weight, net.0.bias, net.4.weight ...:" in facts[0]["partly"]
+    assert "nothing synchronizes net.0.weight, net.0.bias, net.4.weight and 1 more:" in facts[0]["partly"]
 
 
 def on_meta(folder: Path) -> Facts:
