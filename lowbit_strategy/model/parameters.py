@@ -89,9 +89,19 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The given device or that of the trainable parameters, with the index that futures and streams need."""
+    """The given device or that of the trainable parameters, with the index that futures and streams need.
+
+    Raises:
+        ValueError: The parameters have no memory yet.
+    """
     if device is None:
-        device = next(iter(trainable_parameters(module).values())).device
+        name, param = next(iter(trainable_parameters(module).items()))
+        if param.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: give the model memory and values (to_empty, then initialize or load)"
+                " before compression is attached"
+            )
+        device = param.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

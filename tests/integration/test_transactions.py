@@ -322,10 +322,13 @@ def forgotten(folder: Path) -> Facts:
     early = mlp()
     before = torch.optim.SGD(early.parameters(), lr=0.1)
     sharded = wrap("fsdp", early)
+    with torch.device("meta"):
+        empty = wrap("fsdp", mlp())
     return {
         "never attached": raised(optimizer.step),
         "made before": raised(lambda: compress(sharded, before)),
         "bare": raised(lambda: compress(mlp(), before)),
+        "empty": raised(lambda: compress(empty, torch.optim.SGD(empty.parameters(), lr=0.1))),
         "twice": raised(lambda: compress(DistributedDataParallel(DistributedDataParallel(mlp())), before)),
     }
 
@@ -335,6 +338,7 @@ def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Fac
     assert "nothing has been attached to it" in facts[0]["never attached"]
     assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
     assert "that nothing synchronizes" in facts[0]["bare"]
+    assert "is on the meta device: give the model memory and values" in facts[0]["empty"]
     assert "around a DistributedDataParallel, which synchronizes too: wrap the model once" in facts[0]["twice"]
 
 
