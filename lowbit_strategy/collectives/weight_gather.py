@@ -52,6 +52,7 @@ class WeightGather:
     Attributes:
         fresh: Whether what is kept are the owners' current weights.
         reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
+        version: Rises whenever the weights may have changed.
         num_sent: Messages sent so far. `num_exact` of them held whole rows although the module has codes.
     """
 
@@ -69,7 +70,7 @@ class WeightGather:
     ) -> None:
         self.row_numel = row_numel
         self.fresh = self.reduced = False
-        self.num_sent = self.num_exact = 0
+        self.version = self.num_sent = self.num_exact = 0
         self._parts = parts
         self._comm = comm
         self._device = device
@@ -145,6 +146,7 @@ class WeightGather:
         Backward passes that are running still use the weights of their forward pass.
         """
         self.reduced = True
+        self.version += 1
 
     def begin_forward(self) -> None:
         if self.reduced:
@@ -154,6 +156,7 @@ class WeightGather:
         """The owners' weights have changed: the next gather sends them. Call it on all ranks."""
         self._cancel_in_flight()
         self.fresh = self.reduced = False
+        self.version += 1
 
     def forget(self) -> None:
         """Other weights have been loaded: drop the replica, since differences from the old weights are useless."""

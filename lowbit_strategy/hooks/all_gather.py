@@ -73,6 +73,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._coded = False  # how the last forward pass gathered
         self._noted: Tensor | None = None  # digest of this rank's row when it was sent
         self._has_run = False  # whether the previous forward pass gathered it
+        self._trained: int | None = None  # version of the weights that the last forward pass used, if it was training
         self.together: Sequence[CodedAllGather] = ()  # modules that send their rows together with this one
 
     def __call__(
@@ -101,9 +102,12 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         with naming_lost_ranks(group, what, self._weights.comms[0].between.describe_step()):
             return self._stock(output_tensor, input_tensor, group, async_op)
 
-    def _begin_forward(self) -> None:
+    def _is_training(self) -> bool:
         root = self._root()
-        self._coded = root is not None and root.training
+        return root is not None and root.training
+
+    def _begin_forward(self) -> None:
+        self._coded = self._is_training()
         if self._coded:
             self._gather.begin_forward()
             self._has_run = True
@@ -133,10 +137,17 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._noted = digest
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
-        """Wrap `pre_forward`, so that it first reshards parameters that an earlier forward pass left gathered."""
-        if self._params._training_state == TrainingState.IDLE and self._params.is_unsharded:
+        """Wrap `pre_forward`, so that it first reshards parameters that an earlier forward pass left gathered. In a
+        step whose gradients have not been reduced, what another pass of training left stays if a gather would send.
+        """
+        training, gather = self._is_training(), self._gather
+        is_left = self._params._training_state == TrainingState.IDLE and self._params.is_unsharded
+        stays = training and self._trained == gather.version and not gather.keeps
+        if is_left and not stays:
             self._params.reshard()
-        return pre_forward(*args)
+        result = pre_forward(*args)
+        self._trained = gather.version if training and torch.is_grad_enabled() else None
+        return result
 
 
 class _StreamOrder:

@@ -101,6 +101,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             vars(group).update(own)
             self._reductions.add(reduction)
             result = stock(*args)
+            self.on_reduced()
         finally:
             vars(group).update(users)
             reduction.put_hooks_back()
@@ -227,7 +228,6 @@ class CompressedReduceScatter(_ReduceScatter):
                 wait_for_all(inside if self._continues_between_nodes else itertools.chain(inside, self._between_stages))
             if not self._continues_between_nodes:
                 self._divide_(output_tensor)
-        self.on_reduced()
 
     def _scatter(self, layout: BucketLayout, x: Tensor, out: Tensor, *, overlaps: bool = False) -> Scatter:
         return scatter(self._sync, layout, x, out, ranks=self._ranks, overlaps=overlaps, marks=self._marks)
@@ -307,7 +307,6 @@ class HybridReduction(_ReduceScatter):
         assert inside is not None
         layout = functools.partial(self.layout_for, output_tensor.numel())
         wait_for_all(self._sync.node_means[inside].mean_of_rows(layout, input_tensor, output_tensor.view(1, -1)))
-        self.on_reduced()
 
     def all_reduce(self, reduced: Tensor) -> None:
         if reduced.is_cuda:  # FSDP2 has allocated it in another stream

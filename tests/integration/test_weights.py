@@ -113,6 +113,45 @@ def test_weights_travel_once_per_step(facts: list[Facts]) -> None:
         assert rank["step"] > 0
 
 
+def left_in_step(folder: Path, coding: WeightCoding) -> Facts:
+    """FSDP2 leaves weights gathered until the last micro-batch of a step, or does not; with a look at other weights."""
+    sent, losses = [], []
+    for stays, looks in ((True, False), (False, False), (True, True)):
+        run = Run(coding, reshard=False)
+        for _ in range(2):
+            for last in (False, False, True):
+                run.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+                run.model.set_reshard_after_backward(last or not stays)  # type: ignore[operator]
+                run.backward()
+                if looks:
+                    look_elsewhere(run)
+            run.step()
+        sent.append(run.session.sync.weights.step_nbytes)
+        losses.append(run.losses)
+    return {"times": sent[1] / sent[0], "same": losses[0] == losses[1] == losses[2]}
+
+
+def look_elsewhere(run: Run) -> None:
+    """An evaluation, and a pass with other weights that nothing announces."""
+    tokens, block = torch.zeros(1, 4, dtype=torch.long), run.model.blocks[0]
+    run.model.eval()
+    with torch.no_grad():
+        run.model(tokens)
+        block.reshard()
+        block[0].weight.mul_(2.0)
+        run.model.train()
+        run.model(tokens)
+        block.reshard()
+        block[0].weight.mul_(0.5)
+
+
+@scenarios(left_in_step, coding=(Exact(), WeightCode(keep="nothing")))
+def test_weights_that_fsdp_leaves_gathered_in_a_step_are_not_sent_again(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["times"] == 3.0
+        assert rank["same"]
+
+
 def reduced_each_time(folder: Path, tells: bool) -> Facts:
     """Micro-batches whose gradients are reduced each time."""
     run = Run(WeightCode())
