@@ -17,7 +17,6 @@ from lowbit_strategy.adaptation.window_sums import WindowSums
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.control.base import (
-    Accumulate,
     Controller,
     Decision,
     Probe,
@@ -148,7 +147,10 @@ class AdaptiveDriver(BucketObserver, StepListener):
             ValueError: The controller lacks something, such as the epoch.
         """
         if self._decided_step is None:
-            self.controller.decide(Telemetry(progress=self.clock(self.sync.step_index)), self.state)
+            progress = self.clock(self.sync.step_index)
+            names = self.sync.specs if self.controller.reads_accumulated(progress, self.state) else ()
+            telemetry = Telemetry(progress=progress, accumulated_norm=dict.fromkeys(names, 0.0))
+            self.controller.decide(telemetry, self.state)
 
     def begin_step(self) -> AdaptiveDriver | None:
         sync = self.sync
@@ -184,6 +186,8 @@ class AdaptiveDriver(BucketObserver, StepListener):
     def _ask(self, probe: Probe) -> None:
         """Measure this in the step that begins."""
         self._probe = probe
+        if probe.accumulate is not None:
+            self._window.accumulate(probe.accumulate)
         if self._figures is not None:
             self._figures.probe = probe
         elif probe.levels or probe.end_to_end or probe.seconds:
@@ -198,14 +202,14 @@ class AdaptiveDriver(BucketObserver, StepListener):
         probe = self._probe
         views = [slot.within(x, out) for slot in bucket.params]
         if probe.accumulate == "local":
-            self._add(views, "local")
+            self._add(views)
         yield from stages
         if probe.accumulate == "mean":
-            self._add(views, "mean")
+            self._add(views)
 
-    def _add(self, views: Sequence[ParamView], gradient: Accumulate) -> None:
+    def _add(self, views: Sequence[ParamView]) -> None:
         for view in views:
-            self._window.add(view, gradient, square=self._probe.square)
+            self._window.add(view, square=self._probe.square)
 
     def end_step(self, *, counted: bool) -> None:
         self._window.num_steps += counted and self._probe.accumulate is not None

@@ -74,12 +74,18 @@ class WindowSums(Tally):
         self._aside: _Sums = {}  # of reductions that were set aside
         self.num_steps = 0
 
-    def add(self, view: ParamView, gradient: Accumulate, *, square: bool) -> None:
+    def accumulate(self, gradient: Accumulate) -> None:
+        """Add up these gradients from now on, in a new window unless it is the same kind as before."""
+        if gradient != self._gradient:
+            self.forget()
+            self._gradient = gradient
+
+    def add(self, view: ParamView, *, square: bool) -> None:
         """Add a reduction's gradient; for the mean, once `view` has been reduced."""
-        peers, self._gradient = self._peers(view.name), gradient
+        peers = self._peers(view.name)
         factor = 1.0 / (self._sync.loss_scale or 1.0)
         values = view.flat()
-        if gradient == "mean":
+        if self._gradient == "mean":
             values = view.out
             if view.spec.sharded:
                 values, factor = values[: view.row_length(peers.rank)], factor / peers.world_size

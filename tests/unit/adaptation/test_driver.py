@@ -114,6 +114,34 @@ def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
     assert recorder.telemetry[1].accumulated_norm[WEIGHTS[0]] == pytest.approx(float(wanted.norm()), rel=1e-5)
 
 
+def test_another_kind_of_gradient_begins_another_window() -> None:
+    recorder = Recorder(Probe(accumulate="local"), read_every=3)
+    sync = engine(Dense(), scatter=True)
+    AdaptiveDriver(recorder).attach(sync)
+    out = []
+    for step in range(4):
+        if step == 2:
+            recorder.probe = Probe(accumulate="mean")
+        out.append(reduce_step(sync, gradients(step)))
+    telemetry = recorder.telemetry[3]
+    assert telemetry.accumulated_norm[WEIGHTS[0]] == pytest.approx(float(out[2][WEIGHTS[0]].norm()), rel=1e-5)
+    assert telemetry.accumulated_steps == 1
+
+
+def test_what_begins_with_a_sum_finds_one() -> None:
+    """Also where it is only asked whether it lacks something."""
+    recorder = Recorder(Probe(accumulate="local"))
+    sync = engine(Dense())
+    driver = AdaptiveDriver(recorder)
+    driver.attach(sync)
+    with mock.patch.object(Recorder, "reads_accumulated", return_value=True):
+        driver.check()
+        sync.begin_step()
+    asked, first = recorder.telemetry
+    assert asked == first
+    assert asked.accumulated_norm[WEIGHTS[0]] == 0.0
+
+
 def test_energies_and_time_are_those_of_the_step_before() -> None:
     ticks = iter(range(100))
     recorder = Recorder(Probe(levels=(0, 1), seconds=True))
