@@ -81,7 +81,7 @@ class Session:
         self._closed: Callable[[], None] | None = None  # finishes a step that has ended on this rank
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
-        sync.listeners.rates = self._use.rates
+        sync.listeners.rates, sync.listeners.learning_rate = self._use.rates, self._use.first_rate
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool | None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
@@ -116,7 +116,6 @@ class Session:
             scaler: Returns the gradient scaler, or None.
         """
         self._use.optimizers = optimizers
-        self.sync.listeners.learning_rate = self._use.first_rate
         self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
 
     # -- a step ---------------------------------------------------------------------------------------------------

@@ -11,17 +11,12 @@ from torch.optim import Optimizer
 
 
 class OwnOptimizers:
-    """Who steps a rank's weights. A step is over when all of them have stepped; their state is saved with the weights.
-
-    Attributes:
-        learning_rate: Learning rate of the one that has stepped last.
-    """
+    """Who steps a rank's weights. A step is over when all have stepped; their state is saved with the weights."""
 
     def __init__(self) -> None:
         self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
-        self.learning_rate: float | None = None
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
         """Note where to find them. Without it, as in a custom loop, those that have stepped count."""
@@ -35,7 +30,6 @@ class OwnOptimizers:
 
     def all_have_stepped(self, optimizer: Optimizer) -> bool:
         """`optimizer` has stepped, or a scaler has skipped its step. Return whether all have, since `begin_step`."""
-        self.learning_rate = float(optimizer.param_groups[0]["lr"])
         if not any(optimizer is each for each in self._seen):
             self._seen.append(optimizer)
         self._stepped.add(id(optimizer))
