@@ -15,7 +15,7 @@ from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.inform import inform
-from lowbit_strategy.model.sharded import cost_of_accumulation, end_iteration
+from lowbit_strategy.model.sharded import cost_of_accumulation, end_iteration, reshard
 
 from .base_strategy import SessionStrategy
 from .stock import DDPStrategy, ModelParallelStrategy
@@ -163,6 +163,11 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save to rank 0's path, as the stock strategy does because all ranks write. Residuals use the same path."""
         super().save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        reshard(self.model)  # a learning rate finder may end with a validation, which leaves it gathered
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def teardown(self) -> None:
         if self.model is not None:
