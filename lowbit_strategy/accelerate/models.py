@@ -101,12 +101,28 @@ class PreparedModels:
     def _attach(self, attach: Callable[..., Session], module: nn.Module, prepared: PreparedModel) -> None:
         accelerator = self._accelerator
         session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
+        earlier = self._take_out(session.module)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._attached[module] = None
-        self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
+        free = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
+        self._numbers[session] = free if earlier is None else self._numbers.pop(earlier)
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
         self._loop.control(session.sync, self._numbers[session], alone=not self.sessions)
+        if earlier is not None:
+            session.adopt(earlier)
+            session.resume()
+            earlier.close()
         self._revive(session)
+
+    def _take_out(self, module: nn.Module) -> Session | None:
+        """The session in use of a model that has been wrapped again. It is no longer in use."""
+        for wrapped in self.attached:
+            session = _session_of(wrapped)
+            if session in self.sessions and session.module is module:
+                del wrapped.__dict__[_SLOT], self._attached[wrapped]
+                self.sessions.remove(session)
+                return session
+        return None
 
     def _revive(self, session: Session | None) -> None:
         """Note that `session` is in use again: the HF Trainer frees the accelerator's memory, then uses the model."""

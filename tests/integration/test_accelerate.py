@@ -226,6 +226,50 @@ def test_two_models_with_an_optimizer_each(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
 
 
+def prepared_again(folder: Path, outer: str | None) -> Facts:
+    """A layer is trained later: the model is prepared again, and what it had learned of residuals goes on."""
+    accelerator = make("ddp", LowBitPlugin(LoCo(block_size=32), outer=outer))
+    torch.manual_seed(0)
+    net = mlp()
+    torch.manual_seed(accelerator.process_index)
+
+    def train(model: Any, optimizer: Any) -> int:
+        for seed in range(4):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * seed + accelerator.process_index))
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return fingerprint(net)
+
+    for layer_is_trained in (False, True):
+        net[0].requires_grad_(layer_is_trained)
+        pair = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        train(*pair)
+    binding = binding_of(accelerator)
+    assert binding is not None
+    accelerator.save_state(state_folder(folder))
+    straight = train(*pair)
+    accelerator.load_state(state_folder(folder))
+    resumed = train(*pair)
+    accelerator.end_training()
+    return {
+        "straight": straight,
+        "resumed": resumed,
+        "steps": [session.sync.step_index for session in binding.sessions],
+        "trained": "0.weight" in binding.sessions[0].sync.specs,
+        "end": fingerprint(net),
+    }
+
+
+@scenarios(prepared_again, outer=(None, "diloco"), slow=all_but(outer=None))
+def test_a_model_with_unfrozen_parameters_is_prepared_again(facts: list[Facts]) -> None:
+    assert facts[0]["end"] == facts[1]["end"]
+    for rank in facts:
+        assert rank["straight"] == rank["resumed"]
+        assert rank["steps"] == [12]
+        assert rank["trained"]
+
+
 def two_optimizers_of_one_model(folder: Path) -> Facts:
     accelerator = make("ddp", PLUGIN)
     torch.manual_seed(0)
