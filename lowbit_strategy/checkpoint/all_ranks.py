@@ -162,6 +162,7 @@ class ResidualSaver:
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._last: tuple[Any, ResidualFile] | None = None  # the last save, by its path and this rank's file
+        self._replaced: list[ResidualFile] = []  # by the last save: this rank's earlier files of the same moment
         self._is_written = True  # its checkpoint
         self._noticed = False  # that ranks do not save
         self.begin_run()
@@ -181,8 +182,8 @@ class ResidualSaver:
 
         1. this rank writes its file next to it; if that fails, a warning says so
         2. the caller writes the checkpoint, including the stamp that it gets
-        3. rank 0 deletes all files of the checkpoint that was replaced (for an asynchronous save, at the next save); if
-           the checkpoint could not be written, it deletes the new files
+        3. rank 0 deletes all files of the checkpoint that was replaced, and every rank its own of the same moment (for
+           an asynchronous save, at the next save); if the checkpoint could not be written, they delete the new files
         """
         self._finish_last()
         saved: Saved = capture.capture(self._sync) | {"run": self._run}
@@ -209,20 +210,21 @@ class ResidualSaver:
             residual_files.delete(path, (each for each in written if each not in before))
             raise
         self._last, self._is_written = (path, file), False
+        own = [each for each in before if each._replace(end="") == file]
+        self._replaced = [each for each in own if each not in written] if written else []
         if not asynchronous:
             self._finish_last()
         if file.rank > 0 and all(each.rank > 0 for each in before):
             self._delete_own(path, file, [each for each in before if each.rank % file.world_size == file.rank])
 
     def _finish_last(self) -> None:
-        """The last checkpoint is complete: rank 0, which wrote it, deletes what it replaces."""
+        """The last checkpoint is complete: delete what it replaces, of all ranks on rank 0, which wrote it."""
         if self._last is None or self._is_written:
             return
         self._is_written = True
         path, file = self._last
-        if file.rank == 0:
-            found = residual_files.files_of(path)
-            residual_files.delete(path, (each for each in found if each.moment.is_before(file.moment)))
+        found = residual_files.files_of(path) if file.rank == 0 else []
+        residual_files.delete(path, [*self._replaced, *(each for each in found if each.moment.is_before(file.moment))])
 
     @staticmethod
     def _delete_own(path: Any, file: ResidualFile, before: list[ResidualFile]) -> None:

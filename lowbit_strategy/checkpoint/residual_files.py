@@ -232,7 +232,7 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
 
 def _find(checkpoint_path: Any, file: ResidualFile) -> str:
     """Find the file. ``last.ckpt`` may be a link; then the files are next to it or to its target. A rank that saved
-    twice at one moment and was stopped before the first file was removed has two files, and either will do.
+    twice at one moment and was stopped before the first file was removed has two files, which are nearly always equal.
     """
     places = [checkpoint_path]
     fs, local = fsspec.core.url_to_fs(str(checkpoint_path))

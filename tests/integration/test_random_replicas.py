@@ -229,3 +229,23 @@ SLOW = [(local, range(at, at + 75)) for local in (False, True) for at in range(0
 def test_any_sequence_is_that_of_plain_pytorch(tmp_path: Path, local: bool, seeds: range) -> None:
     found = run_ranks(_programs, 2, tmp_path, local, seeds, timeout=280, process_group=None)
     assert found == [[]] * 2
+
+
+def _saved_twice(rank: int, world_size: int, folder: Path) -> Any:
+    """Weights are changed between two saves of one step: those of the second, those loaded, and the files."""
+    join_group(rank, world_size, folder, 30)
+    program = Program(Dense(), folder, local=True)
+    for _ in range(4):
+        program.save()
+        program.edit()
+    program.save()
+    wanted = [param.tolist() for param in program.net.parameters()]
+    program.train()
+    program.load()
+    dist.barrier()
+    found = [param.tolist() for param in program.net.parameters()]
+    return found == wanted, len(list((folder / "some.ckpt.lowbit").iterdir()))
+
+
+def test_a_save_replaces_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(_saved_twice, 2, tmp_path, timeout=60, process_group=None) == [(True, 2)] * 2
