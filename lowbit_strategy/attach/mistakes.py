@@ -14,7 +14,7 @@ NO_STEP_HAS_ENDED = (
 )
 SHARED_IN_ROUNDS = (
     "compression was attached to another model that shares parameters with this one, and local steps would move them"
-    " from two anchors: attach it to one model that holds both, or leave outer= out. If this one is no longer trained,"
+    " from two anchors: attach it to one model that holds both, or leave outer= out. If one of them is no longer trained,"
     " close its session"
 )
 MADE_BEFORE_SHARDING = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 def watch_optimizers(session: Any) -> None:
     """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
-    It is the latest from now on: earlier sessions that share parameters with it, perhaps because they had the same
-    model, are called only while their own reductions are open.
+    It is the latest from now on. Of sessions that share parameters, perhaps because they had the same model, those are
+    called whose reductions are open; if there is none, the latest.
     """
     _forget_unattached(session.param_ids)
     stop_watching(session)
@@ -38,7 +38,11 @@ def watch_optimizers(session: Any) -> None:
 def shares_parameters(session: Any) -> bool:
     """Whether a later session has parameters of this one's model."""
     since = itertools.dropwhile(lambda each: each is not session, list(_watching))
-    return any(not session.param_ids.isdisjoint(each.param_ids) for each in itertools.islice(since, 1, None))
+    return _shares(session, itertools.islice(since, 1, None))
+
+
+def _shares(session: Any, others: Iterable[Any]) -> bool:
+    return any(not session.param_ids.isdisjoint(each.param_ids) for each in others)
 
 
 def stop_watching(session: Any) -> None:
@@ -69,8 +73,9 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
+    reducing = [each for each in _watching if each.sync.transactions.prepared]
     for session in list(_watching):
-        if session.sync.transactions.prepared or not shares_parameters(session):
+        if session in reducing or not (_shares(session, reducing) or shares_parameters(session)):
             session.on_optimizer_step(optimizer)
     if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -75,7 +75,7 @@ class Session:
         self.module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.has_loaded = False
-        self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
+        self._warned, self._num_passes = False, 0  # backward passes that reduce, since an optimizer has stepped
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # finishes a step that has ended on this rank
@@ -163,9 +163,6 @@ class Session:
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
         self._use.roll_back_cleared()
-        self._num_passes += 1
-        if self._num_passes == MANY_PASSES:
-            self._warn(NO_STEP_HAS_ENDED)
         if unfrozen := self.frozen.newly_trainable():
             if self._is_in_ddp and not self.is_in_rounds:
                 raise RuntimeError(UNFROZEN_UNDER_DDP.format(unfrozen[0]))
@@ -174,6 +171,9 @@ class Session:
 
     def begin_reducing(self, scaler: Any = None) -> None:
         """Step 4 of `begin_step`, which ranks take together, at the latest when DDP has a pass's first gradients."""
+        self._num_passes += 1
+        if self._num_passes == MANY_PASSES:
+            self._warn(NO_STEP_HAS_ENDED)
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
@@ -214,8 +214,9 @@ class Session:
         """The part of `end_step` that this rank does alone, except in rounds or if a loss scaler may skip the step."""
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
-        stepped = self._use.take_stepped(optimizer, is_known=self._is_open)
-        self._num_passes, self._is_open = self._num_passes if self._is_open else 0, False
+        was_open, self._is_open = self._is_open, False
+        stepped = self._use.take_stepped(optimizer, is_known=was_open)
+        self._num_passes = self._num_passes if was_open else 0
         if self.is_in_rounds:
             self.pace.after_optimizer(optimizer)
             return True
@@ -224,7 +225,8 @@ class Session:
         if self.is_baseline:
             self._closed = self.pace.end_step
             return True
-        if not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
+        has_stepped = was_open or stepped is None
+        if has_stepped and not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
             self._warned = True
             why = why_nothing_was_sent(self.module, waits=self._is_in_ddp)
             _log.warning("rank %d: %s", self.sync.ranks.rank, why)

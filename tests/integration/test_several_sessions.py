@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, DiLoCo, LoCo
+from lowbit_strategy.attach.mistakes import MANY_PASSES
 from lowbit_strategy.attach.optimizer_hook import _watching as watching
 from lowbit_strategy.custom_loop import attach_ddp, compress, prepare
+from testing.log import listen
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import raised
 
@@ -67,6 +69,29 @@ def test_models_that_share_parameters_count_their_own_steps() -> None:
         assert counts == [9, 4]
         assert left == [0, 0]
         assert torch.equal(weights, runs[0][2])
+
+
+def train_one(rank: int, world_size: int) -> tuple[list[str], list[list[float | None]]]:
+    """Each of two models that share a trunk is trained alone for a while. Return warnings, and learning rates."""
+    trunk = nn.Linear(24, 24)
+    models = [DistributedDataParallel(nn.Sequential(trunk, nn.Linear(24, width))) for width in (24, 8)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=rate) for model, rate in zip(models, (0.1, 0.2), strict=True)]
+    rates = []
+    with listen() as lines:
+        sessions = [compress(*each, LoCo(block_size=32)) for each in zip(models, optimizers, strict=True)]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(MANY_PASSES + 1):
+                model(torch.ones(2, 24)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            rates.append([session.sync.listeners.learning_rate() for session in sessions])
+    return [line for line in lines if "no gradient has been" in line or "no step has ended" in line], rates
+
+
+def test_a_step_is_of_the_model_whose_gradients_were_reduced() -> None:
+    for lines, rates in run_ranks(train_one, 2):
+        assert lines == []
+        assert rates == [[0.1, 0.2]] * 2
 
 
 def share_in_rounds(rank: int, world_size: int, closed: int) -> list[str]:
