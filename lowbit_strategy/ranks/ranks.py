@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -225,13 +225,6 @@ class Ranks:
         column: The part of the model that this rank, and those with which it averages gradients, have along other mesh
             dims, such as tensor parallelism.
         comes_and_goes: Whether `world` is one of several replicas that come and go, of which `peers` has one rank each.
-
-    Attributes:
-        rank: Place of this rank among those that average gradients, replica by replica.
-        world_size: Number of these ranks.
-        topology: These ranks as numbers.
-        logs: Whether this rank logs messages that apply to all ranks.
-        alone: Whether nothing is compressed, because no other rank reduces the same parts or ever will.
     """
 
     world: Comm
@@ -243,24 +236,33 @@ class Ranks:
     comes_and_goes: bool = False
     coding: NodeCoding | None = None
     column: int = 0
-    rank: int = field(init=False, compare=False)
-    world_size: int = field(init=False, compare=False)
-    topology: Topology = field(init=False, compare=False)
-    alone: bool = field(init=False, compare=False)
-    logs: bool = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        peers, inside = self.peers, self.intra_node
-        node_size = None if inside is None else inside.world_size
-        rank, world_size = peers.rank, peers.world_size
-        if inside is not None:
-            rank, world_size = rank * inside.world_size + inside.rank, world_size * inside.world_size
-        topology = Topology(world_size, self.node_sizes, rank, node_size, peers.is_far, self.coding)
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "world_size", world_size)
-        object.__setattr__(self, "topology", topology)
-        object.__setattr__(self, "alone", peers.world_size == 1 and not self.comes_and_goes)
-        object.__setattr__(self, "logs", rank == 0 and self.world.rank == 0)
+    @property
+    def rank(self) -> int:
+        """Place of this rank among those that average gradients, replica by replica."""
+        inside = self.intra_node
+        return self.peers.rank if inside is None else self.peers.rank * inside.world_size + inside.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that average gradients."""
+        return self.peers.world_size * (1 if self.intra_node is None else self.intra_node.world_size)
+
+    @property
+    def topology(self) -> Topology:
+        """These ranks as numbers."""
+        node_size = None if self.intra_node is None else self.intra_node.world_size
+        return Topology(self.world_size, self.node_sizes, self.rank, node_size, self.peers.is_far, self.coding)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is compressed, because no other rank reduces the same parts or ever will."""
+        return self.peers.world_size == 1 and not self.comes_and_goes
+
+    @property
+    def logs(self) -> bool:
+        """Whether this rank logs messages that apply to all ranks."""
+        return self.rank == 0 and self.world.rank == 0
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
