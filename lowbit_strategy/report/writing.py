@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowbit_strategy.adaptation.driver import AdaptiveDriver, Event, shares
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.control.base import Progress, describe, labels
@@ -63,7 +65,7 @@ class RunRecord:
         self.write(
             "observation",
             epoch=progress.epoch,
-            loss=None if loss is None else float(loss),
+            loss=None if loss is None else float(torch.as_tensor(loss).detach()),
             learning_rate=progress.learning_rate,
             **asdict(observation),
         )

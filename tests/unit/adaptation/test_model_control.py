@@ -88,6 +88,7 @@ def test_rates_are_put_back_after_a_step_that_fails_or_is_skipped(control: Model
     assert optimizer.param_groups[0]["lr"] is rate
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_monitor_that_joins_during_training_has_its_record(tmp_path: Path) -> None:
     sync = engine(Dense())
     control = ModelControl(sync)
@@ -95,7 +96,7 @@ def test_a_monitor_that_joins_during_training_has_its_record(tmp_path: Path) -> 
     reduce_step(sync, gradients(0))
     control.monitor(MonitorOptions(every_n_steps=1))
     control.folder = tmp_path
-    control.begin_pass(torch.tensor(2.5))
+    control.begin_pass(torch.tensor(2.5, requires_grad=True))
     reduce_step(sync, gradients(1))
     sync.listeners.meet()
     assert [(line["kind"], line["step"], line.get("loss")) for line in read_record(tmp_path)] == [
