@@ -39,7 +39,7 @@ _UNUSED = {"": None, "_find_unused_parameters_true": True, "_find_unused_paramet
 def register_compressor(name: str, compressor: Compressor) -> None:
     """Register a compressor. This defines the strategies ``<name>_ddp``, ``<name>_fsdp`` and ``<name>_hsdp``, and makes
     `name` valid wherever a compressor is expected. Call it at the end of the compressor's module, so that every process
-    does.
+    does. For files that ``accelerate launch`` reads, see `register_controller`.
 
     Args:
         name: Lower-case letters, digits and underscores.

@@ -71,7 +71,9 @@ def __getattr__(name: str) -> Any:
 def register_controller(name: str, controller: Callable[..., Controller]) -> None:
     """Let configuration files name a controller: ``controller: {name: NAME, option: value}``.
 
-    Call it at the end of the controller's module, so that every process does.
+    Call it at the end of the controller's module, so that every process does. ``accelerate launch`` reads a file before
+    the script starts: there a package of yours registers it that is installed with an entry point in the group
+    ``torch.backends``, which ``import torch`` calls.
 
     Args:
         name: Letters, digits and underscores.
