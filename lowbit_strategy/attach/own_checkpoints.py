@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lowbit_strategy.attach.optimizer_hook import has_rate
 from lowbit_strategy.attach.session import Session
 
 _TEXT = (
@@ -19,7 +20,9 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) -> None:
-    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load."""
+    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load. State
+    that was read before state is loaded was what torch.distributed.checkpoint loads into.
+    """
     weak = weakref.ref(session)
     read_at: int | None = None
     has_loaded = has_told = False
@@ -30,13 +33,13 @@ def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) ->
             read_at = current.sync.step_index
 
     def load(*_: Any) -> None:
-        nonlocal has_loaded
-        has_loaded = True
+        nonlocal read_at, has_loaded
+        read_at, has_loaded = None, True
 
-    def step(*_: Any) -> None:
+    def step(optimizer: Optimizer, *_: Any) -> None:
         nonlocal read_at, has_loaded, has_told
         current = weak()
-        if current is None or current.is_closed or has_told:
+        if current is None or current.is_closed or has_told or not has_rate(optimizer):
             return
         what: tuple[str, str] | None = None
         if read_at is not None and current.last_saved != read_at:

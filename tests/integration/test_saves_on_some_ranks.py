@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
 
 from lowbit_strategy import LoCo, WeightDelta
 from lowbit_strategy.accelerate import LowBitPlugin
@@ -81,11 +84,11 @@ def test_accelerate_saves_on_the_main_process_alone(facts: list[Facts]) -> None:
 class _Plain:
     """A loop without a framework, from a checkpoint if one is given."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, optimizer: Callable[..., torch.optim.Optimizer] = AdamW) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
         self.model = DistributedDataParallel(self.net)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.optimizer = optimizer(self.net.parameters(), lr=1e-2)
         self.session = compress(self.model, self.optimizer, LoCo())
         if path is not None:
             saved = torch.load(path, weights_only=True)
@@ -346,6 +349,30 @@ def without_the_session(folder: Path) -> Facts:
         loop.train(1, 2)
         resumed.train(1, 2)
     return {"own": own, "loaded": loaded, "right": right}
+
+
+def loaded_into(folder: Path, optimizer: str) -> Facts:
+    """A loop that loads as torch.distributed.checkpoint does, into the state that it has read before."""
+    make = {"adamw": AdamW, "sgd": SGD}[optimizer]
+    loop, resumed = _Plain(optimizer=make), _Plain(optimizer=make)
+    loop.train(0, 2)
+    states: dict[str, Any] = get_optimizer_state_dict(loop.net, loop.optimizer)
+    with loop.session.save(folder / "x") as stamp:
+        dcp.save({"model": loop.net.state_dict(), "optimizer": states}, checkpoint_id=folder / "x")
+    states = get_optimizer_state_dict(resumed.net, resumed.optimizer)
+    dcp.load({"model": resumed.net.state_dict(), "optimizer": states}, checkpoint_id=folder / "x")
+    set_optimizer_state_dict(resumed.net, resumed.optimizer, states)
+    resumed.session.load(folder / "x", stamp)
+    with listen() as lines:
+        for each in (loop, resumed):
+            each.train(2, 4)
+    return {"lines": lines, "same": fingerprint(loop.net) == fingerprint(resumed.net)}
+
+
+@scenarios(loaded_into, optimizer=("adamw", "sgd"))
+def test_a_loop_that_loads_into_the_state_that_it_has_read_is_told_nothing(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank == {"lines": [], "same": True}
 
 
 @scenarios(without_the_session)
