@@ -14,8 +14,8 @@ NO_STEP_HAS_ENDED = (
 )
 SHARED_IN_ROUNDS = (
     "compression was attached to another model that shares parameters with this one, and local steps would move them"
-    " from two anchors: attach it to one model that holds both, or leave outer= out. If one of them is no longer trained,"
-    " close its session"
+    " from two anchors: attach it to one model that holds both, or leave outer= out. If one of them is no longer"
+    " trained, close its session"
 )
 MADE_BEFORE_SHARDING = (
     "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
