@@ -17,7 +17,7 @@ from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.ddp import DDPHook, hooked
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.parallel_dims import model_group
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, device_of
@@ -151,6 +151,8 @@ def refuse_other_hooks(model: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, which"
             " compression would replace: leave it out, and use autocast or the framework's precision"
         )
+    if (own := hooked.get(model)) is not None and not own.closed:
+        raise RuntimeError("compression is attached to this DistributedDataParallel already: close its session first")
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
         raise RuntimeError(

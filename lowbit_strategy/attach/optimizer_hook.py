@@ -79,5 +79,6 @@ def _on_step(optimizer: Optimizer, *_: Any) -> None:
             session.on_optimizer_step(optimizer)
     if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped.difference_update(*(each.param_ids for each in reducing))
         if any(not stepped.isdisjoint(map(id, module.parameters())) for module in list(_unattached)):
             raise RuntimeError(NEVER_ATTACHED)

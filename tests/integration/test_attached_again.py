@@ -105,6 +105,10 @@ def _under_ddp(rank: int, world_size: int) -> dict[str, Any]:
     )
     found["frozen ones assigned"] = _error(lambda: [_step(session, model, at) for at in range(3)])  # digest after 2
 
+    session, model = _ddp(_net())
+    found["twice"] = _error(lambda: attach_ddp(model, prepare(model.module, LOCO)))
+    found["goes on"] = _error(lambda: _step(session, model, 0))
+
     net = _net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
     found["ignored"] = list(_ddp(net)[0].sync.specs)
@@ -130,6 +134,8 @@ def test_under_ddp() -> None:
         assert "0.weight is another parameter than when the model was set up" in found["assigned"]
         assert "2.weight is another parameter than when the model was set up" in found["replaced"]
         assert found["frozen ones assigned"] == "none"
+        assert "compression is attached to this DistributedDataParallel already" in found["twice"]
+        assert found["goes on"] == "none"
         assert found["ignored"] == ["0.bias", "2.weight", "2.bias"]
         assert "DistributedDataParallel(mixed_precision=...) reduces gradients in" in found["mixed"]
         assert "already has a communication hook (allreduce_hook)" in found["hooked"]
