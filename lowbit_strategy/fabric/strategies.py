@@ -47,7 +47,8 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
                 earlier.close()
                 self.sessions[index] = session
                 return
-        self.sessions.append(session)
+        open_ones = [each for each in self.sessions if not each.is_closed]  # others end with their DDP
+        self.sessions = [*open_ones, session]
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:

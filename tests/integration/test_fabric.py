@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,28 @@ def test_two_models(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == [8, 8]
     assert facts[0]["resumed"] == facts[0]["expected"]
+
+
+def one_after_another(folder: Path) -> Facts:
+    """Each model is deleted before the next one is set up, as in cross-validation."""
+    made = fabric("ddp")
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    counts = []
+    for _ in range(3):
+        net = mlp()
+        alive.add(net)
+        model, optimizer = setup(made, net)
+        train(made, model, optimizer, batches(made.global_rank, 0, 2))
+        del net, model, optimizer
+        gc.collect()
+        counts.append((len(alive), len(made.strategy.sessions)))
+    return {"counts": counts}
+
+
+@scenarios(one_after_another)
+def test_a_deleted_model_goes_when_the_next_one_is_set_up(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["counts"] == [(1, 1)] * 3
 
 
 def loaded_after_validation(folder: Path) -> Facts:
