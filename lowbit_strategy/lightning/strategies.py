@@ -132,6 +132,14 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
         if sentence := cost_of_accumulation(self.model, trainer.accumulate_grad_batches, self.accumulate):
             inform("%s", sentence)
 
+    def on_validation_end(self) -> None:
+        """Reshard what FSDP2 leaves gathered, since callbacks look for the optimizer's parameters in the model, and a
+        learning rate finder loads a checkpoint.
+        """
+        super().on_validation_end()
+        assert self.model is not None
+        reshard(self.model)
+
     def _move_optimizers(self) -> None:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
@@ -163,11 +171,6 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save to rank 0's path, as the stock strategy does because all ranks write. Residuals use the same path."""
         super().save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None
-        reshard(self.model)  # a learning rate finder may end with a validation, which leaves it gathered
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def teardown(self) -> None:
         if self.model is not None:

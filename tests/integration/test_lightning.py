@@ -9,7 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
@@ -345,6 +350,29 @@ def test_a_learning_rate_finder_and_then_a_fit(facts: list[Facts]) -> None:
     assert facts[0]["after search"] == 0
     assert facts[0]["tuner"]["steps"] == facts[0]["callback"]["steps"] == 4
     assert not [name for name in facts[0]["left"] if "lr_find" in name]
+
+
+class TwoParts(Direct):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[:2], self.net[2:]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.head.parameters(), lr=1e-2)
+
+
+def unfrozen(folder: Path) -> Facts:
+    model = TwoParts()
+    thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+    before = full_parameters(model)
+    trainer(strategy("fsdp"), max_steps=36, callbacks=[thaw]).fit(model, loader(), loader())
+    after = full_parameters(model)
+    return {"unchanged": [name for name in before if torch.equal(before[name], after[name])]}
+
+
+@scenarios(unfrozen)
+def test_a_callback_unfreezes_after_a_validation(facts: list[Facts]) -> None:
+    assert [rank["unchanged"] for rank in facts] == [[], []]
 
 
 def one_rank(folder: Path, kind: Kind) -> Facts:
