@@ -60,10 +60,11 @@ class Admission:
         )
         self._registration = Registration(options, self.identity, address)
 
-    def found(self, round_index: int, num_failures: int, check_end: Callable[[], None]) -> Quorum:
-        """Wait for enough replicas that train the same as this one.
+    def found(self, min_replicas: int, *, round_index: int, num_failures: int, check_end: Callable[[], None]) -> Quorum:
+        """Wait for `min_replicas` replicas that train the same, this one included.
 
         Args:
+            min_replicas: Replicas that there must be at least.
             round_index: Number of times that members have met.
             num_failures: Number of exchanges that have failed since one has succeeded.
             check_end: Raises an error if this process has been asked to end.
@@ -77,10 +78,10 @@ class Admission:
         while True:
             quorum = self._registration.ask(round_index, num_failures, deadline)
             replicas = self._fitting(quorum)
-            if len(replicas) >= self._options.min_replicas:
+            if len(replicas) >= min_replicas:
                 return replace(quorum, replicas=replicas)
             deadline.wait(
-                f"{len(replicas)} of at least {self._options.min_replicas} replicas are there"
+                f"{len(replicas)} of at least {min_replicas} replicas are there"
                 f" ({', '.join(each.name for each in replicas)}): waiting for more"
             )
 

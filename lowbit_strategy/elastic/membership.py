@@ -172,7 +172,12 @@ class Membership:
 
     def _found(self, round_index: int) -> Quorum:
         assert self._admission is not None
-        return self._admission.found(round_index, self._num_failures, self._check_end)
+        return self._admission.found(
+            self.options.min_replicas,
+            round_index=round_index,
+            num_failures=self._num_failures,
+            check_end=self._check_end,
+        )
 
     def _by_first(self, find: Callable[[], T]) -> T:
         """Return on all ranks what `find` returns on the replica's first rank, or raise its error."""
