@@ -13,10 +13,11 @@ DDP's exchange in the forward pass cannot.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -108,7 +109,21 @@ class DeferredSignals:
         self._received &= ~bit
         if not received:
             self._answered |= bit
-        for handler in self._handlers.get(bit, ()):
-            chosen = not own_only if self._is_trainers(handler) else received
-            if chosen and callable(handler):
-                handler(self._signals[bit], None)
+        with self._one_path() if bit == REQUEUE else contextlib.nullcontext():
+            for handler in self._handlers.get(bit, ()):
+                chosen = not own_only if self._is_trainers(handler) else received
+                if chosen and callable(handler):
+                    handler(self._signals[bit], None)
+
+    @contextlib.contextmanager
+    def _one_path(self) -> Iterator[None]:
+        """All ranks save the checkpoint of a requeued job where rank 0 does. The Trainer lets each rank number it by
+        what is in the folder, where another rank may have written its residuals already.
+        """
+        connector = self.trainer._checkpoint_connector
+        path = self.trainer.strategy.broadcast(connector.hpc_save_path(self.trainer.default_root_dir))
+        connector.hpc_save_path = lambda _: path
+        try:
+            yield
+        finally:
+            del connector.hpc_save_path
