@@ -105,9 +105,9 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
         for param in each.param_group.fsdp_params:
             if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
                 raise ValueError(
-                    f"{each.label} was sharded with parameters that it no"
-                    " longer has: a layer was replaced or removed after fully_shard, and what took its place is not"
-                    " sharded. Change the model before it is sharded, or build it again"
+                    f"{each.label} was sharded with parameters that it no longer has: a layer was replaced or removed"
+                    " after fully_shard, and what took its place is not sharded. Change the model before it is sharded,"
+                    " or build it again"
                 )
 
 
