@@ -81,9 +81,7 @@ def load(target: str, asked_for: str) -> Any:
 
 
 def need(target: str, asked_for: str) -> None:
-    """Raises:
-    MissingPart: The object that `target` names, or a part that it needs, is not installed.
-    """
+    """Raise a MissingPart if the object that `target` names, or a part that it needs, is not installed."""
     if part := missing(target):
         raise MissingPart(
             f"{asked_for} needs {part}, which this installation lacks: reinstall lowbit-strategy", name=part

@@ -23,9 +23,7 @@ from lowbit_strategy.config_file.section import export, read_section
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Raises:
-    SystemExit: With status 2 if the section is missing or wrong; otherwise with the script's status.
-    """
+    """Run the script, and exit with its status, or with 2 if the section is missing or wrong."""
     arguments = _parser().parse_args(argv)
     try:
         _prepare(arguments)

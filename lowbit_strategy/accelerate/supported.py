@@ -15,9 +15,7 @@ _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_
 
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, sp_size: int = 1) -> None:
-    """Raises:
-    ValueError: Gradients of this kind of run cannot be compressed.
-    """
+    """Raise a ValueError if gradients of this kind of run cannot be compressed."""
     if distributed_type not in [str(kind.value) for kind in _SERVED]:
         raise ValueError(
             f"distributed_type {distributed_type} cannot be compressed:"
@@ -33,9 +31,7 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, sp_s
 
 
 def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Raises:
-    ValueError: The accelerator, which was made with this plugin, runs in an unsupported way.
-    """
+    """Raise a ValueError if the accelerator, which was made with this plugin, runs in an unsupported way."""
     _keep_fsdp_on_cpu(accelerator, fsdp_plugin)
     kind = DistributedType(accelerator.distributed_type)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

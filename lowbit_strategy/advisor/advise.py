@@ -165,9 +165,7 @@ def _workload(
     tensor_parallel: int,
     precision: str | None,
 ) -> Any:
-    """Raises:
-    ValueError: The model cannot be built, there is no such precision, or parts of it do not fit on a node.
-    """
+    """Raise a ValueError if the model cannot be built, the precision is unknown, or parts do not fit on a node."""
     from lowbit_strategy.advisor.transformer import transformer
     from lowbit_strategy.advisor.workload import PRECISIONS, Workload
 

@@ -17,9 +17,7 @@ _LEAST = 1e-300  # above 0
 
 
 def check_finite(owner: object, *, least: float, **values: float) -> None:
-    """Raises:
-    ValueError: A value is not a number of at least `least`, or is infinite.
-    """
+    """Raise a ValueError if a value is not a finite number of at least `least`."""
     for name, value in values.items():
         if not (math.isfinite(value) and value >= least):
             bound = "0 or more" if least == 0 else "above 0"

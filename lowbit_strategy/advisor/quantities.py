@@ -36,9 +36,7 @@ def count(text: str) -> float:
 
 
 def _parse(text: str, plain: str, units: dict[str, float], what: str) -> float:
-    """Raises:
-    ValueError: Not a positive quantity with one of the units.
-    """
+    """Parse `plain`; raise a ValueError if it is not a positive quantity with one of the units."""
     match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([a-zµμ]*)\s*", plain)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity: give {what}")

@@ -1,4 +1,4 @@
-"""Attaching compression to a model: what every framework's adapter calls, in this order.
+"""Attaching compression to a model. Every framework's adapter calls these functions, in this order:
 
 1. `prepare.prepare` before the model is wrapped: validates, and all ranks compare their settings
 2. wrap the model (DDP or FSDP2), then `ddp.attach_ddp` or `fsdp.attach_fsdp`

@@ -27,16 +27,16 @@ from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
 
 ONE_REPLICA = (
-    "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up exactly,"
-    " so nothing is compressed, and no steps are local. Start several nodes. To try it on one, give a smaller"
-    " shard_size, or start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
+    "lowbit_strategy: one replica: all ranks shard one model, and gradients inside a replica are added up exactly, so"
+    " nothing is compressed, and no steps are local. Start several nodes. To try it on one node, give a smaller"
+    " shard_size, or start the ranks with a smaller LOCAL_WORLD_SIZE"
 )
 _log = logging.getLogger("lowbit_strategy")
 
 
 def warn_of_one_rank() -> None:
-    """Warn that there is only one rank, with the same words in all frameworks, once per run."""
-    _log.warning("lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed")
+    """Warn that there is only one rank, once per run, with the same message in all frameworks."""
+    _log.warning("lowbit_strategy: one rank: gradients are not sent, so nothing is compressed")
 
 
 def compare_with_all(
@@ -48,8 +48,8 @@ def compare_with_all(
     *,
     has_scaler: bool,
 ) -> dist.ProcessGroup | None:
-    """Return all ranks that hold part of the model, after they have compared everything except parameters, which only
-    the ranks of `group` share.
+    """Compare everything except parameters, which only the ranks of `group` share, and return the group of all ranks
+    that hold part of the model.
     """
     everyone = model_group(module, group, device, mesh)
     facts = settings_facts(prepared.compressor, scatter=prepared.scatter, settings=settings_of(prepared.options))
@@ -73,7 +73,7 @@ def make_engine(
     """
     for part in prepared.parts:
         prepared = part.on_meshes(prepared, module, list(dict.fromkeys((ranks, *(others or {}).values()))))
-    fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # where each keeps most
+    fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # they keep most
     for part in () if fewest.alone else prepared.parts:
         prepared = part.fitted(prepared, fewest, device, modules or {})
     options = prepared.options
@@ -91,7 +91,7 @@ def make_engine(
     check_whole_model(module, sync)
     if ranks.world_size == 1 and not ranks.comes_and_goes:
         warn_of_one_rank()
-    elif ranks.alone and ranks.logs:  # of replicas that come and go none is
+    elif ranks.alone and ranks.logs:  # replicas that come and go never are
         _log.warning("%s", ONE_REPLICA)
     return prepared, sync
 
@@ -128,9 +128,8 @@ def _report(sync: GradientSync) -> None:
 
 
 def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
-    """Raises:
-    ValueError: A method selects from all of a rank's parameters, while tensor or expert parallelism gives ranks
-        different parts of some and the same copy of another.
+    """Raise a ValueError if a method selects from all of a rank's parameters, while tensor or expert parallelism gives
+    ranks different parts of some parameters and copies of others.
     """
     if sync.ranks.world.world_size == sync.ranks.world_size:
         return
@@ -140,7 +139,7 @@ def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
             continue
         if getattr(param, "_st_info", param).shape.numel() == sync.specs[name].whole.numel:
             raise ValueError(
-                f"{sync.compressor.name} selects from all parameters of a rank, whose others differ by tensor"
-                f" parallelism, and {name} is the same on all ranks, which would select other parts of it: exempt it,"
-                " or take a compressor that looks at one parameter at a time, such as LoCo()"
+                f"{sync.compressor.name} selects from all parameters of a rank; some differ between tensor-parallel"
+                f" ranks, and {name} is the same on all of them, so that they would select different parts of it:"
+                " exempt it, or use a compressor that looks at one parameter at a time, such as LoCo()"
             )

@@ -39,7 +39,7 @@ from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
 Accumulate = Literal["local", "reduce"]
 _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
-# Options of FSDP1, for those who come from it.
+# FSDP1 options, and what replaces them.
 _FSDP1_REMEDIES = {
     "cpu_offload": "parameters stay on the device: shard smaller blocks (min_shard_numel) to save memory",
     "sharding_strategy": "parameters are sharded over all ranks, or over those of a node with shard_size='node'",
@@ -51,7 +51,7 @@ _FSDP1_REMEDIES = {
 
 
 class LowBitStrategy:
-    """The common base of both frameworks' strategies: the stored options, and what the framework asks a strategy for.
+    """The common base of both frameworks' strategies: stored options, and properties that the framework reads.
 
     Attributes:
         compressor, options: The user's choice.
@@ -127,7 +127,7 @@ class DDPConstructor(LowBitStrategy):
 
     def choose_buckets(self, device: torch.device) -> None:
         """Set the default size of DDP's buckets on `device`, before DDP wraps the model."""
-        if not isinstance(self.compressor, Chooser):  # the framework's own step has the framework's own buckets
+        if not isinstance(self.compressor, Chooser):  # the framework's own steps use the framework's own buckets
             self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
@@ -136,13 +136,13 @@ class FSDPConstructor(LowBitStrategy):
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        min_shard_numel: Smallest block that is gathered and reduced separately. Smaller: less memory, more messages.
         mp_policy: FSDP2's dtypes. None: the framework's ``precision`` decides. With ``bf16-mixed``, weights are
             gathered and used in bfloat16, float inputs of modules are cast to it, and gradients are reduced in float32;
             batch norms keep the parameters' dtype.
         accumulate: What happens with several micro-batches per step. ``local``: every rank keeps unsharded gradients
             and compresses them once, after the last micro-batch. ``reduce``: every micro-batch is reduced, as in the
-            stock strategy, which needs no such memory and sends that many times the bytes.
+            stock strategy, which needs no extra memory but multiplies the bytes sent.
         data_parallel_size: Number of ranks that average gradients. ``"auto"``: all ranks divided by the tensor-parallel
             size.
         tensor_parallel_size: Number of ranks that share each parallelized parameter. ``"auto"``: all ranks divided by
@@ -229,7 +229,7 @@ class FSDPConstructor(LowBitStrategy):
         # Stock "auto" means one data-parallel rank per node; here every rank is one.
         stock: Any = self
         stock.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        world_size, auto = stock.world_size, "auto"  # other launchers than the framework's own keep what they know
+        world_size, auto = stock.world_size, "auto"  # launchers other than the framework's own know the world size
         data, tensor = stock._data_parallel_size, stock._tensor_parallel_size
         if tensor == auto:
             tensor = 1 if data == auto else max(1, world_size // data)
@@ -253,8 +253,8 @@ class FSDPConstructor(LowBitStrategy):
         return self._sampler
 
     def _follow_mesh(self, module: nn.Module) -> None:
-        """Follow the mesh of a module that sharded itself. If more ranks average gradients than are data-parallel, they
-        hold parts of the same data.
+        """Follow the mesh of a module that sharded itself. If more ranks average gradients than are data-parallel, some
+        share the same data.
 
         Raises:
             ValueError: Data loaders have already been made for other ranks.
@@ -266,8 +266,8 @@ class FSDPConstructor(LowBitStrategy):
             return
         if self._sampler not in (None, sampler):
             raise ValueError(
-                f"data was split for {self._sampler['num_replicas']} ranks, and the model has made a mesh on which"
-                f" {len(ranks)} have different data: set the model up before the data loaders, or give"
+                f"data was split for {self._sampler['num_replicas']} ranks, but on the model's mesh {len(ranks)} ranks"
+                " have different data: set the model up before the data loaders, or give"
                 f" data_parallel_size={len(ranks)}"
             )
         self._sampler = sampler
@@ -276,9 +276,7 @@ class FSDPConstructor(LowBitStrategy):
 def _refuse_unknown(
     strategy: type, options: Iterable[str], known: Collection[str], remedies: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raises:
-    TypeError: An option is not in `known`. The message names the nearest one, or where the option belongs.
-    """
+    """Raise a TypeError if an option is not in `known`. It names the nearest one, or says where the option belongs."""
     for name in options:
         if name in remedies:
             raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {remedies[name]}")

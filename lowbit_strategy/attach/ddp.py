@@ -103,7 +103,7 @@ def _without_ignored(model: DistributedDataParallel, prepared: PreparedModel) ->
     names = {canonical_name(name) for name in model.parameters_to_ignore}
     left_out = [spec.name for spec in prepared.specs if spec.name in names]
     if left_out and dist.get_rank(model.process_group) == 0:
-        inform("not compressed, because DDP ignores them or reduces them by itself: %s", ", ".join(left_out))
+        inform("not compressed, because DDP ignores them or reduces them itself: %s", ", ".join(left_out))
     return replace(prepared, specs=tuple(spec for spec in prepared.specs if spec.name not in names))
 
 
@@ -115,9 +115,7 @@ def _refuse_join(**options: Any) -> Any:
 
 
 def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -> None:
-    """Raises:
-    ValueError: `model` is not what was prepared, wrapped in DDP.
-    """
+    """Raise a ValueError if `model` is not the prepared model, wrapped in DDP."""
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"attach_ddp was given a {type(model).__name__}: give it what DistributedDataParallel returned for the"
@@ -132,7 +130,7 @@ def check_ddp(model: nn.Module, specs: Sequence[TensorSpec], *, scatter: bool) -
     if found != expected:
         name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
         raise ValueError(
-            f"attach_ddp was given another model than prepare: {name} is {_shape(found.get(name))} in one and"
+            f"attach_ddp and prepare were given different models: {name} is {_shape(found.get(name))} in one and"
             f" {_shape(expected.get(name))} in the other. Prepare the model that is wrapped, after freezing what is not"
             " trained"
         )
@@ -143,9 +141,7 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 
 def refuse_other_hooks(model: DistributedDataParallel) -> None:
-    """Raises:
-    RuntimeError: DDP calls another hook with this model's gradients.
-    """
+    """Raise a RuntimeError if DDP calls a different hook with this model's gradients."""
     if model.mixed_precision is not None:
         raise RuntimeError(
             "DistributedDataParallel(mixed_precision=...) reduces gradients in its own communication hook, which"
@@ -156,5 +152,5 @@ def refuse_other_hooks(model: DistributedDataParallel) -> None:
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
         raise RuntimeError(
-            f"the model already has a communication hook ({name}), and DDP calls one: do not register it"
+            f"the model already has a communication hook ({name}), and DDP calls only one: do not register it"
         )

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import local_part
 
-_SAMPLE = 512  # elements of a parameter
+_SAMPLE = 512  # elements per parameter
 
 
-_MOST_DIFFERENT = 0.05  # of the signs, as rounding may change them
+_MOST_DIFFERENT = 0.05  # fraction of the signs, since rounding may change some
 
 
 class DeliveredSigns:

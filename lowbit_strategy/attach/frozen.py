@@ -44,7 +44,7 @@ class Frozen:
         """Return all parameters (or their shards) by name if they have changed, otherwise None.
 
         Args:
-            is_served: Whether what FSDP2 shards is synchronized.
+            is_served: Whether the parameters that FSDP2 shards are synchronized.
 
         Raises:
             RuntimeError: A trained parameter is not synchronized.
@@ -61,7 +61,7 @@ class Frozen:
         for name, param in params.items():
             if param.requires_grad and id(param) not in known:
                 raise RuntimeError(
-                    f"{name} is another parameter than when the model was set up, and nothing synchronizes its"
+                    f"{name} is not the parameter that the model had when it was set up, and nothing synchronizes its"
                     " gradients: it was loaded with assign=True, or its layer was replaced or added. Load without"
                     " assign=True, and change the model before it is set up, or set it up again"
                 )
@@ -80,7 +80,7 @@ class Frozen:
         return [name for name, param in self._frozen.items() if param.requires_grad]
 
     def newly_frozen(self) -> list[str]:
-        """Parameters that DDP waits for and that are frozen now."""
+        """Parameters that DDP waits for although they are frozen now."""
         return [name for name, param in self._expected.items() if not param.requires_grad]
 
     def take_newly_trainable(self) -> tuple[list[TensorSpec], dict[str, nn.Parameter]]:
@@ -91,6 +91,6 @@ class Frozen:
         return specs, {n: p for n, p in trainable_parameters(self._module).items() if n in names}
 
     def rewrapped(self) -> None:
-        """Note that DDP was wrapped again and waits for what is trainable now."""
+        """Note that the model was wrapped in DDP again, which waits for the parameters that are trainable now."""
         self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
         self._expected = trainable_parameters(self._module)

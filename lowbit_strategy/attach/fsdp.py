@@ -1,4 +1,4 @@
-"""Attaches compression to a model that FSDP2 shards: reads its meshes, and finds which ranks reduce what."""
+"""Attaches compression to a model that FSDP2 shards: reads from its meshes which ranks reduce which parameters."""
 
 from __future__ import annotations
 
@@ -124,9 +124,7 @@ def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequenc
 
 
 def _check_shard_size(options: SyncOptions, groups: Sequence[ShardedGroup], device: torch.device) -> None:
-    """Raises:
-    ValueError: The option contradicts the model's mesh.
-    """
+    """Raise a ValueError if `shard_size` contradicts the model's mesh."""
     asked, found = options.shard_size, groups[0].mesh.shape[-1]
     if asked == "node":  # counts all ranks, if the mesh has no replicas yet
         group = _mean_group(groups, device) if groups[0].mesh.ndim > 1 else None

@@ -1,4 +1,4 @@
-"""Follows what becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step."""
+"""Tracks reduced gradients: an optimizer steps on them, or they are cleared without a step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class GradientUse:
     """Commits and rolls back the reductions of one model's parameters, by their ``.grad``.
 
     A gradient that is gone when the next backward pass begins was cleared: its reduction is set aside until an
-    optimizer steps the parameter. If the step takes what the last pass delivered, scaled or clipped, the earlier
-    reductions were thrown away. If it takes something else, that was made from all of them (`DeliveredSigns`).
+    optimizer steps the parameter. If the step uses what the last pass delivered, scaled or clipped, the earlier
+    reductions were discarded. If it uses something else, that was computed from all of them (`DeliveredSigns`).
 
     Attributes:
         stepped: The parameters that optimizers have stepped since the last step ended.
         ddp_of: Returns the DDP wrapper of the model, if there is one.
-        optimizers: Returns the optimizers; unless set, those that have stepped.
+        optimizers: Returns the optimizers; by default, those that have stepped.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
@@ -38,14 +38,16 @@ class GradientUse:
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
-        # Those that have stepped, in the order of their first steps, and the number of each one's last step.
+        # Optimizers in the order of their first steps, with the number of each one's last step.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self.optimizers: Callable[[], Iterable[Optimizer]] = lambda: self._optimizers
         self._delivered = DeliveredSigns(sync)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
-        """Look up parameters again if the model has others. Arguments and errors are those of `Frozen.follow`."""
+        """Look up parameters again if the model's parameters have changed. Arguments and errors are those of
+        `Frozen.follow`.
+        """
         if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
             return
         self._name(params)
@@ -81,7 +83,7 @@ class GradientUse:
         return any(id(param) in self._names for group in optimizer.param_groups for param in group["params"])
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether it has stepped before."""
+        """Whether `optimizer` has stepped before."""
         return optimizer in self._optimizers
 
     def any_owner(self, optimizer: Optimizer) -> bool:
@@ -97,8 +99,8 @@ class GradientUse:
         return any(id(shards.get(id(param), param)) in self._names for param in module.parameters())
 
     def moves_nothing(self, optimizer: Optimizer) -> bool:
-        """Whether its step trains nothing: the learning rate and all gradients are zero. torch takes such a step to
-        create the state that it saves or loads into.
+        """Whether the optimizer's step changes nothing, because the learning rate and all gradients are zero. torch
+        takes such a step to create the state that it saves or loads into.
         """
         if has_rate(optimizer):
             return False
@@ -106,8 +108,8 @@ class GradientUse:
         return bool(given) and all(self._are_zero([given]))
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Commit the parameters of this model that it has stepped. An optimizer inside another one has stepped for
-        both.
+        """Commit the parameters of this model that the optimizer has stepped. A step of an optimizer inside another one
+        counts for both.
 
         Raises:
             RuntimeError: DDP was told not to synchronize the gradients.
@@ -136,7 +138,7 @@ class GradientUse:
             transactions.settle(undecided, used=self._delivered.differ_from(undecided))
 
     def settle_all(self) -> None:
-        """Settle all parameters, because an optimizer that is not torch's has stepped."""
+        """Settle all parameters, because an optimizer that does not derive from torch's has stepped."""
         self._settle({name: param for name, param in self._params.items() if param.grad is not None})
 
     def take_stepped(self, optimizer: Optimizer | None, *, is_known: bool) -> set[str] | None:
@@ -182,7 +184,7 @@ class GradientUse:
         return [name for members, is_zero in zip(groups, are_zero, strict=True) if is_zero for name in members]
 
     def _are_zero(self, groups: Sequence[Iterable[str]]) -> list[bool]:
-        """Whether all gradients of each group are zero. In rounds each rank judges alone."""
+        """Whether all gradients of each group are zero. In rounds each rank decides alone."""
         if not groups:
             return []
         counts = torch.zeros(len(groups), device=self._sync.device)
@@ -210,7 +212,7 @@ def check_synchronizes(model: DistributedDataParallel) -> None:
     if not model.require_backward_grad_sync:
         raise RuntimeError(
             "an optimizer has stepped inside no_sync(): each rank has trained on its own gradients, and nothing was"
-            " sent or compressed. Leave no_sync() before the last backward pass of a step. If ranks are to train by"
-            " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
-            " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
+            " sent or compressed. Exit no_sync() before the last backward pass of a step. For ranks that train alone"
+            " and synchronize only every few steps, as with Accelerate's LocalSGD, give the strategy or the plugin"
+            " lowbit_strategy's outer=LocalSGD(every=8) instead"
         )

@@ -14,10 +14,10 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._is_new = False  # it was read for the next step
+        self._is_new = False  # whether it was read for the next step
 
     def read(self, scaler: Any) -> None:
-        """A step has ended: read the next step's scale, if there is a scaler."""
+        """Read the next step's scale, if there is a scaler, after a step has ended."""
         self._is_new = scaler is not None and scaler.is_enabled()
         if self._is_new:
             self.value = float(scaler.get_scale())
@@ -32,5 +32,5 @@ class LossScale:
         return self.value
 
     def forget(self) -> None:
-        """Forget what was read, because the scaler has another scale now."""
+        """Forget the value, because the scaler has a different scale now."""
         self._is_new = False

@@ -1,4 +1,4 @@
-"""What is wrong with a training loop, and what to change, in words."""
+"""Messages about mistakes in a training loop, which say what to change."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from torch import nn
 
 from lowbit_strategy.model.parameters import named_parameters
 
-MANY_PASSES = 100  # of one step: more than anyone accumulates
+MANY_PASSES = 100  # in one step: more than anyone accumulates
 NO_STEP_HAS_ENDED = (
-    f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every step, also one"
-    " that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then nothing is compared or"
-    " recorded, no controller decides, and local steps have no turn"
+    f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every step, even a"
+    " hand-written one (in Lightning trainer.strategy.session.end_step()). Until then nothing is compared or recorded,"
+    " no controller decides, and local steps are not synchronized"
 )
 SHARED_IN_ROUNDS = (
-    "compression was attached to another model that shares parameters with this one, and local steps would move them"
-    " from two anchors: attach it to one model that holds both, or leave outer= out. If one of them is no longer"
-    " trained, close its session"
+    "compression was attached to another model that shares parameters with this one, and local steps would update them"
+    " from two anchors: attach it to one model that holds both, or omit outer=. If one of them is no longer trained,"
+    " close its session"
 )
 MADE_BEFORE_SHARDING = (
     "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
     " them"
 )
 CLIPPED_AFTERWARDS = (
-    "{}={} clips the sparse mean gradient after it has left the residual, so what is clipped away is lost: raise it, or"
+    "{}={} clips the sparse mean gradient after it has left the residual, so the clipped part is lost: raise it, or"
     " clip before compression (DGC(clip_norm=...))"
 )
 UNFROZEN_UNDER_DDP = (

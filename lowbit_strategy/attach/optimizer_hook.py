@@ -1,5 +1,5 @@
-"""Installs torch's hook after every optimizer step. It tells sessions, and refuses a step on a model that was never
-attached.
+"""Installs a hook that torch calls after every optimizer step. It tells sessions, and refuses a step on a model that
+was never attached.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 NEVER_ATTACHED = (
-    "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
-    " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
+    "prepare was called for this model, but nothing was attached to it, so its gradients are not compressed: call"
+    " attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
 )
 
-# Sessions that are told of steps: all ranks end their steps in this order.
+# Sessions to call, in the order in which all ranks end their steps.
 _watching: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 # Prepared models: a step before anything is attached is an error.
 _unattached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -27,8 +27,8 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 def watch_optimizers(session: Any) -> None:
     """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
-    It is the latest from now on. Of sessions that share parameters, perhaps because they had the same model, those are
-    called whose reductions are open; if there is none, the latest.
+    It is now the latest session. Among sessions that share parameters, perhaps because they had the same model, those
+    with open reductions are called; if none has any, the latest.
     """
     _forget_unattached(session.param_ids)
     stop_watching(session)
@@ -50,23 +50,23 @@ def stop_watching(session: Any) -> None:
 
 
 def await_attachment(module: nn.Module) -> None:
-    """The model was prepared: make an optimizer step an error until a session watches for it."""
+    """Make a step on this prepared model an error until a session watches its optimizers."""
     _forget_unattached(set(map(id, module.parameters())))
     _unattached[module] = None
 
 
 def _forget_unattached(param_ids: Set[int]) -> None:
-    """A model with these parameters has been prepared or attached, perhaps by another trainer."""
+    """Forget models with these parameters, because one was prepared or attached, perhaps by another trainer."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     for module in list(_unattached):
-        if not param_ids.isdisjoint(map(id, module.parameters())):  # as they are now: fully_shard replaces them
+        if not param_ids.isdisjoint(map(id, module.parameters())):  # the current ones: fully_shard replaces parameters
             _unattached.pop(module, None)
 
 
 def has_rate(optimizer: Optimizer) -> bool:
-    """Whether its step can move a parameter. A learning rate on a device counts as nonzero, since the host would wait
-    for its value.
+    """Whether a step of `optimizer` can change a parameter. A learning rate on a device counts as nonzero, since the
+    host would wait for its value.
     """
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     return any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates)

@@ -20,8 +20,8 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) -> None:
-    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load. State
-    that was read before state is loaded was what torch.distributed.checkpoint loads into.
+    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load.
+    torch.distributed.checkpoint also reads state before it loads into it; that does not count.
     """
     weak = weakref.ref(session)
     read_at: int | None = None
@@ -43,7 +43,7 @@ def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) ->
             return
         what: tuple[str, str] | None = None
         if read_at is not None and current.last_saved != read_at:
-            what = "read", "with session.save(path) as stamp: around the writing, which puts them next to it"
+            what = "read", "with session.save(path) as stamp: around the writing, which puts residuals next to it"
         elif has_loaded and not current.has_loaded:
             what = "loaded", "session.load(path, stamp) after it"
         read_at, has_loaded = None, False

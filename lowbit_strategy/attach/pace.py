@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 
 class EveryStep:
-    """Tells a session when ranks meet. Here they meet in every step. What lets them meet in rounds derives from this,
-    and what lets steps be the framework's own.
+    """Tells a session when ranks meet. Here they meet in every step. Subclasses let them meet in rounds, or let steps
+    be the framework's own.
 
     Attributes:
         serves_replaced: Whether it supports a replacement of the parameters that it was given.
@@ -32,7 +32,7 @@ class EveryStep:
         return self.replica is None or bool(self.replica.leads)
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Note who steps the model. The state of the optimizers and of the scaler, if any, may differ between ranks."""
+        """Note the optimizers and the scaler, if any; their state may differ between ranks."""
 
     def attached(self, session: Any, model: nn.Module) -> None:
         """The session around `model`, which may be wrapped in DDP, is complete."""

@@ -1,4 +1,4 @@
-"""The interface of optional parts: what an option outside the core may do, and when it is called.
+"""The interface of optional parts: what an option outside the core may do, and when.
 
 | when | what is called |
 |---|---|
@@ -30,10 +30,10 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Part:
-    """What an option adds. The methods here do nothing; a part overrides those that it needs.
+    """What an option adds. These methods do nothing; a part overrides those that it needs.
 
     `options` are `SyncOptions`, `prepared` is a `PreparedModel`. Methods that start with ``check`` raise a ValueError
-    if something does not go together.
+    if things are incompatible.
 
     Attributes:
         in_rounds: Whether this option makes ranks meet in rounds, with separate steps in between.
@@ -42,16 +42,16 @@ class Part:
     in_rounds: ClassVar[bool] = False
 
     def check_options(self, options: Any) -> None:
-        """Check it against the other options."""
+        """Check this option against the others."""
 
     def check_layout(self, options: Any, *, scatter: bool) -> None:
-        """Check it against FSDP2 (`scatter`) or DDP."""
+        """Check that it supports FSDP2 (`scatter`) or DDP."""
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         """Check it against these parameters and their compressor."""
 
     def on_ranks(self, prepared: Any) -> Any:
-        """Adapt `prepared` to the ranks that there are.
+        """Adapt `prepared` to the actual ranks.
 
         Raises:
             ValueError: It cannot run on these ranks.
@@ -59,8 +59,8 @@ class Part:
         return prepared
 
     def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:
-        """`prepared` where groups have been made. `meshes`: the ranks of each mesh that parameters are on; some, such
-        as experts, may be on another one.
+        """Adapt `prepared` once groups have been made. `meshes`: the ranks of each mesh that has parameters; some, such
+        as experts, may be on a different one.
 
         Raises:
             ValueError: It is not possible there.
@@ -80,10 +80,10 @@ class Part:
         return prepared
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> EveryStep | None:
-        """Begin. Called only if there are several ranks. Return what decides when they meet, if the part does."""
+        """Begin, if there are several ranks. Return the object that decides when they meet, if this part has one."""
 
     def adapter(self, framework: str) -> Any:
-        """A module with what the adapter of that name calls in addition; None: there is nothing."""
+        """A module with additional functions for the adapter of that name; None: there is none."""
         return None
 
 
@@ -105,7 +105,7 @@ def _is_unchosen(options: Any, option: str) -> bool:
 
 
 def warn_of_missing_parts(options: Any) -> None:
-    """Log what is not done because its part is not installed, although the user has not turned it off."""
+    """Log which features are missing because their part is not installed, unless the user has turned them off."""
     for option, part in leaves.PARTS.items():
         if part.unasked and _is_unchosen(options, option) and not leaves.is_present(part.target):
             _log.warning("%s", part.warning)

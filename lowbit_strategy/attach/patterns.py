@@ -21,7 +21,7 @@ def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
     if not patterns:
         return []
     specs = [TensorSpec(name, tuple(param.shape)) for name, param in named_parameters(module)]
-    unmatched: dict[str, None] = {}  # in order, each once
+    unmatched: dict[str, None] = {}  # used as an ordered set
     for field, selector in patterns:
         if all(matching([selector], spec) is None for spec in specs):
             sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"

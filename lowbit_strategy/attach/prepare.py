@@ -25,7 +25,7 @@ from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.ranks.ranks import Topology
 
-Layout = Literal["ddp", "fsdp", "hsdp"]  # what wraps the model
+Layout = Literal["ddp", "fsdp", "hsdp"]  # the model's wrapper
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -60,7 +60,7 @@ class PreparedModel:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether ranks meet in rounds, if there are several, and each steps by itself in between."""
+        """Whether ranks, if there are several, meet in rounds and take separate steps in between."""
         return any(part.in_rounds for part in self.parts)
 
 
@@ -82,7 +82,8 @@ def prepare(
         group: The ranks that have the same parameters; None: all.
 
     Raises:
-        ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
+        ValueError: The model is wrapped, the compressor does not support one of its parameters, or there is nothing to
+            train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
     prepared = checked(module, compressor, options, scatter=scatter)
@@ -99,7 +100,7 @@ def prepare(
 def checked(
     module: nn.Module, compressor: Compressor | str, options: SyncOptions | None = None, *, scatter: bool
 ) -> PreparedModel:
-    """What `prepare` returns, checked on this rank alone.
+    """The result of `prepare`, checked on this rank alone.
 
     Raises:
         ValueError: See `prepare`.
@@ -125,7 +126,7 @@ def checked(
 
 
 def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None) -> PreparedModel:
-    """Adapt a checked configuration to the ranks that there are. `shard_size`: HSDP: how many ranks share one model.
+    """Adapt a checked configuration to the actual ranks. `shard_size`: HSDP: how many ranks share one model.
 
     Raises:
         ValueError: An option does not suit these ranks.

@@ -14,7 +14,7 @@ from lowbit_strategy.options.conversion import register_conversion
 
 
 class RoundRule(Part, ABC):
-    """Decides how long a round is, and what moves the model when ranks meet."""
+    """Decides how long a round is, and how the model is updated when ranks meet."""
 
     in_rounds: ClassVar[bool] = True
 

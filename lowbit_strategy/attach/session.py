@@ -1,4 +1,4 @@
-"""Compression at work on one model: what a framework's adapter calls once `attach_ddp` or `attach_fsdp` has made it."""
+"""Compression at work on one model, made by `attach_ddp` or `attach_fsdp` and called by the framework's adapter."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Session:
 
     Attributes:
         module: The argument.
-        ended_by: Optimizers whose steps end the session's step, so that nobody has to call `end_step`; and what it
-            returned, if they have stepped since the last backward pass.
+        ended_by: Optimizers whose steps end the session's step without a call of `end_step`, with its result if they
+            have stepped since the last backward pass.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Session:
         self.module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.has_loaded = False
-        self._warned, self._num_passes = False, 0  # backward passes that reduce, since an optimizer has stepped
+        self._warned, self._num_passes = False, 0  # backward passes that reduced since an optimizer stepped
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
-        self._closed: Callable[[], None] | None = None  # finishes a step that has ended on this rank
+        self._closed: Callable[[], None] | None = None  # finishes a step that this rank has ended
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.listeners.rates, sync.listeners.learning_rate = self._use.rates, self._use.first_rate
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def is_in_rounds(self) -> bool:
-        """Whether gradients stay on this rank now."""
+        """Whether gradients currently stay on this rank."""
         return self.sync.rounds is not None
 
     @property
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def _is_in_ddp(self) -> bool:
-        """Whether the model is in DDP, which, unlike FSDP2, only serves parameters that were trained at set-up."""
+        """Whether the model is in DDP, which, unlike FSDP2, synchronizes only what was trained at set-up."""
         return self.sync.weights is None
 
     @property
@@ -109,10 +109,10 @@ class Session:
         return self.pace.replica
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Tell who steps.
+        """Set the optimizers and the scaler.
 
         Args:
-            optimizers: Returns the optimizers; those that step no parameter of this model are ignored.
+            optimizers: Returns the optimizers; any that step no parameter of this model are ignored.
             scaler: Returns the gradient scaler, or None.
         """
         self._use.optimizers = optimizers
@@ -138,28 +138,28 @@ class Session:
         1. the step that an optimizer took is ended, unless it has been ended already
         2. reductions whose gradients were cleared without a step are set aside
         3. parameters that have been unfrozen are synchronized from now on
-        4. in the first backward pass of a step, controllers decide, methods may change, and residuals follow the loss
-           scale
+        4. in the first backward pass of a step, controllers decide, methods may change, and residuals are rescaled with
+           the loss scale
 
         Args:
-            scaler: What the loss is multiplied by, a ``GradScaler`` or None.
+            scaler: The ``GradScaler`` that scales the loss, or None.
             loss: Loss of the batch before scaling, for the record and for rounds whose length depends on it.
 
         Raises:
-            RuntimeError: Nothing synchronizes a parameter that is trained now, or in rounds another session has
+            RuntimeError: Nothing synchronizes a parameter that is trained now, or, in rounds, another session has
                 parameters of this model.
         """
         self.begin_pass(loss)
         self.begin_reducing(scaler)
 
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
-        """Steps 1 to 3 of `begin_step`, which a rank takes even if it runs the backward pass alone."""
+        """Steps 1 to 3 of `begin_step`, which a rank performs even if it runs the backward pass alone."""
         self.ended_by.update(dict.fromkeys(self.ended_by))
         if (control := self.sync.listeners.control) is not None:
             control.begin_pass(loss)
         if self.is_in_rounds and shares_parameters(self):
             raise RuntimeError(SHARED_IN_ROUNDS)
-        if not self.is_in_rounds:  # a turn would change weights that the forward pass has already used
+        if not self.is_in_rounds:  # a synchronization would change weights that the forward pass has used
             self._end_open_step()
         self._use.follow(self.frozen, is_served=self.pace.serves_replaced)
         self._use.roll_back_cleared()
@@ -170,7 +170,7 @@ class Session:
         self.pace.begin_backward(loss)
 
     def begin_reducing(self, scaler: Any = None) -> None:
-        """Step 4 of `begin_step`, which ranks take together, at the latest when DDP has a pass's first gradients."""
+        """Step 4 of `begin_step`, which ranks perform together, at the latest when DDP has a pass's first gradients."""
         self._num_passes += 1
         if self._num_passes == MANY_PASSES:
             self._warn(NO_STEP_HAS_ENDED)
@@ -182,13 +182,13 @@ class Session:
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
         """End a step. Call it after every optimizer step, even a skipped one, and after ``scaler.update()``.
 
-        Without this call, the step ends when training continues. With a loss scaler, or an optimizer that is not
-        torch's, the call is required.
+        Without this call, the step ends when training continues. The call is required with a loss scaler, or an
+        optimizer that does not derive from torch's.
 
         Args:
             optimizer: The optimizer that has stepped, needed in rounds; None: there is only one.
-            scaler: See `begin_step`. Its scale changes here, and reading it here keeps the host from waiting for the
-                device before backward.
+            scaler: See `begin_step`. Its scale is read here, so that the host need not wait for the device before
+                backward.
 
         Returns:
             Whether the step counted.
@@ -255,8 +255,8 @@ class Session:
 
     def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
         """A context for writing the checkpoint `path`. Each rank saves its own residuals without waiting for the
-        others, so use it on all ranks. Ranks that do not save have no residuals, and a resumed run says so. In rounds
-        all ranks must save.
+        others, so use it on all ranks. If some do not save, their residuals are missing, and a resumed run says so. In
+        rounds all ranks must save.
 
         1. this rank writes its residuals next to the checkpoint; if it cannot, a warning says so
         2. the block writes the checkpoint, which must contain the value that the context returns, under
@@ -267,7 +267,7 @@ class Session:
         Args:
             path: Path of the checkpoint, the same on all ranks.
             asynchronous: The block only starts to write, from copies. Writing must finish before the next save, which
-                then does 3.
+                then does step 3.
         """
         if self._is_open:
             self._close_step()
@@ -279,12 +279,12 @@ class Session:
 
         Args:
             path: The checkpoint.
-            stamp: What the checkpoint holds under `CHECKPOINT_KEY`. None: an uncompressed run wrote it. An error: why
-                it cannot be read.
+            stamp: The checkpoint's value under `CHECKPOINT_KEY`. None: an uncompressed run wrote it. An error: why it
+                cannot be read.
 
         Raises:
             ResidualFileError: A rank's file is missing or damaged, and `on_missing_residual` does not accept that.
-            ValueError: The residuals belong to another model.
+            ValueError: The residuals belong to a different model.
         """
         if not self.is_in_rounds:
             self._end_open_step()
@@ -320,16 +320,18 @@ class Session:
         return self._saver.last_step
 
     def weights_changed(self) -> None:
-        """Weights changed between a forward and its backward pass: the next gather sends them. Call it on all ranks."""
+        """Send weights again in the next gather, because they changed between a forward and its backward pass. Call it
+        on all ranks.
+        """
         self.sync.weights_changed()
 
     def weights_unchanged(self) -> None:
-        """No optimizer steps on what was reduced: the next micro-batch uses the same weights. Call it on all ranks."""
+        """Keep the weights for the next micro-batch, because no optimizer has stepped. Call it on all ranks."""
         if self.sync.weights is not None:
             self.sync.weights.unchanged()
 
     def resume(self) -> None:
-        """The framework has loaded everything, after `load`, or training begins. Needed in rounds."""
+        """Call this, after `load`, when everything has been loaded, or when training begins. Needed in rounds."""
         self.pace.resume()
 
     def finish(self) -> None:
@@ -338,13 +340,13 @@ class Session:
         self.pace.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the weights that all ranks share. Use it for validation, where it warns if
-        the last one saw the same weights, or with ``validates=False`` for saving.
+        """A context in which the model has the weights that all ranks share. Use it for validation (it warns if the
+        last one saw the same weights), or with ``validates=False`` for saving.
         """
         return self.pace.shared_weights(validates=validates)
 
     def shared_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `read` returns of the weights that all ranks share; in rounds a copy, since they change afterwards."""
+        """The result of `read` on the weights that all ranks share; in rounds a copy, since they change later."""
         if not self.is_in_rounds:
             return read()
         with self.shared_weights(validates=False):
@@ -352,7 +354,7 @@ class Session:
             return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
 
     def clipped(self, clip: float | None, option: str) -> None:
-        """Note that gradients are clipped at `clip`; None and 0: they are not. With sparse methods a warning, once."""
+        """Note that gradients are clipped at `clip`; None and 0: they are not. With sparse methods, warn once."""
         if clip and self.sync.compressor.is_sparse and not self._warned_of_clipping:
             self._warned_of_clipping = True
             self._warn(CLIPPED_AFTERWARDS.format(option, clip))
@@ -365,7 +367,7 @@ class Session:
         """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
         saved, kept = capture.capture(earlier.sync), earlier.sync.rank_state
-        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.follower)  # other objects follow the steps now
+        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.follower)  # other objects now follow the steps
         saved["own"] = {name: each for name, each in saved["own"].items() if kept[name] not in of_optimizers}
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)
@@ -373,7 +375,7 @@ class Session:
         self.pace.after_load()
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:
-        """Synchronize newly trainable parameters too. Call it between steps, on all ranks together.
+        """Also synchronize newly trainable parameters. Call it between steps, on all ranks together.
 
         Args:
             model: The model wrapped again, since DDP synchronizes only what was trainable when it wrapped the model.
@@ -395,14 +397,14 @@ class Session:
         return self._use.owns(optimizer)
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of this process has stepped."""
+        """Called after every step of an optimizer in this process."""
         if not self.owns(optimizer) or self._use.moves_nothing(optimizer):
             return
         if not self._use.knows(optimizer):
             self.options.check_optimizers(self.sync.compressor, [optimizer])
         self._use.on_optimizer_step(optimizer)
         self._is_open, self._num_passes = True, 0
-        if in_backward():  # others may step in it: the next pass ends the step
+        if in_backward():  # others may step in the same pass: the next pass ends the step
             return
         self.weights_changed()
         if optimizer in self.ended_by:
@@ -417,7 +419,7 @@ class Session:
         return self._use.param_ids
 
     def close(self) -> None:
-        """End the hook's thread and destroy the process groups made for it. State to be saved can still be read.
+        """End the hook's thread and destroy the process groups made for it. State can still be read and saved.
 
         A thread that has not ended, for example after an error on another rank, may wait in a collective; then the
         groups stay.
@@ -447,7 +449,7 @@ class Session:
 
 
 def _give_back(stop: Callable[[], bool], groups: list[dist.ProcessGroup]) -> None:
-    """A session that the sharded model has held is gone: end threads, and destroy its process groups."""
+    """End the threads and destroy the process groups of a session whose sharded model is gone."""
     for group in groups if stop() else ():
         with contextlib.suppress(ValueError):  # all groups have been destroyed
             dist.destroy_process_group(group)

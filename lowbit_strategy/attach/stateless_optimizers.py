@@ -23,7 +23,7 @@ def optimizers_without_state(load_checkpoint: Any) -> Iterator[None]:
     takes its device from an entry. Both fail if there is none. Such an optimizer needs only its groups' options.
     """
     names = getattr(load_checkpoint.__globals__.get(_LOAD), "__globals__", {})
-    if _REKEY not in names:  # another version, which does it in another way
+    if _REKEY not in names:  # a version that works differently
         yield
         return
     rekey, set_state = names[_REKEY], torch_state_dict.set_optimizer_state_dict

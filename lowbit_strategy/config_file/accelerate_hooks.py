@@ -174,9 +174,7 @@ def _trainer_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs
 
 
 def _check_training() -> None:
-    """Raises:
-    RuntimeError: Training starts, and nothing would be compressed.
-    """
+    """Raise a RuntimeError if training starts and nothing would be compressed."""
     if not os.environ.get(VARIABLE):
         return  # a dry run
     if not _accelerators:

@@ -94,9 +94,11 @@ def doctor(
 
 
 def _of_job(config: Path | None, num_processes: int | None, script: list[str] | None, *, module: bool) -> None:
-    """Raises:
-    ValueError: The configuration file does not exist or is wrong.
-    MissingPart: The part that reads configuration files is not installed.
+    """Report on a job's configuration file, and with a script on what would be compressed.
+
+    Raises:
+        ValueError: The configuration file does not exist or is wrong.
+        MissingPart: The part that reads configuration files is not installed.
     """
     need("lowbit_strategy.config_file", "lowbit doctor --config")
     if config is None:

@@ -205,9 +205,7 @@ def install(plugin: LowBitPlugin, planned: Planned) -> None:
 
 
 def _report(model: nn.Module, plugin: LowBitPlugin, planned: Planned, device: torch.device) -> NoReturn:
-    """Raises:
-    SystemExit: With status 0, after the report.
-    """
+    """Print the report, then exit with status 0."""
     print(f"dry run, nothing is trained: {type(model).__name__}")
     options, controller = plugin.sync_options(), plugin.controller
     levels = controller.levels if controller is not None else ()

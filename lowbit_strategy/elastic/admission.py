@@ -112,9 +112,7 @@ class Admission:
         return tuple(each for each in replicas if each.fits == fits)
 
     def _check_name(self, replicas: Sequence[Identity]) -> None:
-        """Raises:
-        RefusedError: A live replica of this name has met the others, or comes first of two new ones.
-        """
+        """Raise a RefusedError if a live replica of this name has met the others, or is the first of two new ones."""
         for other in replicas:
             if other.name != self.identity.name or other == self.identity or has_ended(other.store):
                 continue

@@ -53,9 +53,7 @@ class Identity:
 
     @classmethod
     def parse(cls, text: str) -> Identity:
-        """Raises:
-        ValueError: The text comes from another program.
-        """
+        """Parse the text; raise a ValueError if it comes from a different program."""
         parts = text.split("|")
         if len(parts) != 4:
             raise ValueError(f"the lighthouse knows a replica {text!r} of another program: give each run a lighthouse")
@@ -187,9 +185,7 @@ class Patience:
         self._remind = 0.0  # seconds of the wait, twice as long each time
 
     def wait(self, what: str) -> None:
-        """Raises:
-        ConnectionError: The wait has taken too long.
-        """
+        """Raise a ConnectionError if the wait has taken too long."""
         self.check()
         now = time.monotonic()
         self._start = now if self._start is None else self._start
@@ -220,9 +216,7 @@ def start_lighthouse(bind: str, *, min_replicas: int, join_timeout: float, heart
 
 
 def import_torchft() -> Any:
-    """Raises:
-    ImportError: It is not installed.
-    """
+    """Import torchft; raise an ImportError if it is not installed."""
     os.environ.setdefault("RUST_LOG", "error")  # torchft logs every round
     try:
         import torchft.coordination

@@ -65,9 +65,7 @@ class MemberComm(Comm):
 
 @contextlib.contextmanager
 def as_failed_exchange() -> Iterator[None]:
-    """Raises:
-    ExchangeFailedError: What torch has raised inside.
-    """
+    """A context that turns torch's errors into an ExchangeFailedError."""
     try:
         yield
     except RuntimeError as error:  # torch's own are derived from it

@@ -195,9 +195,7 @@ class Membership:
         return cast("T", found)
 
     def _check_end(self) -> None:
-        """Raises:
-        SystemExit: This process has been asked to end.
-        """
+        """Raise SystemExit if this process has been asked to end."""
         if self._noted() or self.asked_to_end():
             _log.warning("replica %s: SIGTERM while it waits for the others: it ends", self.identity.name)
             raise self.end(_STATUS)

@@ -68,9 +68,7 @@ class Elastic(RoundMembers):
 
     @property
     def lighthouse_address(self) -> str:
-        """Raises:
-        ValueError: None is given.
-        """
+        """The lighthouse's address; raise a ValueError if none is given."""
         address = self.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
         if not address:
             raise ValueError(

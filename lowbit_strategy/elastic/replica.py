@@ -147,9 +147,7 @@ class ElasticOuterSync(OuterSync):
         return self._comm is not None
 
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
-        """Raises:
-        RuntimeError: This replica has not met the others, so weights would change during a backward pass.
-        """
+        """Raise a RuntimeError if this replica has not met the others: weights would change during a backward pass."""
         if not self.has_joined:
             raise RuntimeError(
                 "this replica trains and has not met the others: call the model itself and not one of its modules, or"

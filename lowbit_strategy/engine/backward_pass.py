@@ -1,4 +1,4 @@
-"""The backward pass that this thread runs, as torch's autograd engine knows it."""
+"""The backward pass that this thread runs, according to torch's autograd engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_PASS = -1
 
 
 def current_pass() -> int:
-    """The number of the backward pass; one inside another has a higher number. `NO_PASS`: none runs."""
+    """The number of the backward pass; a nested one has a higher number. `NO_PASS`: none is running."""
     return torch._C._current_graph_task_id()
 
 
@@ -25,7 +25,7 @@ def call_at_end(callback: Callable[[], None]) -> None:
 
 
 def call_after_end(callback: Callable[[], None]) -> None:
-    """Call `callback` when the current backward pass has ended, after everything that waits for its end now, or will
-    while gradients are computed, and after what that begins: FSDP2 may reduce a module at the end of the pass.
+    """Call `callback` after the current backward pass has ended and after all other end-of-pass callbacks, including
+    those added while gradients are computed or by other callbacks: FSDP2 may reduce a module at the end of the pass.
     """
     call_at_end(lambda: call_at_end(lambda: call_at_end(callback)))

@@ -43,8 +43,8 @@ class Collector:
         self._arrived: dict[Method, list[list[ParamView]]] = {}
 
     def announce(self, *, first: bool, last: bool) -> None:
-        """A bucket has been handed in; it may be the `first` or the `last` of a pass. When a pass begins nothing is in
-        flight, and anything left by a failed pass is dropped.
+        """Note that DDP has handed in a bucket, perhaps the `first` or the `last` of a pass. When a pass begins,
+        nothing is in flight, and anything left by a failed pass is dropped.
         """
         if self._complete or first:
             self._num_announced, self._arrived = 0, {}
@@ -74,13 +74,13 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """The parameters in a bucket, and where they lie.
+    """The parameters in a bucket and their places in it.
 
     Args:
         entries: Each parameter's name and the offset of its first element (FSDP2: in every row).
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
-        alone: Whole-model methods treat this bucket as a whole model, as they do with every bucket of FSDP2.
+        alone: Whole-model methods treat this bucket as a whole model, as they do every bucket of FSDP2.
         names: All parameters, if this rank has no part of some; empty: the parameters of `entries`.
         num_marked: FSDP2: the number of parameters for which ranks tell each other whether they had a gradient.
     """
@@ -95,7 +95,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketContext:
-    """What all buckets of a model share until a parameter changes its method.
+    """State that all buckets of a model share until a parameter changes its method.
 
     Args:
         specs: All parameters.
@@ -121,17 +121,17 @@ class BucketContext:
 
 
 class BucketObserver:
-    """Looks at every bucket of one step. The methods here do nothing; subclasses override those that they need.
+    """Observes every bucket of one step. These methods do nothing; subclasses override those that they need.
 
     Attributes:
-        traces: Whether `trace_residual` and `trace` are called, which costs a decode of each message and a float32 copy
+        traces: Whether `trace_residual` and `trace` are called, which needs a decode of each message and a float32 copy
             of the bucket.
     """
 
     traces: bool = False
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        """Yield from `stages`; look at `x` before they start and at `out` when they have ended."""
+        """Yield from `stages`; inspect `x` before they start and `out` when they have ended."""
         return stages
 
     def trace_residual(self, name: str, residual: Tensor | None) -> None:
@@ -160,7 +160,7 @@ class Bucket:
         by_method: dict[Method, list[ParamView]] = {method: [] for method in context.stores if method.whole_model}
         for param in self.params:
             by_method.setdefault(context.methods[param.name], []).append(param)
-        self._own_model = layout.alone or layout.row_numel is not None  # it waits for no other bucket
+        self._own_model = layout.alone or layout.row_numel is not None  # whether it waits for no other bucket
         groups: list[CodedGroup] = []
         self._reducers: list[tuple[Reducer, ReducerState, list[ParamView]]] = []
         for method, params in by_method.items():
@@ -326,9 +326,7 @@ class Bucket:
 
     @staticmethod
     def _idle_together(view: ParamView, gradient: Tensor, idle_numel: int | None) -> Tensor:
-        """The gradient as ``[W, K, B]``, padded with zeros, or as ``[1, 1, N]``; a block that is all zero sends
-        nothing.
-        """
+        """The gradient as ``[W, K, B]``, padded with zeros, or as ``[1, 1, N]``. Blocks of zeros send nothing."""
         if idle_numel is None:
             return gradient.view(1, 1, -1)
         rows_WN = view.rows(gradient)

@@ -2,11 +2,11 @@
 
 A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
 the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all ranks issue
-collectives in the same order. A bucket whose message travels to far ranks is not waited for until all buckets have
-left; buckets that must still sum inside a node come first.
+collectives in the same order. No bucket waits for a message from far ranks until all buckets have been sent; buckets
+that must still sum inside a node come first.
 
 Ranks of one node reduce different parts of a bucket, with different numbers of exchanges, since a part may be empty. So
-the exchange inside the node that follows waits for its turn (`TURN`), which depends only on the number of buckets.
+the next exchange inside the node waits for its turn (`TURN`), which depends only on the number of buckets.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Done, Pending
 
-TURN = Done()  # nothing travels now: the next exchange is inside the node, and its ranks begin it together
+TURN = Done()  # nothing travels: the node's ranks begin the next exchange, inside the node, together
 Stages = Iterator[Pending | None]
-TURN_AFTER = 3  # buckets: one sums inside the node, one is on its way to its owners and one on its way back
+TURN_AFTER = 3  # in buckets: one sums inside the node, one travels to its owners, and one travels back
 
 
 @dataclass(slots=True, eq=False)
@@ -85,14 +85,12 @@ class BucketSchedule:
     def __init__(self, turn_after: int | None = None) -> None:
         self._active: list[_Piece] = []
         self._turn_after = turn_after
-        self._untaken: deque[_Piece] = deque()  # whose turn has not come, the last `turn_after` pieces
+        self._untaken: deque[_Piece] = deque()  # the last `turn_after` pieces, whose turn has not come
 
     def start(
         self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
     ) -> None:
-        """Start a bucket's pieces one by one, and advance the others. `future` gets `result` once all pieces are
-        done.
-        """
+        """Start a bucket's pieces one by one, and advance the others. `future` gets `result` when all are done."""
         unfinished = list(pieces)
         for stages in pieces:
             older = [piece for piece in self._active if not (piece.is_far or piece.awaits_turn)] if self._active else []
@@ -112,16 +110,14 @@ class BucketSchedule:
             self._active.remove(piece)
 
     def _take_turn(self, piece: _Piece) -> None:
-        """Advance a piece until its turn and let it take that. A piece that waits for the last bucket has no turn."""
+        """Advance a piece until its turn, then let it take the turn. Pieces that wait for the last bucket have none."""
         while piece in self._active and not (piece.awaits_turn or piece.awaits_others):
             self._advance(piece)
         if piece.awaits_turn:
             self._advance(piece)
 
     def finish(self) -> None:
-        """Advance all buckets until they are done, first those that wait for near ranks, then those that wait for a
-        turn.
-        """
+        """Advance all buckets until done: first those that wait for near ranks, then those that wait for a turn."""
         self._untaken.clear()
         while self._active:
             running = [piece for piece in self._active if not piece.awaits_turn]
@@ -130,7 +126,7 @@ class BucketSchedule:
                 self._advance(piece)
 
     def fail(self, error: Exception) -> None:
-        """Nothing in flight will end: give `error` to everything that waits for it."""
+        """Pass `error` to everything that waits, because nothing in flight will end."""
         failed, self._active = {piece.future for piece in self._active}, []
         self._untaken.clear()
         for future in failed:

@@ -1,4 +1,4 @@
-"""Keeps what replaced methods had not sent yet, and adds it to the next gradient."""
+"""Keeps the unsent residuals of replaced methods, and adds them to the next gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 
 @dataclass(slots=True)
 class _Leftover:
-    """What a replaced method of one parameter had not sent.
+    """The unsent residual of one parameter's replaced method.
 
     Args:
         tensors, numbers: State of the replaced method, or of a method with a float32 residual, as `unsent_part` reads
@@ -40,8 +40,7 @@ class _Leftover:
 class CarryOver(Tally):
     """Leftover residuals by parameter name, in units of the gradient, stored in as few bytes as before.
 
-    Each one is added once, to a gradient that is not all zero. If that gradient is thrown away, it is added again
-    later.
+    Each one is added once, to a gradient that is not all zero. If that gradient is discarded, it is added again later.
 
     Attributes:
         waiting: Leftovers that have not been added to a gradient yet.
@@ -50,22 +49,22 @@ class CarryOver(Tally):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.waiting: dict[str, _Leftover] = {}
-        self._added: dict[str, _Leftover] = {}  # to gradients that may still be thrown away
+        self._added: dict[str, _Leftover] = {}  # to gradients that may still be discarded
 
     def get(self, name: str) -> Tensor | None:
         """A copy of the leftover, float32 ``[numel]``; None: nothing is left over."""
         return self.waiting[name].read() if name in self.waiting else None
 
     def add(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
-        """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: a store whose state says the
-        same.
+        """Add `values`, float32 ``[numel]``, to the next gradient of `name`. `store`: a store whose state holds the
+        same values.
         """
         if not values.any():
             return
         tensors = {"residual": values.to(self._device)}
         numbers: Mapping[str, Any] = {"numel": values.numel(), "residual_gain": 1.0}
         if store is not None and sum(tensor.nbytes for tensor in store.tensors(name).values()) < values.nbytes:
-            tensors = {key: each.clone() for key, each in store.tensors(name).items()}  # its own memory is given back
+            tensors = {key: each.clone() for key, each in store.tensors(name).items()}  # the store's memory is freed
             numbers = store.numbers(name)
         self.waiting[name] = _Leftover(tensors, numbers)
 
@@ -89,7 +88,7 @@ class CarryOver(Tally):
             self._added.pop(name, None)
 
     def roll_back(self, names: Collection[str]) -> None:
-        """What was added to these parameters' gradients waits for the next ones."""
+        """Add the leftovers of these parameters to the next gradients instead."""
         self.waiting.update({name: self._added.pop(name) for name in names if name in self._added})
 
     @contextmanager

@@ -17,14 +17,14 @@ class Copies:
     """Copies of parameters' state before their reductions. Memory is allocated once for all parameters of a store.
 
     Args:
-        state: The state to copy, as long as its stores stay the same.
+        state: The state to copy; its stores must stay the same.
     """
 
     def __init__(self, state: MethodState) -> None:
         self._state = state
         self._by_name: dict[str, StateTensors] = {}
-        self._mirrors: dict[MethodStore, list[Tensor]] = {}  # of the store's own tensors, in order
-        self._runs: dict[tuple[str, ...], tuple[list[Tensor], list[Tensor]]] = {}  # copies, and what they are of
+        self._mirrors: dict[MethodStore, list[Tensor]] = {}  # one per tensor of the store, in order
+        self._runs: dict[tuple[str, ...], tuple[list[Tensor], list[Tensor]]] = {}  # copies and their originals
 
     def of(self, name: str) -> StateTensors:
         """Return the copy of one parameter's state, which must have been taken."""

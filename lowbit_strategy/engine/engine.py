@@ -44,14 +44,14 @@ class GradientSync:
     2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages for the
        hook to run, under DDP on a worker thread or side stream, under FSDP2 in the reduce-scatter stream or overlapped
        with backward (`OverlappedReducer`, `BetweenNodes`)
-    3. `commit` the parameters that an optimizer has stepped, or `roll_back` if gradients were thrown away
+    3. `commit` the parameters that an optimizer has stepped, or `roll_back` if gradients were discarded
     4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
         ranks: The ranks that train the model; nothing else may use `Ranks.peers` while buckets are in flight.
-        others: The ranks that reduce parameters on another mesh, such as experts, by parameter name.
+        others: The ranks that reduce parameters on a different mesh, such as experts, by parameter name.
         device: Device of gradients.
         scatter: True: FSDP2's reduce-scatter (sum of the owned share). False: DDP's all-reduce (mean).
         seed: The seed of all randomness; the same on all ranks.
@@ -63,16 +63,16 @@ class GradientSync:
         state: The parameters, their methods, and the methods' state.
         listeners: Objects that are called when steps begin and end.
         bucket_observers: Observers of all buckets in all steps, inside the listeners' observers.
-        notes: The latest lines for the record of the run: the kind of each line, and its fields.
+        notes: The latest lines for the run's record: each line's kind and fields.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: Gathers FSDP2's weights; None under DDP.
         node_means: Computes the means inside a node, by the node's ranks.
         extra_state, rank_state: Other state that is saved, by name: the same on all ranks, and different on each.
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
-        rounds: Reduces in rounds and counts steps, while gradients stay on their rank. None: gradients are reduced.
-        has_rounds: Whether there are rounds, now or later.
-        follower: Is called when optimizers step on what was reduced.
+        rounds: Reduces in rounds, while gradients stay on their rank. None: gradients are reduced.
+        has_rounds: Whether there are or will be rounds.
+        follower: Called when optimizers step on reduced gradients.
     """
 
     def __init__(
@@ -139,9 +139,7 @@ class GradientSync:
         return any(self.ranks.world.world_size > ranks.world_size for ranks in self.all_ranks)
 
     def summed_in_parts(self, counts: Tensor) -> Tensor:
-        """Sum `counts` over the ranks that hold different parts of gradients; if all ranks have whole gradients, return
-        `counts`.
-        """
+        """Sum `counts` over the ranks that hold different parts of gradients; return them if there are no parts."""
         if self.scatter or self.weights is not None or self.in_parts:
             self.ranks.world.all_reduce(counts).wait()
         return counts
@@ -157,8 +155,8 @@ class GradientSync:
     # -- which method reduces what -------------------------------------------------------------------------------------
 
     def use(self, compressor: Compressor, chosen: Mapping[str, Compressor] | None = None) -> None:
-        """Give every parameter its method again, from `compressor` or from the one `chosen` for it. Residuals are
-        carried over. Call it between steps only.
+        """Reassign every parameter's method, from `compressor` or from the one `chosen` for it. Residuals are carried
+        over. Call it between steps only.
         """
         self._regroup(self.state.use, compressor, chosen or {}, self.step_index)
 
@@ -177,12 +175,12 @@ class GradientSync:
         self._regroup(self.state.assign, assignments)
 
     def forget(self) -> None:
-        """Reset all state to its start; methods stay. Call it between steps only."""
+        """Reset all state; methods stay. Call it between steps only."""
         self._clear_step()
         self._regroup(self.state.forget)
 
     def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
-        """Reduce with other ranks from the next step on. Call it between steps, on all of them.
+        """Reduce with different ranks from the next step on. Call it between steps, on all of them.
 
         State is kept if this rank's place and the number of peers stay the same. Otherwise, or if `afresh`, state is
         new, and what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as
@@ -254,7 +252,7 @@ class GradientSync:
         """
         if self.has_begun:
             return
-        self.num_skipped += self.in_step and self.skips_overflow  # all of a step was rolled back
+        self.num_skipped += self.in_step and self.skips_overflow  # a whole step was rolled back
         self._clear_step()
         self._begun, self._step = True, self.step_context()
         probes = self.listeners.begin_step(StepPhase.DECIDE)
@@ -270,14 +268,14 @@ class GradientSync:
         self._observers = [*self.bucket_observers, *monitors, *probes, *records]
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Optimizers have stepped these parameters on what was reduced; None: all parameters. A step that may still be
-        skipped is not committed before `end_step`.
+        """Commit the reductions of these parameters, because optimizers have stepped; None: of all parameters. A step
+        that may still be skipped is not committed before `end_step`.
         """
         if not self.skips_overflow:
             self.transactions.commit(names)
 
     def roll_back(self) -> None:
-        """All reduced gradients were thrown away on all ranks: restore the state as if no step had begun."""
+        """Restore the state as if no step had begun, because all ranks have discarded all reduced gradients."""
         self.transactions.roll_back()
         self._clear_step()
 
@@ -288,7 +286,7 @@ class GradientSync:
     @contextmanager
     def taken_back(self) -> Iterator[None]:
         """A context in which methods have the state from before all open reductions."""
-        if self.rounds is not None:  # an exchange that is under way is saved with what it reduces
+        if self.rounds is not None:  # an exchange that is under way is saved with its rounds
             yield
             return
         with self.transactions.taken_back():
@@ -332,7 +330,7 @@ class GradientSync:
                 " Lightning's manual optimization call self.manual_backward(loss), in Fabric fabric.backward(loss), in"
                 " Accelerate accelerator.backward(loss), instead of loss.backward()"
             )
-        if not self._entered or layout in self._entered:  # a bucket repeats: another backward pass of the same step
+        if not self._entered or layout in self._entered:  # repeated: another backward pass of the same step
             self._entered.clear()
             self._num_passes += 1
             if self._num_passes > 1:
@@ -362,8 +360,8 @@ class GradientSync:
         self._after_backward = callback
 
     def reduced_outside(self) -> None:
-        """Gradients were reduced outside a backward pass, as a pipeline does after its last micro-batch. This may be
-        called after each part of them.
+        """Call this after reducing gradients, or some of them, outside a backward pass, as a pipeline does after its
+        last micro-batch.
         """
         if self._after_backward is not None:
             self._after_backward()
@@ -381,7 +379,7 @@ class GradientSync:
         return StepContext(self.step_index, hash32(shared + GOLDEN * (self.ranks.rank + 1)), shared)
 
     def end_step(self, stepped: Iterable[str] | None = None) -> bool:
-        """The optimizer has stepped, or a loss scaler has skipped the step. Call this on all ranks.
+        """End the step after the optimizer has stepped or a loss scaler has skipped the step. Call this on all ranks.
 
         Errors and the return value are those of `close_step`.
         """
@@ -391,7 +389,7 @@ class GradientSync:
         return counted
 
     def weights_changed(self) -> None:
-        """An optimizer has stepped: under FSDP2 the next gather sends weights. Call it on all ranks."""
+        """Under FSDP2, let the next gather send weights, because an optimizer has stepped. Call it on all ranks."""
         if self.weights is not None:
             self.weights.invalidate()
 
@@ -400,13 +398,13 @@ class GradientSync:
         it.
 
         Args:
-            stepped: The parameters that were stepped, or would have been; None: all.
+            stepped: The parameters that were stepped, or would have been without a skip; None: all.
 
         Returns:
             Whether the step counted: False if it overflowed and was rolled back.
 
         Raises:
-            RuntimeError: On CUDA: in an earlier step a rank sent a message of another layout.
+            RuntimeError: On CUDA: in an earlier step a rank sent a message with a different layout.
         """
         entered, counted = self.in_step, True
         for part in self.outside_buckets:
@@ -437,8 +435,8 @@ class GradientSync:
         return 1 if self.rounds is None else self.rounds.stride
 
     def reduce_for(self, rounds: Rounds | None) -> None:
-        """Ranks meet in rounds: from now on reduce what `rounds` provides instead of gradients. None: rounds come
-        later, and gradients are reduced in every step.
+        """From now on, reduce what `rounds` provides instead of gradients. None: rounds begin later, and gradients are
+        reduced in every step.
         """
         self.has_rounds = True
         changes, self.rounds = (rounds is None) != (self.rounds is None), rounds
@@ -450,7 +448,7 @@ class GradientSync:
             self.forget()
 
     def count_step(self) -> None:
-        """Count an optimizer step in which nothing is reduced, in rounds."""
+        """Count an optimizer step that reduces nothing, in rounds."""
         self.step_index += 1
 
     # -- what is saved, and who follows --------------------------------------------------------------------------------
@@ -469,7 +467,7 @@ class GradientSync:
         self.rank_state[name] = part
 
     def follow(self, follower: Follower) -> None:
-        """Call `follower` when an optimizer steps on what was reduced."""
+        """Call `follower` when an optimizer steps on reduced gradients."""
         tallies = self.transactions.tallies
         tallies[:] = [follower, *(each for each in tallies if each is not self.follower)]
         self.follower = follower

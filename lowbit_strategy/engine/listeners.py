@@ -3,8 +3,8 @@
 | phase | who | may |
 |---|---|---|
 | `DECIDE` | controllers | give parameters other methods |
-| `OBSERVE` | monitors | look at what the methods make of the gradients |
-| `RECORD` | everyone else | prepare what is kept for the step, and read |
+| `OBSERVE` | monitors | see how the methods change the gradients |
+| `RECORD` | everyone else | prepare state for the step, and read |
 
 A step begins in this order. It ends with observations, then decisions, then records. Within a phase, listeners are
 called in the order in which they subscribed. A rank may end its step alone; exchanges between ranks happen in
@@ -28,14 +28,14 @@ class StepPhase(IntEnum):
 
 
 class StepListener:
-    """Measures, decides or records. The methods here do nothing; subclasses override those that they need."""
+    """Measures, decides or records. These methods do nothing; subclasses override those that they need."""
 
     def begin_step(self) -> BucketObserver | None:
         """Begin a step, before anything is reduced. Return the observers of the step's buckets."""
         return None
 
     def end_step(self, *, counted: bool) -> None:
-        """The step is over on this rank. `counted`: whether it counts, that is, did not overflow."""
+        """Called when the step has ended on this rank. `counted`: whether it counts, that is, did not overflow."""
 
 
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
@@ -47,9 +47,9 @@ class Listeners:
     Attributes:
         control: The listener that monitors and adapts the model; None: there is none.
         rates: Returns the learning rate of each parameter that an optimizer steps.
-        learning_rate: Returns the rate of the optimizer that steps the model; None: it is not known which one does.
-        wait: Called when training begins to wait for messages. Returns what is called when the wait ends, from any
-            thread; None: nobody measures it.
+        learning_rate: Returns the rate of the optimizer that steps the model; None: that optimizer is unknown.
+        wait: Called when training begins to wait for messages. Returns a function to call, from any thread, when the
+            wait ends; None: nothing measures it.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class Listeners:
                 listener.end_step(counted=counted)
 
     def together(self, call: Callable[[], None]) -> None:
-        """Run `call`, which may exchange something, when all ranks have ended the step. Used in `end_step`."""
+        """Run `call`, which may communicate, when all ranks have ended the step. Used in `end_step`."""
         self._together.append(call)
 
     def meet(self) -> None:
-        """Make the calls given to `together`: all ranks have ended the step."""
+        """Run the calls given to `together`, because all ranks have ended the step."""
         calls, self._together = self._together, []
         for call in calls:
             call()

@@ -1,6 +1,6 @@
 """The method of every parameter, and the state that methods keep between steps.
 
-What a replaced method has not sent yet goes to the next method, or is added to the next gradient (`CarryOver`).
+A replaced method's unsent residual goes to the next method, or is added to the next gradient (`CarryOver`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class MethodState:
     Args:
         specs: All trainable parameters, in the same order on all ranks.
         ranks: The ranks that reduce them.
-        others: The ranks that reduce parameters on another mesh, by parameter name.
-        sharded: Whether FSDP2 shards parameters; if not, all ranks get the mean.
+        others: The ranks that reduce parameters on a different mesh, by parameter name.
+        sharded: Whether FSDP2 shards parameters; otherwise all ranks get the mean.
 
     Attributes:
         all_ranks: Every `Ranks` that reduces parameters, `ranks` first, in the same order on all ranks.
-        specs: What this rank reduces, by name: parameters or its parts of them.
+        specs: The parameters that this rank reduces, or its parts of them, by name.
         full_specs: The whole parameters.
         compressor: Gives every parameter its method, unless another compressor was chosen for it.
         assignments: The method of each parameter, and the reason.
         stores: The state of all parameters that share peers and a method.
-        carryover: What a method had not sent yet and the next method does not keep.
+        carryover: Unsent residuals that the next method does not keep.
         replaced: Stores that are no longer used, kept until the step is over because a stream may still read them.
     """
 
@@ -123,7 +123,7 @@ class MethodState:
         self.assign(earlier)
 
     def move(self, ranks: Ranks, afresh: bool = False) -> None:
-        """Reduce with other ranks: state is made again, and what has not been sent yet becomes its residual.
+        """Reduce with different ranks: state is created again, and what has not been sent yet becomes its residual.
 
         State stays if this rank's place is the same, unless `afresh`.
         """
@@ -167,9 +167,7 @@ class MethodState:
                     self._take_over(name, old_stores[old])
 
     def _set_aside(self, replaced: Sequence[MethodStore]) -> None:
-        """Move replaced state to the host: a GPU must not hold old and new state together, since each may be as large
-        as the model.
-        """
+        """Move replaced state to the host: each state may be as large as the model, so a GPU must not hold both."""
         self.replaced += replaced
         if replaced and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other streams may still use it
@@ -186,7 +184,8 @@ class MethodState:
     def carry_over_(self, name: str, unsent: Tensor, store: MethodStore | None = None) -> None:
         """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
 
-        If its method keeps no residual, it is added to the next gradient, and stored until then as `store` has it.
+        If its method keeps no residual, it is added to the next gradient, and stored until then in the form that
+        `store` uses.
         """
         if not self.store(name).import_unsent_(name, unsent):
             self.carryover.add(name, unsent, store)
@@ -202,15 +201,13 @@ class MethodState:
         return self.store(name).tensors(name)
 
     def fresh(self, name: str) -> dict[str, Tensor]:
-        """A copy of one parameter's state as it is at the start."""
+        """A copy of one parameter's initial state."""
         method = self.assignments[name].method
         peers = self.ranks_of(name).peers
         return method.make_store({name: self.specs[name]}, peers, self._device).tensors(name)
 
     def residual(self, name: str) -> Tensor | None:
-        """What is added to the next gradient of one parameter, float32 ``[numel]``; None if the method never adds
-        anything.
-        """
+        """The residual that is added to one parameter's next gradient, float32 ``[numel]``; None if there is none."""
         return self.store(name).residual(name)
 
     def export_unsent(self, name: str) -> Tensor | None:
@@ -240,7 +237,7 @@ class MethodState:
 
 
 def sum_of_known(unsent: Tensor | None, leftover: Tensor | None) -> Tensor | None:
-    """Sum of what a method has not sent yet and what an earlier one left over; None if neither is known."""
+    """Sum of a method's unsent residual and an earlier one's leftover; None if neither is known."""
     if unsent is None or leftover is None:
         return leftover if unsent is None else unsent
     return unsent + leftover

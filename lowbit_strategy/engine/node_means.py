@@ -22,11 +22,11 @@ class Cut:
     Attributes:
         layout: Layout of this rank's part, between nodes.
         numel: Elements of a part.
-        params: Where parameters lie in the bucket, and in this rank's part.
+        params: The places of parameters in the bucket and in this rank's part.
     """
 
     def __init__(self, layout: BucketLayout, full_specs: Mapping[str, TensorSpec], intra_node: Comm) -> None:
-        self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket and in its part, elements
+        self._parts: list[tuple[int, int, int, int]] = []  # rank, offset in the bucket, offset in its part, elements
         entries: list[tuple[str, int]] = []
         self.params: list[ParamView] = []
         self.numel = 0
@@ -56,7 +56,7 @@ class NodeMeans:
     """Exact means, added in float32 and in rank order. A subclass may code them (`ranks.NodeCoding`).
 
     Attributes:
-        flags: Records messages of another layout.
+        flags: Records messages with a different layout.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -76,11 +76,9 @@ class NodeMeans:
     def mean_of_rows(
         self, layout: Callable[[], BucketLayout], x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
     ) -> Stages:
-        """The same for FSDP2's rows, one per rank: of G nodes, or only of this node."""
+        """The same for FSDP2's rows, one per rank of G nodes, or of this node only."""
         rows_LGN = x.view(len(out_GN), self._comm.world_size, -1).transpose(0, 1)
         return sum_rows(rows_LGN, out_GN, self._comm, alpha=1.0 / self._comm.world_size, buffers=buffers)
 
     def end_step(self) -> None:
-        """Raises:
-        RuntimeError: On CUDA: in an earlier step a rank of the node sent a message of another layout.
-        """
+        """On CUDA, raise a RuntimeError if a rank of the node sent a message with a different layout earlier."""

@@ -1,4 +1,4 @@
-"""The interface of what the engine reduces in place of gradients, in rounds of several steps."""
+"""The interface through which the engine reduces something other than gradients, in rounds of several steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rounds(Protocol):
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
-        """What is the same on all ranks, by name."""
+        """The values that are the same on all ranks, by name."""
 
     @property
     def drift(self) -> float | None:

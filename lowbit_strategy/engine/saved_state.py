@@ -22,13 +22,13 @@ class RankState(Saved, Protocol):
     """State of a single rank, saved in the rank's own file."""
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
-        """What ranks have saved: this rank's state first, then those of all in rank order, without parameters of which
-        they have another part. Each is read when asked for.
+        """Restore the state that ranks have saved.
 
         Args:
-            states: They.
-            own: The ranks are what they were, so the first state is all of this rank's.
+            states: This rank's state, then those of all ranks in order, without parameters of which they have a
+                different part. Each is read on demand.
+            own: Whether the ranks are unchanged, so that the first state is this rank's whole state.
         """
 
     def forget(self) -> None:
-        """The state is lost: continue from what all ranks share."""
+        """Continue from what all ranks share, because the state is lost."""

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Tally:
-    """State that follows reductions. The methods here do nothing; subclasses override those that they need."""
+    """State that follows reductions. These methods do nothing; subclasses override those that they need."""
 
     def keep(self, names: Collection[str]) -> None:
         """These parameters are about to be reduced, and the reduction may be rolled back."""
@@ -18,10 +18,10 @@ class Tally:
         """The open reductions of these parameters have been used."""
 
     def roll_back(self, names: Collection[str]) -> None:
-        """The open reductions of these parameters are thrown away."""
+        """The open reductions of these parameters are discarded."""
 
     def set_aside(self, names: Collection[str]) -> None:
-        """The gradients of these parameters were cleared; what becomes of their reductions is decided later."""
+        """The gradients of these parameters were cleared; whether their reductions count is decided later."""
         self.roll_back(names)
 
     def settle(self, names: Collection[str], *, used: bool) -> None:
@@ -33,10 +33,10 @@ class Tally:
 
 
 class Follower(Tally):
-    """Is told when optimizers step on reduced gradients. This one does nothing."""
+    """Called when optimizers step on reduced gradients. This base class does nothing."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped on what was reduced."""
+        """`optimizer` has stepped on reduced gradients."""
 
     def name_parameters(self) -> None:
-        """The model has other parameters now."""
+        """The model's parameters have changed."""

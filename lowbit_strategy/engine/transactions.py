@@ -17,14 +17,14 @@ class Transactions:
 
     1. A reduction is *prepared* in backward. All passes of an accumulated gradient form one reduction.
     2. It is *committed* when an optimizer steps its parameter.
-    3. It is *rolled back* when its gradient is thrown away: a loss scaler skips the step, or an exchange fails. The
-       state then becomes what it was before 1.
+    3. It is *rolled back* when its gradient is discarded: a loss scaler skips the step, or an exchange fails. The state
+       before 1 is then restored.
     4. It is *set aside* when its gradient is cleared. The next pass finds the state as it was before 1, and the next
-       step of the parameter shows what became of the gradient (`settle`): it was thrown away, or used. In the latter
-       case the state becomes the mean of what each of the step's passes left, since each sent its gradient and what
-       was unsent before.
+       step of the parameter shows whether the gradient was discarded or used (`settle`). If it was used, the state
+       becomes the mean of the states that the step's passes left, since each sent its gradient and what was unsent
+       before.
 
-    Without copies, 3 and 4 reset the state to its start.
+    Without copies, 3 and 4 reset the state.
 
     Args:
         state: The methods' state.
@@ -33,7 +33,7 @@ class Transactions:
 
     Attributes:
         prepared: Parameters with an open reduction.
-        tallies: Objects that are told what becomes of reductions.
+        tallies: Objects that are told about each reduction's outcome.
     """
 
     def __init__(self, state: MethodState, flags: StepFlags, *, keeps_copies: bool) -> None:
@@ -62,18 +62,18 @@ class Transactions:
             tally.keep(names)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """An optimizer has stepped these parameters; None: all."""
+        """Commit these parameters, because an optimizer has stepped them; None: all."""
         closed = self._close(names)
         for tally in self.tallies:
             tally.commit(closed)
 
     def roll_back(self, names: Collection[str] | None = None) -> None:
-        """The gradients of these parameters were thrown away; None: of all parameters."""
+        """Roll back these parameters, because their gradients were discarded; None: all."""
         self.settle(list(self._aside if names is None else names), used=False)
         self._take_back(names)
 
     def set_aside(self, names: Collection[str]) -> None:
-        """The gradients of these parameters were cleared."""
+        """Set the reductions of these parameters aside, because their gradients were cleared."""
         if not self.keeps_copies:
             self.roll_back(names)
             return
@@ -91,8 +91,8 @@ class Transactions:
             tally.set_aside(closed)
 
     def settle(self, names: Iterable[str], *, used: bool) -> None:
-        """An optimizer steps these parameters. `used`: whether the gradients of the reductions set aside went into the
-        step.
+        """Settle these parameters when an optimizer steps them. `used`: whether the step used the gradients of the
+        reductions that were set aside.
         """
         undecided = [name for name in names if name in self._aside]
         for tally in self.tallies:
@@ -104,7 +104,7 @@ class Transactions:
                 self.prepared.add(name)
 
     def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`: rescale all copies that may become the state again."""
+        """Rescale all copies that may become the state again, because the loss scale has changed by `factor`."""
         kept = [(name, mean) for name, (_, mean) in self._aside.items()]
         for name, tensors in kept + [(name, self._copies.of(name)) for name in self._begun]:
             self._state.store(name).method.rescale_({name: tensors}, factor)
@@ -127,9 +127,9 @@ class Transactions:
             copy_(self._state.tensors(name), tensors)
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """No rank had a gradient for these parameters: only zeros were reduced.
+        """Withdraw the reductions of these parameters: no rank had a gradient, so only zeros were reduced.
 
-        The state becomes what it was before. Without copies it is kept if zeros do not change it (`Method.rests`),
+        The earlier state is restored. Without copies the state is kept if zeros do not change it (`Method.rests`),
         otherwise reset.
         """
         resting = [
@@ -143,14 +143,14 @@ class Transactions:
         self._take_back(names)
 
     def forget(self) -> None:
-        """Methods or their state have changed: commit what is open and drop the copies."""
+        """Commit what is open and drop the copies, because methods or their state have changed."""
         if self.prepared:
             self.commit()
         self.roll_back()
         self._copies = Copies(self._state)
 
     def _take_back(self, names: Iterable[str] | None) -> None:
-        """Throw away the open reductions of these parameters; None: of all parameters."""
+        """Discard the open reductions of these parameters; None: of all parameters."""
         closed = self._restored(names)
         for tally in self.tallies:
             tally.roll_back(closed)
@@ -167,7 +167,7 @@ class Transactions:
         return closed
 
     def _restore(self, names: Iterable[str]) -> None:
-        """Restore the state of these prepared parameters to what it was before."""
+        """Restore the state that these prepared parameters had before."""
         for name in names:
             if name in self._begun:
                 copy_(self._state.tensors(name), self._copies.of(name))

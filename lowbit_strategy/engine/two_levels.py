@@ -5,7 +5,7 @@
 2. ranks with the same part reduce it between the nodes, through a `GradientSync`
 3. DDP: an exact all-gather inside the node gives all parts to all of its ranks
 
-So every sum travels between nodes once per node instead of once per rank, and a rank keeps residuals for 1/L of the
+So each sum travels between nodes once per node instead of once per rank, and a rank keeps residuals for 1/L of the
 model. Under DDP a part is a run of rows. Under FSDP2 with shards on all ranks, a part is the shards of all ranks with
 the same index, and each of these ranks ends with its own shard.
 """
@@ -39,7 +39,7 @@ class TwoLevelBuckets:
             self._cuts[layout] = Cut(layout, self._sync.state.full_specs, self._intra_node)
         cut = self._cuts[layout]
         part_N = torch.empty(cut.numel, dtype=x.dtype, device=x.device)
-        between = self._sync.reduce(cut.layout, part_N, part_N)  # now: the engine counts buckets in order
+        between = self._sync.reduce(cut.layout, part_N, part_N)  # called now: the engine counts buckets
         return self._stages(cut, x, part_N, between)
 
     def _stages(self, cut: Cut, x: Tensor, part_N: Tensor, between: Stages) -> Stages:
@@ -76,16 +76,16 @@ def scatter(
     """Reduce row r of `x` for rank r; `out` becomes the sum of this rank's row. With one level, the phase inside the
     node is empty.
 
-    A module's rows are as large as its gradients, so memory for messages inside the node is borrowed and shared by all
-    modules, unless other modules are reduced between nodes at the same time (`overlaps`), by another thread or stream.
-    `marks`, `ranks`: see `GradientSync.reduce`.
+    A module's rows are as large as its gradients, so all modules share borrowed memory for messages inside the node,
+    unless another thread or stream reduces other modules between nodes at the same time (`overlaps`). `marks`, `ranks`:
+    see `GradientSync.reduce`.
     """
     intra_node = ranks.intra_node
     if intra_node is None:
         return Scatter(iter(()), sync.reduce(layout, x, out, marks, ranks=ranks))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
-    between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # now: the engine counts buckets in order
+    between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # called now: the engine counts buckets
     mean_GN = mean_N.view(-1, out.numel())
     buffers = None if overlaps else sync.buffers
     inside = sync.node_means[intra_node].mean_of_rows(lambda: layout, x, mean_GN, buffers)

@@ -83,8 +83,8 @@ class WeightSync:
             for name, layout in layouts.items()
         }
         self.step_nbytes = 0
-        self._uncoded_nbytes = 0  # sent by FSDP2 itself in training
-        self._sent_before = 0  # when the step began
+        self._uncoded_nbytes = 0  # bytes that FSDP2 itself sends in training
+        self._sent_before = 0  # bytes sent before the step began
 
     # -- gathers --------------------------------------------------------------------------------------------------
 
@@ -93,31 +93,31 @@ class WeightSync:
         self._uncoded_nbytes += nbytes
 
     def invalidate(self) -> None:
-        """The weights have changed: what is kept is old. Call it on all ranks."""
+        """Mark kept weights as old, because the weights have changed. Call it on all ranks."""
         for module in self.modules.values():
             module.invalidate()
 
     def unchanged(self) -> None:
-        """The reduced gradients were those of a micro-batch: weights do not change before the next one."""
+        """Keep using the kept weights in the next micro-batch, because no optimizer has stepped."""
         for module in self.modules.values():
             module.reduced = False
 
     def loaded(self) -> None:
-        """Other weights have been loaded. Call it on all ranks."""
+        """Call this on all ranks when different weights have been loaded."""
         for module in self.modules.values():
             module.forget()
 
     def forget(self) -> None:
-        """A checkpoint is loaded: differences start over, unless it contains their replica. Call it on all ranks."""
+        """Start differences over, unless the loaded checkpoint contains their replica. Call it on all ranks."""
         for module in self.modules.values():
             module.restore(None)
 
     def end_step(self) -> None:
-        """The step is over. Ranks may notice this at different times, some after weights for the next step have been
+        """End the step. Ranks may notice this at different times, some after weights for the next step have been
         gathered, so whatever changes weights calls `invalidate`.
 
         Raises:
-            RuntimeError: On CUDA, in the step before a rank sent a message of another layout.
+            RuntimeError: On CUDA: in the previous step a rank sent a message with a different layout.
         """
         self.flags.raise_if_broken(self.comms[0].rank)
         sent = sum(comm.sent_nbytes for comm in self.comms)
@@ -132,8 +132,8 @@ class WeightSync:
         return {"rows": {name: row for name, row in rows.items() if row is not None}}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
-        """Restore a `state_dict`. After a change of the number of ranks or of the model nothing is restored: the next
-        gather sends the weights exactly.
+        """Restore a `state_dict`. If the number of ranks or the model has changed, nothing is restored, and the next
+        gather sends exact weights.
         """
         rows: Mapping[str, Tensor] = next(iter(states))["rows"]
         fits = all(name in self.modules and row.numel() == self.modules[name].row_numel for name, row in rows.items())

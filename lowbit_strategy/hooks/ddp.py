@@ -124,9 +124,7 @@ class DDPHook:
 
 
 def refuse_python_reducer() -> None:
-    """Raises:
-    RuntimeError: ``optimize_ddp="python_reducer"`` is set: compiled autograd bypasses communication hooks.
-    """
+    """Raise a RuntimeError if ``optimize_ddp="python_reducer"`` is set, which bypasses communication hooks."""
     import torch._dynamo
 
     if torch._dynamo.config.optimize_ddp == "python_reducer":

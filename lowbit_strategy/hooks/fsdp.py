@@ -109,9 +109,7 @@ class FSDPHook:
 def _check_sharded(
     module: nn.Module, groups: Sequence[ShardedGroup], sync: GradientSync, names: Mapping[int, str]
 ) -> None:
-    """Raises:
-    ValueError: A parameter is sharded along another dim than the first, or not at all.
-    """
+    """Raise a ValueError if a parameter is sharded along a dim other than the first, or not at all."""
     sharded: set[int] = set()
     for each in groups:
         group = each.param_group

@@ -31,9 +31,7 @@ class OverflowedSum(ArithmeticError):
 
 
 def check_vector(x: Tensor) -> None:
-    """Raises:
-    TypeError: `x` is not a contiguous 1-D float32 tensor.
-    """
+    """Raise a TypeError if `x` is not a contiguous 1-D float32 tensor."""
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         raise TypeError(f"selection works on contiguous 1-D float32 tensors, got {x.dtype} of shape {tuple(x.shape)}")
 

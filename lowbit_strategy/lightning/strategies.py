@@ -179,9 +179,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
 
 
 def _refuse_averaging(callbacks: list[Any]) -> None:
-    """Raises:
-    ValueError: A callback averages weights in a copy of the module.
-    """
+    """Raise a ValueError if a callback averages weights in a copy of the module."""
     for callback in callbacks:
         if averages_weights(callback):
             raise ValueError(

@@ -100,9 +100,8 @@ class TrainerControl(ModelControl):
 
 
 def _check_accumulation(controller: Controller, trainer: Any) -> None:
-    """Raises:
-    ValueError: The controller changes gradient accumulation, but the Trainer does not accumulate, or something else
-        changes it.
+    """Raise a ValueError if the controller changes gradient accumulation, but the Trainer does not accumulate or
+    something else changes it.
     """
     name = type(controller).__name__
     if not trainer.lightning_module.automatic_optimization:

@@ -119,9 +119,7 @@ class OuterSync:
         """The session around the model is complete."""
 
     def check_extendable(self) -> None:
-        """Raises:
-        RuntimeError: Parameters cannot be added.
-        """
+        """Raise a RuntimeError if parameters cannot be added."""
 
     @property
     def anchors(self) -> dict[str, Tensor]:

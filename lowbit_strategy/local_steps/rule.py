@@ -193,9 +193,7 @@ class OuterRule(RoundRule):
         return None if find_spec(name) is None else import_module(name)
 
     def check(self, assignments: Mapping[str, Assignment], num_meshes: int = 1) -> None:
-        """Raises:
-        ValueError: The compressor does not go with this rule or with parameters on several meshes.
-        """
+        """Raise a ValueError if the compressor does not support this rule or parameters on several meshes."""
         for assignment in assignments.values():
             if self.fragments * num_meshes > 1 and assignment.method.whole_model:
                 parts = "experts on another mesh are sent" if num_meshes > 1 else f"fragments={self.fragments} sends it"

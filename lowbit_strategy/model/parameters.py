@@ -172,9 +172,7 @@ def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raises:
-    ValueError: An embedding makes sparse gradients, which do not fit into buckets.
-    """
+    """Raise a ValueError if an embedding makes sparse gradients, which do not fit into buckets."""
     for name, table in module.named_modules():
         if not isinstance(table, (nn.Embedding, nn.EmbeddingBag)) or not table.sparse:
             continue

@@ -97,9 +97,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
-    """Raises:
-    ValueError: FSDP2 shards a parameter that the model no longer has.
-    """
+    """Raise a ValueError if FSDP2 shards a parameter that the model no longer has."""
     held = set(map(id, module.parameters()))
     for each in groups:
         for param in each.param_group.fsdp_params:

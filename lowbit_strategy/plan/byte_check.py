@@ -135,9 +135,7 @@ class WeightCheck:
         }
 
     def end_step(self) -> None:
-        """Raises:
-        RuntimeError: The number of bytes sent differs from the promise.
-        """
+        """Raise a RuntimeError if the number of bytes sent differs from the promised number."""
         promised = framing = 0
         for name, costs in self._costs.items():
             gather = self.weights.modules[name]

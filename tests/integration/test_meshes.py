@@ -352,7 +352,7 @@ def test_fabric(facts: list[Facts]) -> None:
         assert losses["dense"] == losses["stock"]
         assert losses["loco"] == pytest.approx(losses["stock"], rel=0.05)
         assert rank["sampled"] == 2  # on all four ranks by themselves
-        assert "data was split for 4 ranks, and the model has made a mesh on which 2 have" in rank["late"]
+        assert "data was split for 4 ranks, but on the model's mesh 2 ranks have" in rank["late"]
 
 
 def refused(folder: Path) -> Facts:

@@ -42,7 +42,9 @@ def test_wrong_orders_are_named(facts: list[Facts]) -> None:
         assert "prepare was given a DistributedDataParallel: give it the bare model" in rank["wrapped"]
         assert "prepare was given a DataParallel: give it the bare model, and wrap it in Distr" in rank["parallel"]
         assert "attach_ddp was given a Sequential: give it what DistributedDataParallel returned" in rank["unwrapped"]
-        assert "attach_ddp was given another model than prepare: weight is [3, 3] in one and missing" in rank["another"]
+        assert (
+            "attach_ddp and prepare were given different models: weight is [3, 3] in one and missing" in rank["another"]
+        )
         assert "prepared with scatter=True, which is for attach_fsdp" in rank["scattered"]
         assert "the model was prepared for DDP: give prepare scatter=True" in rank["not scattered"]
         assert "attach_fsdp was given a DistributedDataParallel" in rank["ddp for fsdp"]

@@ -6,9 +6,7 @@ from lowbit_strategy.kernels.format import uniform
 
 
 def check_bits(field: str, bits: int) -> None:
-    """Raises:
-    ValueError: A value is not from 2 to 8.
-    """
+    """Raise a ValueError if a value is not from 2 to 8."""
     if not 2 <= bits <= 8:
         raise ValueError(f"{field} must be an integer from 2 to 8, got {bits!r}")
 

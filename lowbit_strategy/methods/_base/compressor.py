@@ -41,9 +41,7 @@ REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 
 
 def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
-    """Raises:
-    ValueError: A selector looks like a predicate but is not one.
-    """
+    """Raise a ValueError if a selector looks like a predicate but is not one."""
     for selector in selectors:
         if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
             hint = did_you_mean(selector, _PREDICATES)
@@ -110,9 +108,7 @@ class Compressor(ABC):
         """The method of a parameter that is not exempt."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:  # noqa: B027 (most have nothing to check)
-        """Raises:
-        ValueError: The configuration does not suit a model of these parameters.
-        """
+        """Raise a ValueError if the configuration does not suit a model with these parameters."""
 
     @property
     def momenta(self) -> frozenset[float]:

@@ -41,9 +41,7 @@ from lowbit_strategy.options.configuration import configuration
 
 
 def check_density(density: float, field: str = "density") -> None:
-    """Raises:
-    ValueError: The density is not in (0, 1].
-    """
+    """Raise a ValueError if the density is not in (0, 1]."""
     if not 0.0 < density <= 1.0:
         raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
 

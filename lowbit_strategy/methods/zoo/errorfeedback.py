@@ -147,8 +147,6 @@ class ErrorFeedback(Wrapper):
 
 
 def check_decay(decay: float) -> None:
-    """Raises:
-    ValueError: `decay` is out of range.
-    """
+    """Raise a ValueError if `decay` is out of range."""
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay must be in (0, 1], got {decay!r}")
