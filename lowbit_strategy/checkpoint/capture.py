@@ -63,7 +63,7 @@ def check_last_step(sync: GradientSync) -> None:
     """Training ends or is saved: check what the host has not waited for yet.
 
     Raises:
-        RuntimeError: A rank sent a message of another layout in one of the last steps.
+        RuntimeError: A rank sent a message with a different layout in one of the last steps.
     """
     sync.transactions.flags.raise_if_broken(sync.ranks.rank, waits=True)
     for part in sync.outside_buckets:

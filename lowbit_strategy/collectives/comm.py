@@ -28,9 +28,9 @@ _GRACE_S = 0.05
 # the latter is the name that torch 2.13 deprecates
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-# gloo's threads need the GIL to let go of a collective that backward started (PyTorch 2.13). One that asks for it when
-# the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
-# lets them have it before.
+# gloo's threads need the GIL to release a collective that backward started (PyTorch 2.13). One that asks for it while
+# the interpreter shuts down aborts the process, even though everything has been saved. Sleeping here lets them have it
+# before.
 atexit.register(time.sleep, _GRACE_S)
 
 
@@ -46,8 +46,8 @@ def _explanation() -> Callable[[dist.ProcessGroup | None, str, str], AbstractCon
 
 
 def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str = "") -> AbstractContextManager[None]:
-    """If the exchange `what` fails inside, in the step `place`, name the ranks that did not take part. Without that
-    part of the package the transport's error says what it says.
+    """If the exchange `what` fails in this context, in the step `place`, name the ranks that did not take part. If
+    `lost_ranks` is not installed, the transport's error is unchanged.
     """
     return _explanation()(group, what, place)
 
@@ -70,7 +70,7 @@ class Comm(ABC):
 
     Attributes:
         group: The process group; None if there is none.
-        sent_nbytes: Bytes that this rank has sent to other ranks so far; what it keeps for itself does not count.
+        sent_nbytes: Bytes that this rank has sent to other ranks so far, without messages to itself.
         num_near: Number of other ranks on the same node.
         describe_step: Names the step that an exchange belongs to, for errors.
         is_far: Whether latency is so high that all messages are sent before waiting for any of them.
@@ -105,7 +105,7 @@ class Comm(ABC):
             nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
             self.group = nobody
 
-    # -- collectives: counted here, sent by what is derived ---------------------------------------------------------
+    # -- collectives: counted here, sent by subclasses ---------------------------------------------------------------
 
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         """Send row r of `x_WB` to rank r; receive row r of `out_WB` from rank r."""
@@ -181,7 +181,7 @@ class GroupComm(Comm):
         if backend == "gloo":  # its all-gather of bytes is slower than its all-to-all
             copies = x_B.reshape(1, -1).expand(self.world_size, -1).contiguous()
             return self._begin("all-gather", x_B, dist.all_to_all_single, out_WB, copies)
-        # flat: some backends take a stacked output only where it has one more dim than the input
+        # flat: some backends accept a stacked output only if it has one more dim than the input
         return self._begin("all-gather", x_B, _all_gather_single, out_WB.view(-1), x_B.reshape(-1))
 
     def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
@@ -205,7 +205,7 @@ class GroupComm(Comm):
                 raise
 
     def _backend(self, device: torch.device) -> str:
-        """The backend for `device`. A group may have one per device type, or call itself "undefined"."""
+        """The backend for `device`. A group may have one per device type, or report "undefined"."""
         group = self.group if self.group is not None else dist.group.WORLD
         assert group is not None
         self._backends[device.type] = name = group._get_backend(device).name()
@@ -274,7 +274,7 @@ class LocalComm(Comm):
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the comparison of values") -> list[T]:
-    """Gather every rank's value by pickling, in rank order. All ranks call this.
+    """Gather every rank's value, pickled, in rank order. All ranks call this.
 
     Raises:
         LostRankError: A rank has ended. `what` names this exchange.
@@ -291,7 +291,7 @@ def gathered(value: T, group: dist.ProcessGroup | None = None, what: str = "the 
 def gather_uneven(
     wire_B: Tensor, comm: Comm, lengths: Sequence[int] | None = None
 ) -> Generator[Pending, None, list[Tensor]]:
-    """Gather every rank's uint8 message on every rank, in rank order. Messages are padded to the longest.
+    """Gather every rank's uint8 message on every rank, in rank order. Messages are padded to the longest one.
 
     Args:
         wire_B: This rank's message.

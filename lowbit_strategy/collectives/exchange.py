@@ -52,7 +52,7 @@ class CodedGroup(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """A codec with its state, and the segment tables that it encodes and decodes one after the other."""
+    """A codec with its state, and the tables of segments that it encodes and decodes in turn."""
 
     codec: Codec
     state: StateTensors
@@ -66,7 +66,7 @@ def marks_nbytes(num_params: int) -> int:
 
 
 def header_nbytes(num_marked: int = 0) -> int:
-    """Size of the header of a message with a mark for each of these parameters."""
+    """Size of the header of a message with `num_marked` marks."""
     return round_up(CHECKED_NBYTES + marks_nbytes(num_marked), ALIGNMENT)
 
 
@@ -97,7 +97,7 @@ class Exchange:
         comm: Ranks to exchange with.
         device: Where gradients and messages lie.
         buffers: Lends memory for messages.
-        flags: Records that this rank contributes inf or NaN, or owns such a mean, or received a message of another
+        flags: Records that this rank contributes inf or NaN, owns such a mean, or received a message with a different
             layout.
         alpha: Reduce-scatter: factor that multiplies the sums.
         num_marked: Number of parameters that have a mark on the uplink.
@@ -151,9 +151,9 @@ class Exchange:
                 times the *sum* of the owned shares, since FSDP2 divides afterwards.
             step: Counter and seeds.
             trace: Called with what the other ranks decode from this rank's messages, float32 of the shape of `x`, while
-                `x` is as it was; None: nobody looks.
-            marks: uint8 bits of the parameters for which this rank had no gradient; afterwards, those for which no rank
-                had one. None: this rank had all gradients and does not need the result.
+                `x` is unchanged; None: no observer.
+            marks: uint8 bits of the parameters for which this rank had no gradient; afterwards, of those for which no
+                rank had one. None: this rank had all gradients and does not need the result.
         """
         world_size, flag = self.comm.world_size, self._flags.overflow
         send = self._buffers.borrow(world_size, self.uplink_nbytes)

@@ -1,8 +1,8 @@
 """Layout of parameters: each parameter is cut over the ranks separately, never by bucket.
 
 A parameter of n elements is cut into W shares of ``row_numel`` elements; rank r owns flat elements
-``[r * row_numel, (r + 1) * row_numel)`` as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
-so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
+``[r * row_numel, (r + 1) * row_numel)``, as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
+so the grid of blocks is the same for every world size; under FSDP2 it is the framework's shard (whole dim-0 rows).
 
 With two levels, a rank reduces a part of every parameter together with the ranks of other nodes that have the same
 part.
@@ -23,7 +23,7 @@ from torch import Tensor
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.kernels.segments import Segment
 
-ALIGNMENT = 16  # bytes: every section of a message starts on a multiple, so that kernels may read it in wide words
+ALIGNMENT = 16  # in bytes: every section of a message starts on a multiple, so that kernels can read wide words
 Role = Literal["embedding", "head", "other"]
 MemoryOrder = tuple[int, ...] | None
 
@@ -41,8 +41,7 @@ class TensorSpec:
         sharded: Whether FSDP2 shards it over the ranks that reduce it. If so, each rank gets the sum of its own rows
             (reduce-scatter); if not, all ranks get the mean (all-reduce).
         whole_shape: Shape of the whole parameter, if `shape` belongs to a part.
-        ranges: Start and length of each run of elements of the flat parameter that together form this part, if it is
-            one.
+        ranges: If this is a part: start and length of each of its runs of elements in the flat parameter.
         part_row_numel: Elements of each rank's share of a sharded part, padding included.
     """
 
@@ -65,18 +64,19 @@ class TensorSpec:
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole parameter, also if this is a part."""
+        """Elements of the whole parameter, even if this is a part."""
         return math.prod(self.shape if self.whole_shape is None else self.whole_shape)
 
     @property
     def whole(self) -> TensorSpec:
-        """The whole parameter, also if this is a part."""
+        """The whole parameter, even if this is a part."""
         if self.whole_shape is None:
             return self
         return replace(self, shape=self.whole_shape, whole_shape=None, ranges=(), part_row_numel=None)
 
     def part_for(self, index: int, count: int, num_peers: int) -> TensorSpec:
-        """The part that rank `index` of a node's `count` ranks reduces with its `num_peers`, itself included.
+        """The part that rank `index` of a node's `count` ranks reduces, together with its `num_peers` (itself
+        included).
 
         Parts are whole rows of the outermost dim in memory. If parameters are sharded over all ranks, a rank reduces
         the shards of all ranks with its index in their node; otherwise its part is one run of rows.
@@ -106,7 +106,7 @@ class TensorSpec:
         return dim0_row_numel(self.shape, world_size)
 
 
-@functools.lru_cache(maxsize=256)  # the layers of a model are equal, and a part has a range per node
+@functools.lru_cache(maxsize=256)  # cached: layers are equal, and a part has a range per node
 def _part_of(
     shape: tuple[int, ...], row_dim: int, index: int, count: int, num_runs: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
@@ -132,14 +132,14 @@ class ParamView(NamedTuple):
         offset: First element of rank 0's share in the bucket; under FSDP2 also of this rank's share in the output
             buffer.
         row_stride: Elements from one rank's share to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
-        state_offset: First element of this rank's share in state that holds one share of each parameter; state of whole
-            parameters uses W times this offset.
+        state_offset: First element of this rank's share in state that holds one share of each parameter; in state of
+            whole parameters, W times this offset.
         out_offset: Reduce-scatter: first element of this rank's share in the output buffer. None: `offset`.
         x: The gradient, once the bucket has arrived. All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``,
             row r for rank r, padded with zeros.
         out: All-reduce: receives the mean, flat ``[numel]``; may be `x` itself. Reduce-scatter: receives the *sum* of
             this rank's row, ``[row_numel]``, since FSDP2 divides afterwards.
-        tracer: Called by `trace`; None: nobody looks.
+        tracer: Called by `trace`; None: no observer.
     """
 
     spec: TensorSpec
@@ -180,7 +180,7 @@ class ParamView(NamedTuple):
         ]
 
     def common_layout(self) -> tuple[Any, ...]:
-        """The values that are equal on all ranks, for the checksum of a message's layout."""
+        """The values that are equal on all ranks, for a layout's checksum."""
         return self.name, self.offset, self.row_stride, self.spec.numel, self.row_numel, self.world_size
 
     def within(self, x: Tensor, out: Tensor) -> ParamView:
@@ -202,8 +202,8 @@ class ParamView(NamedTuple):
         return padded_N.view(self.world_size, self.row_numel)
 
     def trace(self, compensated: Tensor, sent: Tensor) -> None:
-        """Show the gradient plus the residual, and what the other ranks decode, of any shape, before the mean may
-        overwrite the gradient.
+        """Pass the gradient plus the residual, and what the other ranks decode, of any shape, to the tracer, before the
+        mean may overwrite the gradient.
         """
         if self.tracer is not None:
             self.tracer(compensated.reshape(-1), sent.reshape(-1))
@@ -224,7 +224,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def dim0_row_numel(shape: tuple[int, ...], world_size: int) -> int:
-    """Elements of equal shares of whole dim-0 rows, as under FSDP2 and inside a node."""
+    """Elements per share, if shares are equal and consist of whole dim-0 rows, as under FSDP2 and inside a node."""
     dim0 = shape[0] if shape else 1
     return -(-dim0 // world_size) * (math.prod(shape) // dim0) if dim0 else 0
 

@@ -15,8 +15,8 @@ from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
-MESSAGE_NBYTES = 2**28  # of what is sent at a time inside a node, where links are fast; larger ones are cut
-_FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("bfloat16")}  # that kernels know
+MESSAGE_NBYTES = 2**28  # largest message inside a node, where links are fast; longer ones are cut
+_FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("bfloat16")}  # known to kernels
 
 
 @functools.lru_cache(maxsize=256)
@@ -28,7 +28,7 @@ def _whole(numel: int) -> Segments:
 def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     """An all-reduce whose bits depend only on the ranks' values, not on the bucket, the backend or its algorithm.
 
-    A resumed run has other buckets in its first step than an uninterrupted one, and a ring adds in an order that
+    A resumed run has different buckets in its first step than an uninterrupted one, and a ring adds in an order that
     depends on an element's place in the bucket.
 
     1. row r of every rank is sent to rank r
@@ -59,7 +59,7 @@ def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
 
 
 def _share(numel: int, world_size: int) -> int:
-    """Elements of a row, one of which each rank adds up."""
+    """Elements of a row; each rank adds up one row."""
     return -(-numel // world_size)
 
 
@@ -88,7 +88,7 @@ def sum_rows(
     """Reduce-scatter: ``out = alpha * sum`` of the ranks' rows for this rank, added in float32 in rank order.
 
     A message of more than `MESSAGE_NBYTES` is sent in pieces, which are columns of all rows. Each piece waits for the
-    one before it, so that messages need the memory of one piece only. The sums are the same.
+    one before it, so that messages need memory for only one piece. The sums are the same.
 
     Args:
         x_WGN: For each rank r, G rows. Need not be contiguous.
@@ -123,7 +123,7 @@ def sum_rows(
 
 
 def pieces_of_rows(row_numel: int, column_nbytes: int) -> list[tuple[int, int]]:
-    """Where the pieces of a message begin and end in its rows; there is at least one piece.
+    """The start and end of each piece of a message in its rows; there is at least one piece.
 
     Args:
         row_numel: Elements of a row.
@@ -134,7 +134,7 @@ def pieces_of_rows(row_numel: int, column_nbytes: int) -> list[tuple[int, int]]:
 
 
 def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
-    """``out = alpha * (x[0] + x[1] + ...)``, added in float32 in this order: one pass over all rows, by a kernel.
+    """``out = alpha * (x[0] + x[1] + ...)``, added in float32 in this order by a kernel in one pass over all rows.
 
     Args:
         x_WN: float32, bfloat16 or float16; float32 rows may be overwritten.
@@ -144,7 +144,7 @@ def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
     if x_WN.dtype in _FORMATS and x_WN.numel():
         decode_sum_(x_WN.view(torch.uint8), out_N, _whole(out_N.numel()), _FORMATS[x_WN.dtype], alpha=alpha)
         return
-    total_N = x_WN[0].to(torch.float32)  # in float32 the row itself, which nobody else needs
+    total_N = x_WN[0].to(torch.float32)  # the row itself if it is float32; nothing else needs it
     for row_N in x_WN[1:]:
         total_N += row_N
     out_N.copy_(total_N.mul_(alpha))
@@ -184,8 +184,8 @@ class Gathering:
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
         """Gather `x_B` of rank r into row r of `out_WB` on every rank; yields while bytes travel.
 
-        With two levels a message is sent in pieces, at most `MESSAGE_NBYTES` of all ranks together. Between far ranks
-        everything is sent before the first yield.
+        With two levels a message is sent in pieces, of at most `MESSAGE_NBYTES` for all ranks together. Between far
+        ranks everything is sent before the first yield.
         """
         if self._inside is None:
             yield self._counted(self.between, out_WB, x_B)

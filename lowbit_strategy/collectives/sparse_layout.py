@@ -4,9 +4,9 @@ A bucket's parameters are laid out one after the other. Under all-reduce all ran
 parameters; under reduce-scatter each owner gets a message about its rows. Each parameter (or its row) is cut into
 blocks of 65,536 positions, and a message of k entries is
 
-1. int32: how many entries each block has
-2. uint16: the entries' positions in their blocks, ascending, 2 bytes an entry for parameters of any size
-3. the entries' values, each parameter's through the codec
+1. int32: the number of entries in each block
+2. uint16: the entries' positions in their blocks, ascending: 2 bytes per entry for parameters of any size
+3. the entries' values, encoded parameter by parameter
 
 Twelve bits for a position would need blocks of 4,096 and sixteen times as many counts, which cost more than they save
 below one element in a hundred. If every block of 4,096 sends the same number of elements, no counts are needed: see
@@ -48,7 +48,7 @@ class Chosen(NamedTuple):
     values: Tensor
 
     def without_zeros(self) -> Chosen:
-        """The same without zeros, which need not be sent."""
+        """These entries without zeros, which need not be sent."""
         if self.values.all():
             return self
         keep = self.values.nonzero().view(-1)
@@ -173,7 +173,7 @@ class SparseLayout:
         """
         k = sum(sizes_V)
         if wire.numel() < POSITION_NBYTES * k:
-            raise damaged_message(f"{k} positions are announced, but the message has {wire.numel()} bytes")
+            raise damaged_message(f"its table has {k} positions, but the message has {wire.numel()} bytes")
         found = positions(counts_K, wire, k, self._grid)
         if found is None:
             raise damaged_message("a position lies beyond the end of its parameter")
@@ -192,7 +192,7 @@ class SparseLayout:
             RuntimeError: The message is damaged.
         """
         if wire.numel() != self.nbytes(sizes_V, codec):
-            raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
+            raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes were expected, {wire.numel()} arrived")
         indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
         return entries_at(indices, values)
@@ -221,12 +221,12 @@ def damaged_message(what: str) -> RuntimeError:
 def sparse_layout(
     names: tuple[str, ...], spans: tuple[int, ...], num_destinations: int, device: torch.device
 ) -> SparseLayout:
-    """The layout of a bucket, cached because the same buckets come in every step."""
+    """The layout of a bucket, cached because the same buckets occur in every step."""
     return SparseLayout(names, spans, num_destinations, device)
 
 
 def layout_of(views: Sequence[ParamView], owners: int | None = None) -> SparseLayout:
-    """Where the views' parameters are in sparse messages: one per owner, about its rows, or one for all (None)."""
+    """The places of the views' parameters in sparse messages: one per owner, about its rows, or one for all (None)."""
     rows = [(view.spec.name, view.spec.numel if owners is None else view.row_numel) for view in views]
     names, spans = zip(*rows, strict=True)
     return sparse_layout(names, spans, owners or 1, views[0].x.device)

@@ -27,7 +27,7 @@ from lowbit_strategy.collectives.sparse_layout import (
     joined,
 )
 
-_MULTIPLE = ALIGNMENT // 4  # floats: each share of a parameter starts on a multiple
+_MULTIPLE = ALIGNMENT // 4  # in floats: each share of a parameter starts on a multiple
 Received = Generator[Pending, None, list[list[Chosen]]]
 
 
@@ -41,7 +41,7 @@ def exchange_entries(
 
     Args:
         message: What `SparseLayout.pack` has returned.
-        layout: Gives the places of parameters in messages.
+        layout: The places of parameters in messages.
         codec: Decodes the values.
         comm: Ranks to exchange with.
         same_counts: Whether all ranks have equal numbers of entries for every parameter, so that one all-gather is
@@ -103,7 +103,7 @@ def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *,
 def sum_values(
     chosen: Sequence[Chosen], rows: Sequence[int] | None, comm: Comm
 ) -> Generator[Pending, None, list[Chosen]]:
-    """Sum values at positions that all ranks have, and return the sums at their places in the result.
+    """Sum values at positions that all ranks share, and return the sums at their places in the result.
 
     All-reduce: by `sum_ordered`. Reduce-scatter: one all-to-all, in which each rank gets the values of its rows.
 
@@ -119,7 +119,7 @@ def sum_values(
     world_size, rank = comm.world_size, comm.rank
     number = torch.arange(world_size + 1, device=values_E.device)
     edges = torch.stack([torch.searchsorted(index, number * row) for index, row in zip(indices, rows, strict=True)])
-    counts = edges.diff().tolist()  # of each parameter's values, for each rank
+    counts = edges.diff().tolist()  # each parameter's number of values for each rank
     parts = values_E.split([count for counts_W in counts for count in counts_W])
     padded = [[(counts_W[r], -counts_W[r] % _MULTIPLE) for counts_W in counts] for r in range(world_size)]
     sent = [sum(map(sum, sizes)) for sizes in padded]

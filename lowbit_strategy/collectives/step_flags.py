@@ -7,16 +7,16 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 
-CHECKED_NBYTES = 8  # of a message's header: the same on all ranks
+CHECKED_NBYTES = 8  # the part of a message's header that is the same on all ranks
 
 
 class StepFlags:
-    """Records overflow, broken layouts, and weights that were changed behind the engine's back.
+    """Records overflow, unexpected layouts, and weights that were changed without the engine's knowledge.
 
-    On CPU a broken layout is an error at once. On CUDA, checking would synchronize the host, so the first rank that
-    sent something unexpected is noted on the device and copied to the host without waiting. `raise_if_broken` reads the
-    last copy that has arrived. Only one copy is in flight at a time, since a host that runs steps ahead of its device
-    would otherwise never see one finish.
+    On CPU an unexpected layout is an error immediately. On CUDA, checking would synchronize the host, so the first rank
+    that sent something unexpected is noted on the device and copied to the host without waiting. `raise_if_broken`
+    reads the last copy that has arrived. Only one copy is in flight at a time, since a host that runs steps ahead of
+    its device would otherwise never see one finish.
 
     Attributes:
         overflow: int32 [1], set to 1 when this rank contributes inf or NaN, or owns a non-finite mean.
@@ -24,11 +24,11 @@ class StepFlags:
 
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
-        self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent a different layout
+        self._differs: Tensor | None = None  # words of each rank's headers that were unexpected
         self._changed = torch.zeros(1, dtype=torch.bool, device=device)
         self._on_host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is in flight
+        self._copied: torch.cuda.Event | None = None  # recorded after the copy in flight
 
     def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
         """Check that every rank has sent the header that this rank would have sent.
@@ -64,7 +64,7 @@ class StepFlags:
             raise RuntimeError(changed_weights(name))
 
     def note_overflow(self, values: Tensor) -> None:
-        """Set `overflow` where `values` are not all finite, without making the host wait."""
+        """Set `overflow` if `values` are not all finite, without making the host wait."""
         torch.maximum(self.overflow, (~values.isfinite().all()).to(torch.int32).view(1), out=self.overflow)
 
     def overflowed(self, comm: Comm) -> bool:
@@ -77,14 +77,14 @@ class StepFlags:
         self.overflow.zero_()
 
     def raise_if_broken(self, rank: int, *, waits: bool = False) -> None:
-        """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
+        """Once per step, on CUDA: check the last copy if it has arrived, and only then start another one.
 
         Args:
             rank: This rank.
             waits: Read the flags on the device, because no step follows.
 
         Raises:
-            RuntimeError: A rank has sent a message of another layout.
+            RuntimeError: A rank has sent a message with a different layout.
         """
         if waits:
             self._raise(int(self.broken()), rank)
@@ -105,7 +105,7 @@ class StepFlags:
             raise RuntimeError(changed_weights("a module") if number == _CHANGED else _other_layout(number - 1, rank))
 
     def broken(self) -> Tensor:
-        """int32 ``[1]`` on the flags' device: 1 + the last rank that sent another layout, or `_CHANGED`, or 0."""
+        """int32 ``[1]`` on the flags' device: 1 + the last rank that sent a different layout, or `_CHANGED`, or 0."""
         if self._differs is not None:
             differs_W = self._differs.any(1)
             ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
@@ -115,18 +115,18 @@ class StepFlags:
 
 def _other_layout(sender: int, rank: int) -> str:
     return (
-        f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
-        " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
+        f"rank {sender} sent a message with a different layout than rank {rank} expects: the ranks' models or"
+        " compressor configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
     )
 
 
-_CHANGED = 2**31 - 1  # instead of a rank
+_CHANGED = 2**31 - 1  # in place of a rank
 
 
 def changed_weights(name: str) -> str:
-    """The message that says what is wrong and what to do."""
+    """The message about changed weights, which says what to do."""
     return (
         f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
-        " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
+        " pass: the other ranks would continue with the old ones. Change weights after backward, or call"
         " weights_changed() on all ranks afterwards (or pass weights=Exact())"
     )

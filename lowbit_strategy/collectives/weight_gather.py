@@ -1,11 +1,11 @@
 """The coded all-gather of one module's weights, which sends every rank's row of shards to all ranks.
 
 1. the owner encodes its row, parameter by parameter, into one message (`weight_rows.py`), which contains exempt
-   parameters as they are
+   parameters uncoded
 2. one all-gather of bytes
 3. every rank decodes all messages, including its own, into the rows that the module computes with
 
-What is received may be kept, coded or decoded, so that later gathers of the same weights send nothing. With
+Received weights may be kept, coded or decoded, so that later gathers of the same weights send nothing. With
 differences, the decoded rows are kept as a replica: the owner encodes its row minus the replica's row, and every rank
 adds what it decodes to its replica. All ranks decode the same bytes, so their weights are bit-identical.
 """
@@ -35,25 +35,25 @@ class _InFlight(NamedTuple):
 
 
 class WeightGather:
-    """The weights of one module on this rank: gathered if they are new, otherwise read from what is kept.
+    """The weights of one module on this rank: gathered if they are new, otherwise read from kept messages or rows.
 
     All ranks call `run` and `invalidate` in the same order.
 
     Args:
-        parts: The row's parameters by codec. None: rows are sent as they are.
+        parts: The row's parameters by codec. None: rows are sent uncoded.
         row_numel: Elements of a row, padding included.
         comm: Sends messages to all ranks.
         device: Where weights lie.
         keep: ``nothing``, ``codes``, if there are any, or ``replica``.
         differences: Whether messages hold differences from the replica, which must then be kept.
         buffers: Lends memory for messages.
-        flags: Records messages of another layout.
+        flags: Records messages with a different layout.
 
     Attributes:
-        fresh: Whether what is kept are the owners' current weights.
+        fresh: Whether the kept weights are the owners' current weights.
         reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
         version: Rises whenever the weights may have changed.
-        num_sent: Messages sent so far. `num_exact` of them held whole rows although the module has codes.
+        num_sent: Messages sent so far; `num_exact` of them held exact rows although the module has codes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WeightGather:
         self._replica: Tensor | None = None  # [W * N]
         self._in_flight: _InFlight | None = None
         self._same_on_all_ranks = False  # the replica is the same on all ranks
-        self._restored: Tensor | None = None  # this rank's row of a replica in a checkpoint
+        self._restored: Tensor | None = None  # this rank's row of the replica in a checkpoint
 
     def run(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
         """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.
@@ -106,8 +106,8 @@ class WeightGather:
         self.fresh = self.keeps
 
     def send_early(self, x_N: Tensor) -> bool:
-        """Send this rank's row before the module needs the others, if rows are coded; the next `run` with the same row
-        receives them. Return whether the row is on its way. Call it on all ranks.
+        """If rows are coded, send this rank's row before the module needs the others' rows; the next `run` with the
+        same row receives those. Return whether the row was sent. Call it on all ranks.
         """
         if not self.fresh and not self.in_flight and self._restored is None and self._sends_codes(x_N.dtype):
             self._in_flight = self._begin_codes(x_N)
@@ -132,16 +132,16 @@ class WeightGather:
 
     @property
     def keeps(self) -> bool:
-        """Whether later gathers may use what is kept."""
+        """Whether weights are kept for later gathers."""
         return self._keep != "nothing"
 
     @property
     def is_ours(self) -> bool:
-        """Whether it does anything that FSDP2's own gathers do not."""
+        """Whether this differs from FSDP2's own gathers."""
         return self._parts is not None or self.keeps
 
     def gradients_reduced(self) -> None:
-        """The next forward pass must gather again, because an optimizer will have changed the weights.
+        """Note that the next forward pass must gather again, because an optimizer will have changed the weights.
 
         Backward passes that are running still use the weights of their forward pass.
         """
@@ -153,13 +153,13 @@ class WeightGather:
             self.invalidate()
 
     def invalidate(self) -> None:
-        """The owners' weights have changed: the next gather sends them. Call it on all ranks."""
+        """Let the next gather send the owners' weights, because they have changed. Call it on all ranks."""
         self._cancel_in_flight()
         self.fresh = self.reduced = False
         self.version += 1
 
     def forget(self) -> None:
-        """Other weights have been loaded: drop the replica, since differences from the old weights are useless."""
+        """Drop the replica after weights have been loaded, since differences from the old weights are useless."""
         self._cancel_in_flight()
         self.fresh = False
         if self._restored is None:
@@ -168,7 +168,7 @@ class WeightGather:
     # -- differences across restarts ------------------------------------------------------------------------------
 
     def own_row(self) -> Tensor | None:
-        """This rank's row as the other ranks have it, ``[N]``; None if they do not need to have it."""
+        """This rank's row as the other ranks know it, ``[N]``; None if they do not need it."""
         if self._restored is not None:
             return self._restored
         if not self._differences or not self._same_on_all_ranks or self._replica is None:
@@ -176,7 +176,7 @@ class WeightGather:
         return self._own(self._replica)
 
     def restore(self, row_N: Tensor | None) -> None:
-        """Begin with a replica whose row of this rank is `row_N`, or, if None on all ranks, with exact weights."""
+        """Begin with a replica whose row of this rank is `row_N`; if that is None on all ranks, with exact weights."""
         self._cancel_in_flight()
         self.fresh = self._same_on_all_ranks = False
         self._restored = None if row_N is None else row_N.to(self._device)
@@ -188,17 +188,17 @@ class WeightGather:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of memory for what is kept now."""
+        """Bytes of memory for kept weights."""
         return sum(each.nbytes for each in (self._codes_WB, self._replica) if each is not None)
 
     def _sends_codes(self, dtype: torch.dtype) -> bool:
-        """Whether this gather sends codes; if not, it sends whole rows."""
+        """Whether this gather sends codes; if not, it sends exact rows."""
         is_common = self._same_on_all_ranks and self._replica is not None and self._replica.dtype == dtype
         return self._parts is not None and (is_common or not self._differences)
 
     def _replica_of(self, dtype: torch.dtype) -> Tensor:
         if self._replica is None or self._replica.dtype != dtype:
-            with torch.inference_mode(False):  # it outlives a gather in which gradients are off
+            with torch.inference_mode(False):  # it outlives a gather without gradients
                 numel = self.row_numel * self._comm.world_size
                 self._replica = torch.zeros(numel, dtype=dtype, device=self._device)
         return self._replica
@@ -235,7 +235,7 @@ class WeightGather:
         message, coded_N = self._buffers.borrow(1, code.nbytes), x_N
         if self._differences:
             assert self._replica is not None
-            self._replica.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # or a block would be NaN for good
+            self._replica.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # otherwise a block would stay NaN
             coded_N = _difference(x_N, self._own(self._replica))
         code.encode_(x_N, coded_N, message.view(-1))
         received = self._room_for_codes(code)

@@ -15,7 +15,7 @@ from lowbit_strategy.kernels.segments import Segment, Segments, segment_views
 
 
 class CodecParams(NamedTuple):
-    """Parameters of a row that share a codec; None: they are sent as they are."""
+    """Parameters of a row that share a codec; None: they are sent uncoded."""
 
     codec: Codec | None
     params: tuple[ParamView, ...]
@@ -52,7 +52,7 @@ class RowCode:
                 self._coded.append((codec, Segments(encode), Segments(decode)))
         layout = [(codec, [param.common_layout() for param in params]) for codec, params in parts]
         self.header = layout_header(repr((layout, dtype)).encode(), device)
-        self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN here; it is not read
 
     def _section_nbytes(self, codec: Codec | None, param: ParamView) -> int:
         numel = param.row_numel
@@ -84,7 +84,7 @@ class RowCode:
             torch._foreach_copy_(self._values(wire_B, encode), segment_views(x_N, encode, "x_offset"))
 
     def decode_(self, wires_WB: Tensor, out: Tensor) -> None:
-        """Decode the coded parameters of all rows' messages into `out`, ``[W * N]``; the rest of it is unchanged."""
+        """Decode the coded parameters of all rows' messages into `out`, ``[W * N]``; the rest is unchanged."""
         for codec, _, decode in self._coded:
             if decode.rows:
                 codec.decode_sum_(wires_WB.view(1, -1), out, decode, {}, 1.0)

@@ -13,7 +13,7 @@ class WireBuffers:
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
     With several buckets in flight, a short message must not borrow a long buffer. Otherwise the next long message would
-    allocate again, until every buffer had the longest size.
+    allocate another, until every buffer had the longest size.
 
     Args:
         device: Where messages lie.
@@ -26,7 +26,7 @@ class WireBuffers:
         self._several = several
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
-        self._used: set[int] = set()  # in the current backward pass
+        self._used: set[int] = set()  # buffers used in the current backward pass
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class WireBuffers:
 
     def _make_room(self, needed: int) -> None:
         """Free a buffer that is a little too small before allocating a larger one. With several buckets in flight and
-        no such buffer, free as many bytes of buffers that this pass has not used, since bucket sizes have changed.
+        no such buffer, free as many bytes from buffers that this pass has not used, since bucket sizes have changed.
         """
         shortest = needed / 2 if self._several else 0
         small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]
@@ -66,13 +66,13 @@ class WireBuffers:
                 needed -= buffer.numel()
 
     def give_back(self, *wires: Tensor) -> None:
-        """Return what `borrow` has lent."""
+        """Return a buffer from `borrow`."""
         for wire in wires:
             self._free.append(self._lent.pop(wire.untyped_storage()._cdata))
 
     def reclaim(self) -> None:
-        """A backward pass begins, and nothing is in flight. Take back what a failed bucket has not returned, and free
-        what the previous pass did not use, since bucket sizes have changed.
+        """When a backward pass begins and nothing is in flight, take back the buffers of a failed bucket, and free
+        those that the previous pass did not use, since bucket sizes have changed.
         """
         self._free += self._lent.values()
         if self._used and not self._used.issuperset(map(id, self._free)):

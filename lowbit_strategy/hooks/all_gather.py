@@ -1,15 +1,16 @@
 """FSDP2: the all-gather of every sharded module, done by a `WeightSync`.
 
-Whether a module's kept weights may be used follows from events that all ranks see, so that no rank has to ask another:
+Whether a module's kept weights may be used follows from events that all ranks see, so that ranks need not ask each
+other:
 
-| moment | what is kept of the weights |
+| moment | kept weights |
 |---|---|
-| the module's gradients have been reduced | serves the running backward passes; the next forward pass sends |
-| a step has ended, other weights have been loaded | is old: the next gather sends |
-| the root module is in evaluation mode | is not used: exact weights, as FSDP2 gathers them |
+| the module's gradients have been reduced | used by the running backward passes; the next forward pass sends |
+| a step has ended, or different weights have been loaded | old: the next gather sends |
+| the root module is in evaluation mode | unused: FSDP2 gathers exact weights |
 
 FSDP2 leaves the outermost module gathered after a forward pass. Without a backward pass, validation's weights would be
-used in the next training step, so what an earlier forward pass left is gathered again.
+used in the next training step, so weights that an earlier forward pass left gathered are gathered again.
 
 With far ranks, the first module that a forward pass gathers makes all others send their rows at once, instead of one
 after the other.
@@ -51,8 +52,8 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     Args:
         weights: The model's weights.
         root: The module whose mode decides: coded in training, exact in evaluation.
-        order: Orders the streams that touch what is kept.
-        sync: The engine, which is told when training waits.
+        order: Orders the streams that use kept weights.
+        sync: The engine, which measures when training waits.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._root = weakref.ref(root)
         self._order = order
         self._stock = DefaultAllGather()
-        self._coded = False  # how the last forward pass gathered
+        self._coded = False  # whether the last forward pass gathered codes
         self._noted: Tensor | None = None  # digest of this rank's row when it was sent
         self._has_run = False  # whether the previous forward pass gathered it
         self._trained: int | None = None  # version of the weights that the last forward pass used, if it was training
@@ -113,11 +114,11 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._has_run = True
 
     def send_early(self) -> None:
-        """Send this rank's row early, when another module is gathered, optimizers have stepped on all modules, and the
-        forward pass is expected to gather this module, as the previous one did.
+        """Send this rank's row early, when a different module is gathered, if optimizers have stepped on all modules
+        and the forward pass is expected to gather this module, as the previous one did.
         """
         gather = self._gather
-        if not (self._has_run and gather.keeps and self._params.is_sharded):  # else it would be sent in each forward
+        if not (self._has_run and gather.keeps and self._params.is_sharded):  # if not kept, each forward sends it
             return
         self._gather.begin_forward()
         if gather.fresh or gather.in_flight:
@@ -127,7 +128,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._noted = digests([row_N], row_N.device)
 
     def _check_row(self, row_N: Tensor) -> None:
-        """Check that the row is the one from which the kept weights were made."""
+        """Check that the kept weights were made from this row."""
         if not self._gather.keeps:
             return
         digest = digests([row_N], row_N.device)
@@ -138,7 +139,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
         """Wrap `pre_forward`, so that it first reshards parameters that an earlier forward pass left gathered. In a
-        step whose gradients have not been reduced, what another pass of training left stays if a gather would send.
+        step whose gradients have not been reduced, weights that another training pass left stay if a gather would send.
         """
         training, gather = self._is_training(), self._gather
         is_left = self._params._training_state == TrainingState.IDLE and self._params.is_unsharded
@@ -195,7 +196,7 @@ def install_weights(
 
 
 def module_layouts(module: nn.Module, groups: Iterable[ShardedGroup]) -> dict[str, ModuleLayout]:
-    """The layouts of what FSDP2 gathers together, by module name. `groups`: the sharded groups of `module`."""
+    """The layout of each sharded module's parameters, by module name. `groups`: the sharded groups of `module`."""
     names = {id(param): name for name, param in named_parameters(module)}
     floats = {names[id(param)] for param in module.parameters() if is_float(param)}
     specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # all codable parameters, frozen or not

@@ -21,21 +21,21 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
     backward. It replaces an earlier `call` for the same FSDP2 model.
 
     Args:
-        model: The model, either sharded or wrapped in ``DistributedDataParallel``, which keeps the places where
-            gradients are added.
+        model: The model, sharded or wrapped in ``DistributedDataParallel``, which keeps the nodes that accumulate
+            gradients.
         call: The function to call, in the thread that computes gradients.
     """
     passes: list[int] = [NO_PASS]
 
     def once(*_: Any) -> None:
-        current = current_pass()  # a pass inside a pass has a higher number
+        current = current_pass()  # a nested pass has a higher number
         if current > passes[0]:
             passes[0] = current
             call()
 
     if isinstance(model, DistributedDataParallel):
         for param in trainable_parameters(model.module).values():
-            with torch.inference_mode(False):  # where the model is set up, gradients may be off
+            with torch.inference_mode(False):  # gradients may be off during set-up
                 node: Any = param.expand_as(param).grad_fn
             node.next_functions[0][0].register_prehook(once)
         return

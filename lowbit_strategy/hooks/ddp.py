@@ -1,6 +1,6 @@
 """DDP: a communication hook that reduces buckets through a `GradientSync`."""
 
-# No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
+# No postponed annotations here: DDP compares a hook's annotations with types.
 
 import weakref
 from typing import Any
@@ -56,7 +56,7 @@ class DDPHook:
         cap_nbytes: The size of buckets.
 
     Raises:
-        RuntimeError: The model already has a hook, or compiled autograd would call the hook with other arguments.
+        RuntimeError: The model already has a hook, or compiled autograd would call the hook with different arguments.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
@@ -72,7 +72,7 @@ class DDPHook:
         turn_after = None if self._levels is None or sync.ranks.peers.is_far else TURN_AFTER
         self._runner = bucket_runner(sync.device, turn_after)
         model.register_comm_hook(self, DDPHook.reduce)
-        model._comm_hooks.clear()  # DDP's record for copies of the model, which must not get this hook
+        model._comm_hooks.clear()  # DDP registers these on copies of the model, which must not get this hook
         hooked[model] = self
 
     def cut(self, bucket: dist.GradBucket) -> tuple[list[BucketLayout], list[int]]:
@@ -95,7 +95,7 @@ class DDPHook:
         return [BucketLayout(tuple(entries), last=it) for entries, it in zip(found, last, strict=True)], ends[1:]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The hook that DDP calls. The future must raise errors, since DDP takes any value for a result."""
+        """The hook that DDP calls. The future must raise errors, since DDP accepts any value as a result."""
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
         if bucket.index() == 0:
@@ -129,6 +129,6 @@ def refuse_python_reducer() -> None:
 
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         raise RuntimeError(
-            'torch._dynamo.config.optimize_ddp = "python_reducer" calls communication hooks with other arguments:'
+            'torch._dynamo.config.optimize_ddp = "python_reducer" calls communication hooks with different arguments:'
             " set it to True (the default) or False"
         )

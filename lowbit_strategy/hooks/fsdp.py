@@ -19,16 +19,16 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.parameters import canonical_name, named_parameters
 from lowbit_strategy.model.sharded import ShardedGroup, set_mesh, take_over_replication
 
-_SET = ("_all_gather_comm", "_reduce_scatter_comm")  # by attaching, on the parameter groups of FSDP2
-_WRAPPED = ("pre_forward", "post_backward")  # on the instance
-_HOLDER = "lowbit_wiring"  # on the instance: who remembers it. Kept elsewhere it would keep the model alive
+_SET = ("_all_gather_comm", "_reduce_scatter_comm")  # attributes that attaching sets on FSDP2's parameter groups
+_WRAPPED = ("pre_forward", "post_backward")  # methods wrapped on the instance
+_HOLDER = "lowbit_wiring"  # attribute for the hook; a reference elsewhere would keep the model alive
 
 
 class FSDPHook:
-    """Gives each module of a model that is sharded over all ranks, or over a node's, a reduce-scatter and an all-gather
-    by the engine. Under HSDP the ranks that shard do an exact reduce-scatter, and the engine reduces over the replicas.
+    """Gives each sharded module the engine's reduce-scatter and all-gather. Under HSDP the ranks that shard a model do
+    an exact reduce-scatter, and the engine reduces over the replicas.
 
-    It remembers FSDP2's communication. A later instance for the same model takes over, and the earlier one then
+    It remembers FSDP2's own communication. A later instance for the same model takes over, and the earlier one then
     restores nothing.
 
     Args:
@@ -39,7 +39,7 @@ class FSDPHook:
         stop: A function that ends threads and returns True once they have stopped. It holds no reference to the model.
 
     Raises:
-        ValueError: A parameter is sharded along another dim than the first, or not at all.
+        ValueError: A parameter is sharded along a dim other than the first, or not at all.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FSDPHook:
         """Let the engine reduce gradients and gather weights. Call it between steps, on all ranks together.
 
         Raises:
-            ValueError: A parameter is sharded along another dim than the first, or not at all.
+            ValueError: A parameter is sharded along a dim other than the first, or not at all.
         """
         names = {id(param): name for name, param in named_parameters(self._module)}
         _check_sharded(self._module, self._groups, self._sync, names)
@@ -85,7 +85,7 @@ class FSDPHook:
         install_weights(self._module, self._groups, weights, sync)
 
     def restore(self) -> None:
-        """Give the modules FSDP2's communication."""
+        """Give the modules FSDP2's own communication back."""
         for group, (mesh_info, values, wrapped) in self._stock.items():
             set_mesh(group, mesh_info)
             for name, value in values.items():
@@ -118,8 +118,8 @@ def _check_sharded(
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]
                 raise ValueError(
-                    f"{name} is sharded along dim {param.fsdp_placement.dim}, and a rank's part of a gradient is"
-                    " compressed as rows of dim 0: let shard_placement_fn return Shard(0) or None for it"
+                    f"{name} is sharded along dim {param.fsdp_placement.dim}, but compression needs rows of dim 0: let"
+                    " shard_placement_fn return Shard(0) or None for it"
                 )
     if left := [name for key, name in names.items() if key not in sharded and name in sync.specs]:
         which = listed(left)

@@ -1,7 +1,7 @@
 """Receives the gradients of one FSDP2 module and hands them to the engine as buckets.
 
 FSDP2 divides gradients by a given factor (``set_gradient_divide_factor``) or by the number of ranks. These classes do
-the same, and follow the setting whenever it is made.
+the same, whenever the factor is set.
 
 Under HSDP (sharded inside a node, replicated between nodes), FSDP2 shards over a one-dimensional mesh of the ranks that
 share one model. After each module's exact reduce-scatter inside the node, it calls an all-reduce hook with this rank's
@@ -40,16 +40,16 @@ from lowbit_strategy.model.sharded import reduce_dtype
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
     """The custom communication of one FSDP2 parameter group.
 
-    It has a layout for each set of parameters that are trained together. A rank's row of gradients has shards of the
-    parameters, one after the other. A bucket has all ranks' rows or, under HSDP, this rank's row without parameters of
-    which it has no part.
+    It has a layout for each set of parameters that are trained together. A rank's row of gradients holds its shards of
+    the parameters, one after the other. A bucket holds all ranks' rows or, under HSDP, this rank's row without
+    parameters of which it has no part.
 
     FSDP2's settings are changed only while it reduces; the user's settings stay, and are read each time.
 
     Args:
         param_group: The module's parameter group.
-        names: Its parameters' names, by the identity of FSDP2's records, which stay the same when another tensor is
-            loaded.
+        names: Its parameters' names, by the identity of FSDP2's records, which stay the same when a tensor is replaced
+            on loading.
         reductions: The reductions of the pass.
 
     Attributes:
@@ -60,7 +60,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._param_group, self._names = param_group, names
         self._reductions, self._sync, self._ranks = reductions, reductions.sync, reductions.ranks
         self._overlapped = reductions.overlapped
-        self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # a layout, and the elements of its row
+        self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # a layout, and its row's size
         self._marks: Tensor | None = None  # marks of the current reduction
         self._is_read_at_once = False
         self._has_waiting = False  # gradients of passes that were not reduced, which a pipeline reduces at its end
@@ -70,7 +70,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         """Have FSDP2 reduce through this."""
         group = self._param_group
         group._reduce_scatter_comm = self
-        stock = types.MethodType(type(group).post_backward, group)  # the stock method, not an earlier fit's
+        stock = types.MethodType(type(group).post_backward, group)  # the stock method, not an earlier fit's wrapper
         group.post_backward = functools.partial(self._post_backward, stock)
 
     @abstractmethod
@@ -78,10 +78,9 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         """The values that the parameter group's attributes need while FSDP2 reduces, given the user's settings."""
 
     def _post_backward(self, stock: Callable[..., Any], *args: Any) -> Any:
-        """Replaces what FSDP2 does when backward has finished with a module. First, parameters without a gradient get
-        zeros.
+        """Replaces FSDP2's method for the end of a module's backward. First, parameters without a gradient get zeros.
 
-        A pipeline also calls it at its end, even of an evaluation, which had no backward pass.
+        A pipeline also calls it at its end, even after an evaluation without a backward pass.
         """
         group = self._param_group
         params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
@@ -118,7 +117,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         """The layout of rows with `numel` elements, the number that FSDP2 has passed.
 
         Raises:
-            RuntimeError: The trained parameters have another number of elements.
+            RuntimeError: The trained parameters have a different number of elements.
         """
         params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
         names = tuple(self._names[id(p)] for p in params)
@@ -127,7 +126,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         layout, expected = self._rows[names]
         if numel != expected:
             raise RuntimeError(
-                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {expected}: were"
+                f"FSDP2 reduces {numel} elements per rank, but the trainable parameters have {expected}: were"
                 " parameters frozen or unfrozen in the middle of a step? Do that between steps"
             )
         return layout
@@ -146,7 +145,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
 
 class BetweenNodes:
-    """CUDA: the stream in which a module is reduced between nodes, while the next module is reduced inside its node.
+    """CUDA: the stream that reduces a module between nodes while the next module is reduced inside its node.
 
     At most two modules wait between the two phases: if links between nodes are slow, the next module waits.
     """
@@ -165,13 +164,13 @@ class BetweenNodes:
         self._earlier, self._last = self._last, self._earlier
 
 
-_DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
+_DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides other dtypes partly before they are reduced
 
 
 class CompressedReduceScatter(_ReduceScatter):
     """Reduces ``[W * n]`` to ``[n]``: the sum, divided as FSDP2 would, or still to be divided by FSDP2.
 
-    With two levels it stops inside the node, and `between_nodes`, FSDP2's all-reduce hook, does the rest.
+    With two levels it reduces only inside the node, and `between_nodes`, FSDP2's all-reduce hook, does the rest.
 
     With far ranks, messages travel while backward continues: FSDP2 gets the tensor that will hold the gradients, and
     the end of the backward pass waits for them, unless they are read earlier.
@@ -182,7 +181,7 @@ class CompressedReduceScatter(_ReduceScatter):
     """
 
     _between_stages: Stages
-    _continues_between_nodes = False  # in `between_nodes`
+    _continues_between_nodes = False  # whether `between_nodes` does the rest
     _divisor = 1.0
 
     def __init__(
@@ -216,7 +215,7 @@ class CompressedReduceScatter(_ReduceScatter):
     ) -> None:
         layout = self.layout_for(output_tensor.numel())
         if self._param_group._all_reduce_hook is not None and not self._continues_between_nodes:
-            output_tensor.zero_()  # the user's hook sees padding, too
+            output_tensor.zero_()  # the user's hook also sees padding
         if self._overlapped is not None:
             self._reduce_meanwhile(self._overlapped, layout, input_tensor, output_tensor)
         else:
@@ -238,7 +237,7 @@ class CompressedReduceScatter(_ReduceScatter):
 
     def between_nodes(self, reduced: Tensor) -> None:
         """Fill `reduced`, the output of the previous call."""
-        if reduced.is_cuda:  # FSDP2 has allocated it in another stream
+        if reduced.is_cuda:  # FSDP2 allocated it in a different stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         with waiting(self._sync):
             wait_for_all(self._between_stages)
@@ -262,8 +261,8 @@ class CompressedReduceScatter(_ReduceScatter):
 
 
 class HybridReduction(_ReduceScatter):
-    """HSDP: the mean over the ranks that shard a model, exact or coded (`NodeMeans`), added in float32 and in rank
-    order; then the mean of this rank's shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
+    """HSDP: the mean over the ranks that shard a model, exact or coded (`NodeMeans`), added in float32 in rank order;
+    then the mean of this rank's shards over the replicas, in place, in FSDP2's all-reduce hook (`all_reduce`).
 
     After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 gets zeros. The shards
     are added to those of the next micro-batch that is reduced.
@@ -271,7 +270,7 @@ class HybridReduction(_ReduceScatter):
 
     _kept: Tensor | None = None  # shards of micro-batches that were not reduced
     _kept_names: frozenset[str] = frozenset()  # parameters that had gradients in them
-    _hook: Callable[[Tensor], None] | None = None  # the user's
+    _hook: Callable[[Tensor], None] | None = None  # the user's all-reduce hook
     _factor: float | None = None  # the user's divisor
 
     def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
@@ -309,7 +308,7 @@ class HybridReduction(_ReduceScatter):
         wait_for_all(self._sync.node_means[inside].mean_of_rows(layout, input_tensor, output_tensor.view(1, -1)))
 
     def all_reduce(self, reduced: Tensor) -> None:
-        if reduced.is_cuda:  # FSDP2 has allocated it in another stream
+        if reduced.is_cuda:  # FSDP2 allocated it in a different stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         if self._is_local:
             self._finish(reduced, self._factor)
@@ -333,7 +332,7 @@ class HybridReduction(_ReduceScatter):
         )
 
     def _finish(self, mean: Tensor, factor: float | None) -> None:
-        """Turn `mean` over the ranks into the sum divided by `factor`, if there is one; then call the user's hook."""
+        """Turn the `mean` over ranks into the sum divided by `factor`, if there is one; then call the user's hook."""
         if factor is not None:
             inside = self._ranks.intra_node
             assert inside is not None
@@ -345,7 +344,7 @@ class HybridReduction(_ReduceScatter):
 
 
 def _fill(param: Any) -> bool:
-    """Give a parameter zeros if it has no gradient. Return whether it had one."""
+    """Give a parameter a gradient of zeros if it has none. Return whether it had one."""
     full = getattr(param, "_unsharded_param", None)
     if full is None or not full.requires_grad:
         return True

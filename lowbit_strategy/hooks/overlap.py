@@ -1,4 +1,4 @@
-"""Reduces FSDP2's gradients while backward continues: in a thread on CPU, on CUDA in the stream that FSDP2 gets."""
+"""Reduces FSDP2's gradients while backward continues: on CPU in a thread, on CUDA in a stream given to FSDP2."""
 
 from __future__ import annotations
 

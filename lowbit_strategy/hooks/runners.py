@@ -1,7 +1,7 @@
 """Runs buckets during training: in one FIFO thread on CPU, in a stream on CUDA.
 
 gloo's collectives must be issued in the same order on all ranks, and never from a future's callback. One thread, one
-queue and a process group that nothing else uses ensure that order, and `BucketSchedule` keeps it while buckets overlap.
+queue and a dedicated process group ensure that order, and `BucketSchedule` keeps it while buckets overlap.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class BucketWorker:
         return future
 
     def finish(self) -> None:
-        """The backward pass has no more buckets: finish all that were submitted."""
+        """Finish all submitted buckets, because the backward pass has no more."""
         self._queue.put(self._schedule.finish)
 
     def close(self) -> bool:
         """End the thread. Return whether it has ended; False while it waits for a rank that never answers."""
         self._queue.put(None)
-        if self._thread is threading.current_thread():  # where a model is garbage-collected
+        if self._thread is threading.current_thread():  # if this thread garbage-collects the model
             return True
         self._thread.join(timeout=10)
         return not self._thread.is_alive()
@@ -56,10 +56,10 @@ class BucketWorker:
             try:
                 start()
             except Exception as error:
-                # torch hands on the text of an error in a future, without its traceback
+                # a future passes on an error's text, without its traceback
                 _log.error("reducing gradients failed", exc_info=error)
                 self._schedule.fail(error)
-            del start  # nothing of a bucket is kept while the next one is waited for
+            del start  # keep nothing of a bucket while waiting for the next one
 
 
 class SideStream:
@@ -67,7 +67,7 @@ class SideStream:
 
     def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device(device.type, index)  # futures take no device without an index
+        self._device = torch.device(device.type, index)  # futures need a device with an index
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._schedule = BucketSchedule(turn_after)
 

@@ -5,7 +5,7 @@ reducing ranks say which parameters those are (`Exchange`). If no rank had a gra
 the end of the backward pass is what it was before, usually None, as without compression.
 
 Sums inside a node or an HSDP replica have no room for these marks, so there one message at the end of a pass has a bit
-for each parameter. A rank that had all gradients does not need the answer and does not wait for the device.
+for each parameter. A rank that had all gradients does not need the answer, nor wait for the device.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Reduction:
         params: FSDP2's records of its trainable parameters.
         names: Names of the parameters.
         absent: The parameters for which this rank has no gradient.
-        is_sent: Whether other ranks take part; if not, the gradients wait and are not in any ``.grad``.
+        is_sent: Whether other ranks take part; if not, the gradients wait outside any ``.grad``.
         device: Device of the gradients.
 
     Attributes:
         marks: A bit per parameter on the device, set for `absent`; after the exchange, set if no peer had a gradient.
             None: no bit is set.
-        fresh: Parameters without a ``.grad`` before.
+        fresh: Parameters that had no ``.grad`` before.
         done: CUDA: an event after the reduction.
     """
 
@@ -80,7 +80,7 @@ class Reduction:
             setattr(param.sharded_param, _HOOKS, hooks)
 
     def settle(self, unused: set[Any]) -> list[str]:
-        """Remove gradients of `unused` parameters (FSDP2's records). Return the names of those without one now."""
+        """Remove gradients of `unused` parameters (FSDP2's records). Return the names of those that now have none."""
         gone = []
         for param, name in zip(self.params, self.names, strict=True):
             if param in unused and name in self.fresh:
@@ -96,8 +96,8 @@ class Reduction:
 
 
 class Reductions:
-    """The reductions in a backward pass, of modules whose parameters the same ranks reduce. At the end of the pass it
-    finds parameters for which no rank had a gradient.
+    """The reductions in a backward pass of modules that the same ranks reduce. At the end of the pass it finds
+    parameters for which no rank had a gradient.
 
     Args:
         ranks: The ranks that reduce the parameters.
@@ -110,7 +110,7 @@ class Reductions:
         self._outside = list[Reduction]()
 
     def add(self, reduction: Reduction) -> None:
-        """A module was or will be reduced in a backward pass (perhaps nested), or outside, before `end_outside`."""
+        """Add the reduction of a module in a backward pass (perhaps nested), or outside, before `end_outside`."""
         if (current := current_pass()) == NO_PASS:
             self._outside.append(reduction)
             return
@@ -120,7 +120,7 @@ class Reductions:
         self._reductions.append(reduction)
 
     def end_outside(self) -> None:
-        """A module has been reduced, perhaps outside a backward pass, where there is no end to wait for."""
+        """Settle a module that may have been reduced outside a backward pass, where there is no end to wait for."""
         if self._outside:
             self._end_of_backward(self._outside)
             self.sync.reduced_outside()
@@ -128,7 +128,7 @@ class Reductions:
     def _end_of_backward(self, reductions: list[Reduction]) -> None:
         if self.overlapped is not None:
             self.overlapped.finish()
-        found, reductions[:] = reductions.copy(), []  # what is added from now on comes with its own call
+        found, reductions[:] = reductions.copy(), []  # later reductions come with their own call
         for each in found:
             if each.done is not None:
                 torch.cuda.current_stream(each.device).wait_event(each.done)

@@ -1,4 +1,4 @@
-"""Tells whoever measures it when training waits for other ranks."""
+"""Reports when training waits for other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit_strategy.engine.engine import GradientSync
 
 @contextlib.contextmanager
 def waiting(sync: GradientSync) -> Iterator[None]:
-    """A context in which training waits. On CUDA that is not known, since work runs during computation."""
+    """A context in which training waits. Not known on CUDA, where work overlaps computation."""
     done = sync.listeners.wait() if sync.device.type == "cpu" else None
     yield
     if done is not None:

@@ -195,7 +195,7 @@ def test_a_message_of_another_layout_is_an_error_that_names_its_sender() -> None
     bucket.exchanges[2] = Exchange(
         other._routes(), bucket.world.comms[2], CPU, buffers=WireBuffers(CPU), flags=StepFlags(CPU)
     )
-    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
+    with pytest.raises(RuntimeError, match="rank 2 sent a message with a different layout than rank 0 expects"):
         bucket.run(bucket.fill())
 
 
@@ -229,5 +229,5 @@ def test_on_cuda_another_layout_in_any_step_is_an_error_one_step_later(monkeypat
     received[2, 5] += 1  # in a later step
     flags.check_layout(received, header, 0)
     flags.raise_if_broken(0)
-    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
+    with pytest.raises(RuntimeError, match="rank 2 sent a message with a different layout than rank 0 expects"):
         flags.raise_if_broken(0)

@@ -55,7 +55,7 @@ def test_on_the_cpu_it_is_an_error_at_once() -> None:
     received = header.expand(3, -1).clone()
     flags.check_layout(received, header, rank=0)
     received[2, 5] += 1
-    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0"):
+    with pytest.raises(RuntimeError, match="rank 2 sent a message with a different layout than rank 0"):
         flags.check_layout(received, header, rank=0)
 
 
@@ -86,5 +86,5 @@ def test_the_last_step_is_looked_at_where_no_other_follows() -> None:
     flags.raise_if_broken(0, waits=True)
     flags.note_layout(torch.stack([header, header + 1]), header)
     flags.raise_if_broken(0)
-    with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
+    with pytest.raises(RuntimeError, match="rank 1 sent a message with a different layout than rank 0 expects"):
         flags.raise_if_broken(0, waits=True)

@@ -174,7 +174,7 @@ def test_a_message_of_another_layout_is_noticed() -> None:
     renamed = tuple(TensorSpec(f"other.{spec.name}", spec.shape, spec.role) for spec in SPECS)
     layout = ModuleLayout(specs=renamed, dtype=torch.float32, num_gathers=2)
     shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, {"net": Gathering(shards.world.comms[1])}, CPU)
-    with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
+    with pytest.raises(RuntimeError, match="rank 1 sent a message with a different layout than rank 0 expects"):
         shards.gather()
 
 
