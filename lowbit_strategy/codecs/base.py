@@ -1,7 +1,7 @@
 """A codec turns floats into a fixed number of bytes and back, and knows no ranks.
 
 It is used on one hop of a method: the uplink, to the owner of a share, or the downlink, from the owner. A `Codec` keeps
-nothing, so what it does not send is lost; a `StatefulCodec` keeps state between steps.
+nothing, so its errors are lost; a `StatefulCodec` keeps state between steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 _SEED = 0x5EED
 
 
-StateTensors = dict[str, Tensor]  # of a method: tensors by name
+StateTensors = dict[str, Tensor]  # a method's tensors by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Codec(ABC):
     which work on a bucket in place, loop over its segments. A `BucketCodec` codes a whole bucket at once.
     """
 
-    in_one_pass: ClassVar[bool] = False  # a kernel's, without temporary memory per element; else parts take turns
+    in_one_pass: ClassVar[bool] = False  # with no temporary memory per element; otherwise parts are coded in turn
 
     @property
     def block_size(self) -> int:
@@ -79,8 +79,8 @@ class Codec(ABC):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether a zero among other values is decoded as zero, tested with a block that has both. Every codec decodes
-        a block of zeros as zeros.
+        """Whether a zero among other values is decoded as zero, tested with such a block. Every codec decodes a block
+        of zeros as zeros.
         """
         x = torch.randn(max(self.block_size, 64), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
         x[1::3] = 0.0
@@ -101,7 +101,7 @@ class Codec(ABC):
     # -- one hop of a method --------------------------------------------------------------------------------------
 
     def batches(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-        """Split the segments into batches that are encoded or decoded at a time."""
+        """Split the segments into batches that are encoded or decoded one at a time."""
         return (segments,) if self.in_one_pass else parts_of(segments, device)
 
     @property
@@ -109,7 +109,7 @@ class Codec(ABC):
         """The conservation law: everything sent plus ``residual / residual_gain`` equals everything that came in.
 
         1 for plain error feedback, ``1 - beta`` for LoCo, infinity if nothing is ever left over. None: there is no such
-        law, and what is not sent is lost.
+        law, and errors are lost.
         """
         return None
 
@@ -121,8 +121,8 @@ class Codec(ABC):
         Args:
             x: The bucket, 1-D.
             wire: uint8, 1-D: the messages.
-            segments: Which elements of `x` go where in `wire`, and where their state begins.
-            state: Arenas that keep what was not sent. Empty for a codec without state.
+            segments: The places of elements in `x` and of their codes in `wire`, and where their state begins.
+            state: Arenas that keep unsent values; empty for a codec without state.
             step: Counter and seeds.
             flag: int32 [1], set to 1 if `x` is not finite.
         """
@@ -165,7 +165,7 @@ class BucketCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class DenseCodec(BucketCodec):
-    """The identity codec: floats are sent as they are, or cast to bfloat16, and always summed in float32. It carries
+    """The identity codec: floats are sent unchanged, or cast to bfloat16, and always summed in float32. It carries
     exempt tensors in the same messages.
     """
 

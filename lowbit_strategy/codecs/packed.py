@@ -14,7 +14,7 @@ from lowbit_strategy.kernels.segments import Segment, Segments, segment_views
 
 T = TypeVar("T")
 
-PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # of a part: what a CPU's cache holds; enough work for a GPU's launches
+PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # elements of a part: they fit a CPU's cache, or keep a GPU busy
 _HASHED_AT_ONCE = 1 << 20  # elements
 
 
@@ -56,7 +56,7 @@ class Packed:
         return self.join(segment_views(x, self.source, "x_offset"), x.device)
 
     def join(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same as `collect` for segments in different tensors."""
+        """Like `collect`, for segments in different tensors."""
         packed = torch.zeros(self.numel, dtype=dtype, device=device)
         _copy(self.views(packed), parts)
         return packed
@@ -107,7 +107,7 @@ class Packed:
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
         """Random float32 [num_blocks, block_size] in [-0.5, 0.5); a segment gets the same numbers in any bucket.
 
-        Made for runs of blocks, since a hash needs several int64 of memory per element.
+        It is computed in runs of blocks, since a hash needs several int64 of memory per element.
         """
         blocks = self._blocks(device)
         first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.segment_K]
@@ -151,7 +151,7 @@ def pack_segments(segments: Segments, block_size: int) -> Packed:
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
     """Split the segments into runs of at most some millions of elements, or of one larger segment.
 
-    Plain PyTorch then needs temporary memory for one run at a time.
+    Plain PyTorch then needs temporary memory for only one run.
     """
     limit = PART_NUMEL[device.type == "cuda"]
 

@@ -1,4 +1,4 @@
-"""Codecs of the values that sparse methods send, by name."""
+"""Codecs for the values that sparse methods send, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODECS: dict[str, Codec] = {
 
 
 def value_codec(values: str | Codec) -> Codec:
-    """The codec of sparse values.
+    """The codec for sparse values.
 
     Raises:
         ValueError: `values` is neither a codec nor the name of one.

@@ -14,7 +14,7 @@ import torch
 from lowbit_strategy.kernels import native
 
 Backend = Literal["triton", "native", "torch"]
-# torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
+# torch | native | triton: for tests and benchmarks, and to rule out a kernel when looking for a bug
 OVERRIDE = "LOWBIT_KERNELS"
 
 
@@ -53,7 +53,7 @@ def choose(device: torch.device) -> Backend:
     if device.type == "cuda":
         if not triton_available():
             raise RuntimeError(
-                "gradients are on a GPU but Triton is missing: install PyTorch's build for CUDA, which brings it along"
+                "gradients are on a GPU but Triton is missing: install PyTorch's build for CUDA, which includes it"
                 " (https://pytorch.org/get-started/locally)"
             )
         return "triton"
@@ -64,7 +64,8 @@ def choose(device: torch.device) -> Backend:
 def implementation(stem: str, backend: Backend) -> ModuleType:
     """Import the backend's module called `stem`; every backend has the same functions in it.
 
-    It is imported only when needed, since not every machine has Triton. C treats unquantized floats as one more format.
+    It is imported only when needed, since not every machine has Triton. In C, unquantized floats are just another
+    format.
     """
     if backend == "native" and stem == "dense":
         stem = "blocks"
@@ -82,15 +83,15 @@ def _asked_for(asked: str, device: torch.device) -> Backend:
             return "torch"
         case "native":
             if device.type != "cpu":
-                raise RuntimeError(f"{OVERRIDE}=native serves CPUs only, the gradients are on {device}: unset it")
+                raise RuntimeError(f"{OVERRIDE}=native supports CPUs only, but the gradients are on {device}: unset it")
             if not native.available():
                 raise RuntimeError(f"{OVERRIDE}=native, but the C extension is not built: reinstall with a C compiler")
             return "native"
         case "triton":
             if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
                 raise RuntimeError(
-                    f"{OVERRIDE}=triton serves GPUs, the gradients are on the CPU: unset it, or set TRITON_INTERPRET=1"
-                    " to run the kernels in Triton's interpreter"
+                    f"{OVERRIDE}=triton supports GPUs only, but the gradients are on the CPU: unset it, or set"
+                    " TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
                 )
             return "triton"
     raise RuntimeError(f"{OVERRIDE}={asked!r} is not one of torch, native, triton")

@@ -1,4 +1,4 @@
-"""Positions of entries as they travel: two bytes each in blocks of 65,536, and the number of entries in each block.
+"""Positions of entries on the wire: two bytes each in blocks of 65,536, and the number of entries in each block.
 Results do not depend on the backend.
 """
 
@@ -25,7 +25,7 @@ class BlockGrid(NamedTuple):
         first_block_V: int64, the first block of each parameter.
         start_K: int64, where each block starts in its parameter (row).
         length_K: int64, positions of each block.
-        num_destinations: 1, or one per row: each gets a message about its own.
+        num_destinations: 1, or one per row, each of which gets a message about its row.
     """
 
     span_V: Tensor
@@ -43,7 +43,7 @@ class Located(NamedTuple):
     """Entries of all parameters in the order of messages: by destination, then parameter, then position.
 
     Args:
-        order: int64 [E], where each comes from in the parameters' concatenation; None: as it is.
+        order: int64 [E], each entry's index in the parameters' concatenation; None: unchanged.
         counts_DK: int32, entries in each block, for each destination.
         positions: uint8 [2 * E]: in their blocks, two bytes each.
         sizes_DV: Entries of each parameter, for each destination.

@@ -49,7 +49,7 @@ def encode_(
         flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), otherwise unchanged.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
-        feedback: The residual of earlier steps; None: nothing is kept.
+        feedback: The residual of earlier steps; None: there is none.
     """
     if not (x.dtype in _FLOATS and wire.dtype == torch.uint8 and x.device == wire.device and x.is_contiguous()):
         raise _what_is_wrong(x, wire)

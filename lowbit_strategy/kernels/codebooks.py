@@ -24,7 +24,7 @@ def gaussian_codebook(codebook_size: int) -> tuple[float, ...]:
     """
     if not 2 <= codebook_size <= MAX_CODEBOOK:
         raise ValueError(
-            f"codebook_size must be from 2 to {MAX_CODEBOOK}, got {codebook_size}: above, even spacing does as well"
+            f"codebook_size must be from 2 to {MAX_CODEBOOK}, got {codebook_size}: above that, even spacing is as good"
         )
     codebook = [4.0 * (i + 0.5) / codebook_size - 2.0 for i in range(codebook_size)]
     moved = math.inf
@@ -73,7 +73,7 @@ def lloyd_max(bits: int, block_size: int) -> BlockFormat:
 def unbiased_lloyd_max(codebook_size: int, block_size: int) -> BlockFormat:
     """Values with ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square.
 
-    On average a Gaussian gradient arrives whole, with more noise; more exactly 1.004 to 1.010 of it arrives, because
+    On average a whole Gaussian gradient arrives, with more noise; more exactly 1.004 to 1.010 of it arrives, because
     scales are rounded up to bfloat16. The values are the Lloyd-Max values divided by `sent_share`, with the same
     thresholds; no other unbiased values have less error. Two values: +-1.2533; three: 0 and +-1.5114 with thresholds
     +-0.612; four: +-0.5131 and +-1.7115 with thresholds 0 and +-0.9816.

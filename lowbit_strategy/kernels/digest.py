@@ -12,7 +12,7 @@ from lowbit_strategy.kernels.backends import is_native
 from lowbit_strategy.kernels.native import function, isa
 from lowbit_strategy.kernels.native.threads import run
 
-_FACTOR = 0x5851F42D4C957F2D  # odd; of one part's sum against the next
+_FACTOR = 0x5851F42D4C957F2D  # an odd factor of one part's sum, relative to the next
 _MODULUS = 1 << 64
 
 
@@ -50,15 +50,15 @@ def digest(x: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd pseudo-random int64 weights: splitmix64's finalizer applied to the places, with signed shifts.
 
-    There are as many as words whose products are in memory at once: 1 MiB on CPU, for the cache; 32 MiB elsewhere, for
-    few launches.
+    Their number is that of the words whose products are in memory at once: 1 MiB on CPU, for the cache; 32 MiB
+    elsewhere, for few launches.
     """
     numel = 1 << (17 if device.type == "cpu" else 22)
     x = torch.arange(1, numel + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     x = (x ^ (x >> 31)) | 1
-    if device.type == "cuda":  # made in one stream, once, and read in others from now on
+    if device.type == "cuda":  # made once in one stream, then read in others
         torch.cuda.current_stream(device).synchronize()
     return x
 

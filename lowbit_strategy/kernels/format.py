@@ -22,7 +22,7 @@ SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 MAX_CODEBOOK = 16
-E2M1 = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values of the standard
+E2M1 = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the standard's values
 
 
 def float_bits(x: float) -> int:
@@ -117,7 +117,7 @@ class BlockFormat:
 
     @property
     def zero_code(self) -> int:
-        """The code of zero, written if there is nothing to send (idle and non-finite blocks, padding)."""
+        """The code of zero, written where there is nothing to send (idle and non-finite blocks, padding)."""
         return self.qmax if self.codebook is None else len(self.codebook) // 2
 
     @property
@@ -198,4 +198,4 @@ class DenseFormat:
         return numel * self.code_nbytes
 
 
-Format = BlockFormat | DenseFormat  # of a section of a message
+Format = BlockFormat | DenseFormat  # the format of a message's section

@@ -17,7 +17,7 @@ class Digits(NamedTuple):
 
     Args:
         per_byte: Codes in each byte.
-        base: Codes are below it. ``base ** per_byte`` is at most 256.
+        base: Greater than any code; ``base ** per_byte`` is at most 256.
     """
 
     per_byte: int

@@ -17,7 +17,8 @@ class Feedback(NamedTuple):
     3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
 
     A block whose gradient is all zero is idle: it sends zeros and keeps its residual, so that an idle expert's feedback
-    is not spent in a step whose result nobody reads. A block with inf or NaN in ``h`` sends NaN and keeps its residual.
+    is not used up in a step whose result is not used. A block with inf or NaN in ``h`` sends NaN and keeps its
+    residual.
 
     Args:
         residual: int8 with `residual_scale`, or float32 without it; 1-D, whole blocks. Updated in place.

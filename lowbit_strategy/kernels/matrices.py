@@ -1,8 +1,8 @@
 """Orthonormal columns, and products of thin matrices, with the same bits on every rank.
 
-Each rank computes them itself, possibly on another type of GPU, and library routines add in an order that depends on
-the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in a
-fixed order, which round in the same way everywhere.
+Each rank computes them itself, possibly on a different type of GPU, and library routines add in an order that depends
+on the device. Here every number comes from additions, multiplications, divisions and square roots of single elements in
+a fixed order, which round in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
-_ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and take a second pass
-_EPSILON = 1e-8  # of the norm is added to those of columns: a dependent one shrinks and is no noise of length 1
+_ONE_PASS_COLUMNS = 2  # with more columns, rounding costs orthogonality, and a second pass is needed
+_EPSILON = 1e-8  # added to columns' norms, times the matrix's: dependent columns shrink instead of becoming noise
 
 
 def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:

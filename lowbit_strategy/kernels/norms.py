@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 _ROW = 1024  # elements that are added in float32
-_SMALLEST_SQUARE = 1e-30  # mean square from which on it does not matter that float32 has none below 1e-38
+_SMALLEST_SQUARE = 1e-30  # mean square above which the loss of squares below 1e-38 does not matter
 
 
 def squared_norm(x: Tensor) -> Tensor:
     """The sum of squares of float32 ``[N]``, as float64.
 
-    On a CPU rows are added in float32, which is several times faster, if no square overflows and squares that vanish in
-    float32, of elements below 1e-19, do not matter to the sum.
+    On a CPU rows are added in float32, which is several times faster, if no square overflows and squares that underflow
+    (of elements below 1e-19) do not matter.
     """
     if not x.is_cuda:
         num_rows = x.numel() // _ROW

@@ -24,7 +24,7 @@ def peaks(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _in_torch(tensors: Sequence[Tensor]) -> list[float]:
-    """The definition, with one look at the device for all."""
+    """The definition, which waits for the device only once."""
     if not tensors:
         return []
     largest = torch._foreach_norm([x if x.numel() else x.new_zeros(1) for x in tensors], math.inf)

@@ -12,7 +12,7 @@ from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat
 
 T = TypeVar("T")
 
-CACHE_ELEMENTS = 65536  # of a run in plain PyTorch: small enough for a cache, large enough to hide call overhead
+CACHE_ELEMENTS = 65536  # elements of a run in plain PyTorch: few enough for a cache, enough to hide call overhead
 
 
 class Segment(NamedTuple):
@@ -51,7 +51,7 @@ class Segments:
         return len(self.rows)
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A value made from the table, such as the tiles of a launch grid; made once and kept as long as the table."""
+        """A value made from the table, such as a launch grid's tiles; made once and kept as long as the table."""
         if key not in self._kept:
             self._kept[key] = make()
         return cast(T, self._kept[key])

@@ -17,11 +17,11 @@ from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.reference.rng import sample_positions
 
 MAX_INT32_NUMEL = 2**31 - 1
-_PIECE_NUMEL = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
-_SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
-_GROUPED_NUMEL = 1 << 21  # up to here groups are faster than a sample
-_GROUP = 32  # elements of a group whose largest bounds the k-th largest of a small tensor
-_LARGE_SAMPLE = 1 << 15  # from here on top_k is faster than torch.topk
+_PIECE_NUMEL = 1 << 16  # elements of a piece in plain PyTorch, which stays in a core's cache
+_SAMPLE_NUMEL = 1 << 13  # smallest sample from which top_k guesses its threshold
+_GROUPED_NUMEL = 1 << 21  # up to this size groups are faster than a sample
+_GROUP = 32  # elements of a group, whose largest bounds the k-th largest of a small tensor
+_LARGE_SAMPLE = 1 << 15  # from this size on top_k is faster than torch.topk
 TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = 2.0**-149  # the smallest positive number
 
@@ -44,7 +44,7 @@ def select_above(
     Args:
         x: float32 [N].
         threshold: NaN selects nothing.
-        expected: Approximate number of them; a good guess saves a second pass.
+        expected: Approximate number of selected elements; a good guess saves a second pass.
         addend: float [N]; on the CPU, float32 is added in the same pass.
 
     Returns:
@@ -58,7 +58,7 @@ def select_above(
     is_native = not is_long and backends.is_native(x.device)
     if addend is not None and not (is_native and _is_plain(x, addend)):
         x.add_(addend)
-        if not (math.isfinite(float(x.sum())) or bool(x.isfinite().all())):  # one fast pass where nothing is wrong
+        if not (math.isfinite(float(x.sum())) or bool(x.isfinite().all())):  # one fast pass if nothing is wrong
             raise OverflowedSum
         addend = None
     if is_native:
@@ -167,7 +167,7 @@ def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor,
     magnitudes = values.abs()
     smallest = magnitudes.topk(k, sorted=False).values.min()
     chosen = (magnitudes >= smallest).nonzero().view(-1)
-    if chosen.numel() > k:  # ties at the smallest: the first of them
+    if chosen.numel() > k:  # of elements equal to the smallest, the first ones
         ties = magnitudes.index_select(0, chosen) == smallest
         chosen = chosen[~ties | (ties.cumsum(0) <= k - chosen.numel() + ties.sum())]
     indices = chosen if candidates is None else candidates.index_select(0, chosen).long()
@@ -175,9 +175,9 @@ def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor,
 
 
 def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
-    """A magnitude that slightly more than k elements reach, hardly ever fewer; None if looking for it does not pay.
+    """A magnitude that slightly more than k elements reach, hardly ever fewer; None if finding it does not pay off.
 
-    It comes from a sample with some 64 of the largest k, so that its error is 1/8, with a margin of 50 %.
+    It comes from a sample with about 64 of the largest k, so that its error is 1/8, with a margin of 50 %.
     """
     numel = x.numel()
     num = max(_SAMPLE_NUMEL, 64 * numel // max(k, 1))
@@ -190,7 +190,7 @@ def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
 def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
     """All candidates, plus the first of the other elements, which are 0."""
     nonzero, _ = select_above(x, _SMALLEST, expected=candidates.numel())
-    if nonzero.numel() != candidates.numel():  # numbers below the normal range count as well: sort everything
+    if nonzero.numel() != candidates.numel():  # subnormal numbers count as well: sort everything
         chosen = reference.top_k(x, k)
         return chosen, x.index_select(0, chosen)
     is_free = torch.ones(k, dtype=torch.bool, device=x.device)

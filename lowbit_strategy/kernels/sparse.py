@@ -1,5 +1,5 @@
-"""What a sparse step does with entries: it takes them out of the residual, and adds up those of all ranks. Results do
-not depend on the backend.
+"""The operations of a sparse step: take entries out of the residual, and add up those of all ranks. Results do not
+depend on the backend.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _write_sum_in_torch_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], al
     for indices, values in parts:
         total.index_add_(0, indices, values)
     if alpha != 1.0:
-        everywhere = torch.cat([indices for indices, _ in parts])  # what comes twice is written twice, equally
+        everywhere = torch.cat([indices for indices, _ in parts])  # duplicates are written twice, with equal values
         total.index_copy_(0, everywhere, total.index_select(0, everywhere).mul_(alpha))
     if not dense:
         out.copy_(total)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
+ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests, benchmarks, and to rule out a code path
 
 _ABI = 8  # LOWBIT_ABI in lowbit.h
 _EXTENSION = "lowbit_strategy.kernels.native._lowbit"

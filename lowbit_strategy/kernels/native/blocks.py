@@ -65,7 +65,7 @@ class CallStruct(ctypes.Structure):
         ("beta_new", ctypes.c_float),
         ("alpha", ctypes.c_float),
     )
-    holds: tuple[object, ...] = ()  # what the pointers point into: a thread may have the call longer than the caller
+    holds: tuple[object, ...] = ()  # the tensors behind the pointers: a thread may outlive the call
 
 
 @lru_cache
@@ -84,19 +84,19 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         planes=fmt.planes,
         max_scale=fmt.max_scale,
         top=fmt.top,
-        # codes that are never sent decode to something too
+        # codes that are never sent must also decode to a number
         codebook=codebook + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),
         thresholds=fmt.thresholds,
     )
 
 
 class Extent(NamedTuple):
-    """What a segment table reaches with a format, in elements, bytes and blocks, and what all calls for it share."""
+    """A segment table's extent in a format, in elements, bytes and blocks, and values that all calls share."""
 
     call: CallStruct
     num_blocks: int
     block_size: int
-    numel: int  # of all blocks
+    numel: int  # elements of all blocks
     x: int
     state: int
     wire: int
@@ -127,7 +127,7 @@ def extent(segments: Segments, fmt: Format) -> Extent:
 def call_struct(
     x: Tensor, wire_WB: Tensor, segments: Segments, fmt: Format, feedback: Feedback | None = None
 ) -> tuple[CallStruct, Extent]:
-    """Fill the structure that encode and decode share. A call without a block format is about unquantized floats.
+    """Fill the structure that encode and decode share. A call without a block format handles unquantized floats.
 
     Raises:
         ValueError: A buffer or the residual ends before a segment does, or is not contiguous.
@@ -166,7 +166,9 @@ def call_struct(
 
 
 def _run(name: str, call: CallStruct, reach: Extent) -> bool:
-    """Call a function of the library for all blocks, in several threads if it pays; whether it reports a bad one."""
+    """Call a library function for all blocks, in several threads if it pays off. Return whether it found a bad
+    block.
+    """
     work, kernels, pointer = function(name), kernels_for(os.environ.get(ISA_OVERRIDE)), ctypes.byref(call)
     if reach.numel < 2 * threads.GRAIN:
         return bool(work(kernels, pointer, 0, reach.num_blocks))

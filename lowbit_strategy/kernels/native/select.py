@@ -24,7 +24,7 @@ def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> 
 
 
 def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
-    """What is found, or None where another way must be taken, and whether all numbers are finite; `x` has the sums."""
+    """The k largest, or None if another way is needed, and whether all numbers are finite; `x` has the sums."""
     capacity = 8 * k + 1024
     scratch = torch.empty(groups + 3 * capacity, dtype=torch.int32)
     positions, values = torch.empty(k, dtype=torch.int64), torch.empty(k, dtype=torch.float32)
@@ -46,13 +46,13 @@ def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple
 def select_above(
     x: Tensor, threshold: float, expected: int | None, addend: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
-    """Positions and values, of the sums if there is an addend, and whether all sums are finite; `x` has them."""
+    """Positions and values (of the sums, if there is an addend), and whether all sums are finite; `x` has the sums."""
     numel, name = x.numel(), isa().encode()
     share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)
 
     def work(start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
         room, added, nonfinite = min(stop - start, int(share * (stop - start)) + 1024), addend, ctypes.c_int32()
-        while True:  # no recursion: a function that refers to itself keeps its tensors until garbage is collected
+        while True:  # no recursion: a self-referencing function keeps its tensors until garbage collection
             indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=torch.float32)
             arguments = start, stop, threshold, indices.data_ptr(), values.data_ptr(), room
             if added is None:
@@ -62,7 +62,7 @@ def select_above(
                 count = add_select(name, x.data_ptr(), added.data_ptr(), *arguments, ctypes.byref(nonfinite))
             if count <= room:
                 return indices[:count], values[:count], not nonfinite.value
-            room, added = count, None  # more than expected: x has the sums now
+            room, added = count, None  # more than expected: by now x has the sums
 
     if numel < 2 * threads.GRAIN:
         return work(0, numel)

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import torch
 
-GRAIN = 65536  # elements a thread must have for handing over to it to pay
+GRAIN = 65536  # fewest elements for which another thread pays off
 _PART = 4096
 _T = TypeVar("_T")
 _pools: dict[int, ThreadPoolExecutor] = {}
 
-os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the parent's threads
+os.register_at_fork(after_in_child=_pools.clear)  # a forked child has none of the parent's threads
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:
@@ -25,7 +25,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
-    """``work(first, last)`` over parts of ``range(num_blocks)``, one in this thread and the others in more.
+    """Run ``work(first, last)`` on parts of ``range(num_blocks)``, one in this thread and the rest in others.
 
     After an error or an interrupt, no other thread works on the call, so the caller owns its tensors again.
     """
@@ -44,7 +44,7 @@ def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> lis
 
 
 def _fulfill(part: Future[_T], work: Callable[[int, int], _T], first: int, last: int) -> None:
-    """`submit` can raise and leave its job in the queue: `part`, made before, is what such a job is called off by."""
+    """Run the job unless `part` was canceled: `submit` can raise and still leave its job in the queue."""
     if part.set_running_or_notify_cancel():
         try:
             part.set_result(work(first, last))
@@ -53,5 +53,5 @@ def _fulfill(part: Future[_T], work: Callable[[int, int], _T], first: int, last:
 
 
 def run_on_elements(work: Callable[[int, int], _T], numel: int) -> list[_T]:
-    """``work(start, stop)`` over parts of ``range(numel)`` that start on multiples of 4,096."""
+    """Run ``work(start, stop)`` on parts of ``range(numel)`` that start on multiples of 4,096."""
     return run(lambda first, last: work(first * _PART, min(last * _PART, numel)), -(-numel // _PART), _PART)

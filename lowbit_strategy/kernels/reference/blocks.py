@@ -16,7 +16,7 @@ from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Run, Segments, runs
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 _TRITS = Digits(per_byte=5, base=3)
-_RESIDUAL_GRID = uniform(8, 128)  # of blocks of any size
+_RESIDUAL_GRID = uniform(8, 128)  # for blocks of any size
 
 
 def to_blocks(x_N: Tensor, block_size: int) -> Tensor:
@@ -121,7 +121,7 @@ def valid_mask(numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:
 
 
 def to_bfloat16(scale_K: Tensor) -> Tensor:
-    """bfloat16 of float32 scales that already are bfloat16 values. By bits, since a cast's NaN differs between CPUs."""
+    """Convert float32 scales that already are bfloat16 values, by bits, since a cast's NaN differs between CPUs."""
     return (scale_K.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -187,7 +187,7 @@ def read_residual(feedback: Feedback, run: Run, fmt: BlockFormat) -> Tensor:
 
 
 def update_residual_(feedback: Feedback, run: Run, e_KB: Tensor, missed_KB: Tensor, keep_K: Tensor, seed: int) -> None:
-    """``e' = beta * e + (1 - beta) * missed``, but for the blocks that are kept."""
+    """``e' = beta * e + (1 - beta) * missed``, except in kept blocks."""
     residual, residual_scale = feedback.residual, feedback.residual_scale
     beta_old = torch.tensor(feedback.beta, dtype=torch.float32)
     beta_new = torch.tensor(1.0 - feedback.beta, dtype=torch.float32)
@@ -213,7 +213,7 @@ def decode_sum_(
 ) -> None:
     for run in runs(segments, fmt, max_elements):
         total_KB = torch.zeros(1, dtype=torch.float32, device=out.device)
-        for source in wire_WB:  # rank order, float32: the same bits wherever it is computed
+        for source in wire_WB:  # rank order, float32: the same bits everywhere
             total_KB = total_KB + read_blocks(source, run, fmt)
         numel = run.x.stop - run.x.start
         out[run.x] = (total_KB.view(-1)[:numel] * alpha).to(out.dtype)

@@ -24,7 +24,7 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
     if not segments.rows:
         return
     total = None
-    for row in wire_WB.view(fmt.torch_dtype):  # rank order, float32: the same bits wherever it is computed
+    for row in wire_WB.view(fmt.torch_dtype):  # rank order, float32: the same bits everywhere
         values = torch.cat(segment_views(row, segments, "wire_offset", fmt.code_nbytes))
         total = values.float() if total is None else total.add_(values)
     assert total is not None

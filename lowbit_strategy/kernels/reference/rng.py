@@ -1,6 +1,6 @@
 """Counter-based random numbers with the same bits in PyTorch, C and Triton, without state or a global generator.
 
-The mixer is the public-domain 32-bit "lowbias32" finaliser (C. Wellons, 2018).
+The mixer is the public-domain 32-bit "lowbias32" finalizer (C. Wellons, 2018).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
     return (hash32(index * GOLDEN + key) >> 8).to(torch.float32) * 2.0**-24 - 0.5
 
 
-@lru_cache(maxsize=8)  # parameters of equal size have the same in a step
+@lru_cache(maxsize=8)  # parameters of equal size share them in a step
 def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> Tensor:
     """int64 [num]: one position in each of `num` equal strata, at a place that a hash of (seed, stratum) gives.
 

@@ -13,6 +13,6 @@ def select_above(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """Positions (int64, ascending) of the k largest magnitudes; of equal ones the first; NaN before all."""
+    """Positions (int64, ascending) of the k largest magnitudes; of equal ones the first; NaN counts as largest."""
     order = x.abs().argsort(descending=True, stable=True)
     return order[:k].sort().values

@@ -10,5 +10,5 @@ OLDEST = (3, 6)  # 3.5 fails to compile some of the kernels
 if tuple(int(number) for number in triton.__version__.split(".")[:2]) < OLDEST:
     raise RuntimeError(
         f"Triton {triton.__version__} is too old for the GPU kernels, which need {OLDEST[0]}.{OLDEST[1]} or newer:"
-        " a newer torch brings one"
+        " a newer torch includes it"
     )

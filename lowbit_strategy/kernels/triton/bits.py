@@ -1,7 +1,7 @@
 """Device functions shared by the kernels: the bits of elements.
 
-Every float operation of the kernels is the one that `lowbit_strategy.kernels.reference` has, in its order; where a
-shorter form gives the same bits, a comment says why.
+Kernels do the float operations of `lowbit_strategy.kernels.reference` in the same order; where a shorter form gives the
+same bits, a comment says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIR_PTX = tl.constexpr("mov.b32 $0, $2; mov.b32 $1, 0;")
 def as_float32(parts):
     floats = ()
     for p in tl.static_range(len(parts)):
-        if parts[p].dtype == tl.bfloat16:  # the upper half of a float32; by bits, denormals come through everywhere
+        if parts[p].dtype == tl.bfloat16:  # the upper half of a float32; by bits, which keeps denormals
             wide = parts[p].to(tl.int16, bitcast=True).to(tl.int32) << 16
             floats = floats + (wide.to(tl.float32, bitcast=True),)
         elif HAS_PTX and parts[p].dtype == tl.int8:
@@ -57,7 +57,7 @@ def either(a, b):
 
 @triton.jit
 def registers(x):
-    """int32: the bits of elements. If two share a register, both are in the place of the first one, and 0 follows."""
+    """int32: the bits of elements. If two share a register, both are in the first one's place, followed by 0."""
     if x.dtype == tl.float32:
         bits = bits_of(x)
     elif HAS_PTX:

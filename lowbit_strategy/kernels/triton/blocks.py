@@ -23,7 +23,7 @@ SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
 
 class Loops(NamedTuple):
-    """Groups of sources and single ones that loops at run time add, and sources that are added without one."""
+    """Numbers of source groups and single sources that run-time loops add, and of sources outside loops."""
 
     groups: int
     singles: int
@@ -31,9 +31,7 @@ class Loops(NamedTuple):
 
 
 def loops_of(sources: int) -> Loops:
-    """The loops for this number of sources. Beyond a group only loops are used, so one compiled kernel fits any number
-    of ranks.
-    """
+    """The loops for this number of sources. Beyond one group only loops are used, so one kernel fits any number."""
     if sources <= SOURCES_AT_ONCE.value:
         return Loops(0, 0, sources)
     groups, singles = divmod(sources, SOURCES_AT_ONCE.value)
@@ -41,7 +39,7 @@ def loops_of(sources: int) -> Loops:
 
 
 class Common(NamedTuple):
-    """What all tiles of a decoder have in common; `zero` is for `add_words`."""
+    """Values that all tiles of a decoder share; `zero` is for `add_words`."""
 
     stride: tl.tensor
     alpha: tl.tensor
@@ -146,7 +144,7 @@ def decode_sum_kernel(
     codes_at = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (shape.rows * fmt.code_nbytes)
     scales_at = wire + tl.load(row + SCALES) + tile * (shape.rows * 2)
     stride = stride.to(tl.int64)
-    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # from memory: the compiler does not know it, nor that all have it
+    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # loaded, so that the compiler does not know that it is 0
     common = Common(stride, alpha, zero, groups, singles)
     if is_plain:
         decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)
@@ -159,7 +157,7 @@ def decode_sum_kernel(
 
 
 def aligned(wire_WB: Tensor) -> Tensor:
-    """The same rows, each on 16 bytes as all messages have them; only what is not is copied."""
+    """The same rows, aligned to 16 bytes as in all messages; they are copied only if they are not."""
     if (wire_WB.data_ptr() | wire_WB.stride(0)) % 16:
         return torch.nn.functional.pad(wire_WB, (0, -wire_WB.shape[1] % 16))
     return wire_WB
@@ -177,7 +175,7 @@ def encode_(
     feedback: Feedback | None = None,
     launch: Launch | None = None,
 ) -> None:
-    if wire.data_ptr() % 4:  # messages are not: codes are written as words
+    if wire.data_ptr() % 4:  # messages are aligned: codes are written as words
         copy = wire.clone()
         encode_(x, copy, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback, launch=launch)
         wire.copy_(copy)
@@ -202,7 +200,7 @@ def encode_(
         float(beta),
         1.0 - beta,
         int(reset),
-        signed(seed),  # so that the argument's type, and with it the compiled kernel, never changes
+        signed(seed),  # so that the argument's type, and thus the compiled kernel, never changes
         aligned=all(each is None or each.data_ptr() % 16 == 0 for each in (residual, residual_scale, wire)),
     )
 

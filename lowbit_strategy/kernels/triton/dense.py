@@ -16,7 +16,7 @@ from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
 from lowbit_strategy.kernels.triton.tiles import CODES, locate, tiles_of
 
 LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
-VECTOR = tl.constexpr(4)  # neighboring elements of a thread, for all dtypes: no layout is converted
+VECTOR = tl.constexpr(4)  # neighboring elements of a thread, for all dtypes, so that no layout is converted
 MINUS_ZERO_BITS = tl.constexpr(-(2**31))
 
 
@@ -99,7 +99,7 @@ def decode_piece(
     SIZE: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    # -0.0, the number that leaves every other one as it is, -0 too; written so, tl.full would make it +0
+    # -0.0, which leaves every number unchanged, even -0; tl.full would make it +0
     total = tl.full([SIZE], MINUS_ZERO_BITS, tl.int32).to(tl.float32, bitcast=True)
     if UNROLLED:
         total = add_sources(total, wire, stride, left, UNROLLED, NARROW, PLAIN)

@@ -140,7 +140,7 @@ def encode_tile(
     how: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """All blocks that `shape` has, from the one that `done` says on."""
+    """Encode all blocks of `shape`, starting with block `done`."""
     x += done * fmt.block
     codes_at += done * fmt.code_nbytes
     scales_at += done * 2
@@ -200,14 +200,14 @@ def encode_kernel(
     small: tl.constexpr,
     how: tl.constexpr,
 ):
-    """Encode one tile. Without a residual (None) nothing is compensated."""
+    """Encode one tile. With residual None nothing is compensated."""
     TILE: tl.constexpr = shape.rows * fmt.block
     row, tile, start, left, is_plain = locate(segment_of_tile, segments, x, TILE)
     x += start
     block = tl.load(row + BLOCK) + tile * shape.rows
     codes = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (shape.rows * fmt.code_nbytes)
     scales = wire + tl.load(row + SCALES) + tile * (shape.rows * 2)
-    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # from memory: the compiler does not know it
+    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # loaded, so that the compiler does not know it
     step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + SALT), zero, flag)
     first = (tile * TILE).to(tl.int32)
     if residual is not None:

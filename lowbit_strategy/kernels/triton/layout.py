@@ -1,4 +1,4 @@
-"""What kernels are specialized on: the block format as the device code needs it, and the shape of a tile."""
+"""The specialization of kernels: the block format as the device code needs it, and the shape of a tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Plane(NamedTuple):
         width: Bits of a code in this plane.
         shift: Position of these bits in the code.
         first_byte: Where the plane starts within a block's packed codes.
-        spread: Parts from one that shares a byte to the next; the plane's bytes are so many tensors ``[K, L]``.
+        spread: Distance, in parts, between parts that share a byte; the plane's bytes are this many tensors ``[K, L]``.
         first_tensor: Number of the plane's first byte tensor among those of all planes.
         zero_byte: The byte of a block that cannot be quantized.
     """
@@ -51,14 +51,14 @@ class DeviceFormat:
         length: Elements of a part.
         planes: One of `Plane` for each bit plane.
         code_nbytes: Packed bytes of a block.
-        padded_nbytes: `code_nbytes` rounded up to a power of two (only ternary codes need that).
+        padded_nbytes: `code_nbytes` rounded up to a power of two (only needed for ternary codes).
         codebook, thresholds: Empty on the uniform grid.
-        steps: How far each value is from the next, if all are float32 numbers: values are then sums, not selected.
+        steps: Distances between neighboring values, if all are float32 numbers: values are then sums, not selected.
         zero_code: Code of the elements of a block that cannot be quantized.
         ternary: Three values, five codes to a byte.
         e2m1: Floats of 4 bits: codes and values are found by arithmetic.
         zero_word: Four of the first plane's `zero_byte`.
-        words: Codes of one plane that stand for integers or floats of 4 bits, written and read as words.
+        words: Whether codes of one plane that stand for integers or 4-bit floats are written and read as words.
     """
 
     block: int
@@ -113,7 +113,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
 
 
 def signed(number: int) -> int:
-    """The number whose lowest 32 bits are the same, as an int32."""
+    """The int32 with the same lowest 32 bits."""
     return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
 
 
@@ -151,9 +151,9 @@ class Launch:
         elements_per_thread: More: less overhead for a block's scale and a tile's addresses, but more registers.
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
         vector: Neighboring elements of a thread, at most. 4 float32 are one 16-byte access.
-        pieces: Number of steps in which a tile with a tail or unaligned floats is worked off: more take fewer
-            registers, and less code.
-        max_registers: Limit of registers per thread, on NVIDIA's GPUs: fewer are more warps at a time.
+        pieces: Number of steps in which a tile with a tail or unaligned floats is processed: more steps need fewer
+            registers and less code.
+        max_registers: Limit of registers per thread, on NVIDIA GPUs: fewer registers allow more warps at a time.
     """
 
     elements_per_thread: int
@@ -182,7 +182,7 @@ class Launch:
 
 
 class How(NamedTuple):
-    """What else an encoder is compiled for: rounding at random."""
+    """Other properties for which an encoder is compiled: rounding at random."""
 
     stochastic: bool = False
     stochastic_residual: bool = False
@@ -193,18 +193,18 @@ def encode_launch(
     residual: torch.dtype | None = None,
     how: How = How(),  # noqa: B008 (immutable)
 ) -> Launch:
-    """Reasoned from registers and bytes in flight; see docs/kernels.md. `benchmarks/gpu_kernels.py --sweep` checks."""
+    """Derived from registers and bytes in flight (docs/kernels.md). `benchmarks/gpu_kernels.py --sweep` checks it."""
     dithered = how.stochastic_residual
     if residual == torch.float32:  # 16-byte stores of the residual
         return Launch(elements_per_thread=4 * max(4, fmt.parts), num_warps=4, vector=4)
     if fmt.parts == 1:
         return Launch(elements_per_thread=16, num_warps=4, vector=16)
-    if dithered and len(fmt.codebook) > 0 and fmt.parts < 8:  # else the hashes and the codebook need every register
+    if dithered and len(fmt.codebook) > 0 and fmt.parts < 8:  # hashes and the codebook need every register
         return Launch(elements_per_thread=16, num_warps=4, vector=16 // fmt.parts)
     fits = 96 if fmt.words and not dithered else None
     return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts, max_registers=fits)
 
 
 def decode_launch(fmt: DeviceFormat) -> Launch:
-    """Loads of up to 16 bytes of codes per thread: eight ranks' are under way at once, and each is an instruction."""
+    """Loads of up to 16 bytes of codes per thread: eight ranks' loads, one instruction each, are in flight at once."""
     return Launch(elements_per_thread=32, num_warps=4, vector=min(16, 32 // fmt.parts), pieces=8)

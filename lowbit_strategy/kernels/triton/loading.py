@@ -1,4 +1,4 @@
-"""Device functions: a tile's elements, and codes and scales of a message as they were packed, into registers."""
+"""Device functions: load a tile's elements, and a message's packed codes and scales, into registers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def offsets(STRIDE: tl.constexpr, fmt: tl.constexpr, shape: tl.constexpr):
-    """[rows, length]: places of neighbors, STRIDE from row to row."""
+    """[rows, length]: offsets of neighbors, with STRIDE from row to row."""
     VECTOR: tl.constexpr = shape.vector
     at = tl.arange(0, shape.rows)[:, None] * STRIDE + tl.arange(0, fmt.length)[None, :]
     return tl.max_contiguous(at, [1, VECTOR])

@@ -1,4 +1,4 @@
-"""Device functions: codes and scales to the wire. Half-split packing keeps every byte within one thread."""
+"""Device functions: write codes and scales to the wire. Half-split packing keeps every byte within one thread."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FOUR_ROUND_BITS = tl.constexpr(signed(ROUND_BITS.value * 0x01010101))
 
 @triton.jit
 def store_rows(pointer, value, keep, FILL: tl.constexpr, rows):
-    """Store `value` [rows, length] in the rows that `keep` says and FILL in the others: no select per element."""
+    """Store `value` [rows, length] in the rows of `keep` and FILL in the others, without a select per element."""
     tl.store(pointer, value, mask=(keep & rows)[:, None])
     tl.store(pointer, tl.full(value.shape, FILL, value.dtype), mask=(rows & ~keep)[:, None])
 
 
 @triton.jit
 def store_codes(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.constexpr):
-    """Pack codes, as `quantize` gives them, and write them; the zero code where a block is not usable."""
+    """Pack the codes from `quantize` and write them; the zero code where a block is not usable."""
     if fmt.ternary:
         store_trits(pointer, codes[0], usable, rows, fmt, shape)
     elif fmt.words:
@@ -78,7 +78,7 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
 
 @triton.jit
 def store_words(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.constexpr):
-    """Codes of one plane, four neighboring bytes at a time: `load_words` reads them."""
+    """Store codes of one plane, four neighboring bytes at a time: `load_words` reads them."""
     WORDS: tl.constexpr = fmt.length // 4
     VECTOR: tl.constexpr = max(1, shape.vector // 4)
     if fmt.e2m1:
@@ -103,8 +103,8 @@ def quarters(x):
 
 @triton.jit
 def integer_word(codes, fmt: tl.constexpr):
-    """Sum of number * 2**k, where codes are number - qmax, plus ROUND in the first part. Bits of a float near ROUND
-    count up with it, and sums of bits wrap: what ROUND's own bits add is known, and taken off at the end.
+    """Sum of number * 2**k, where codes are number - qmax, plus ROUND in the first part. The bits of a float near ROUND
+    count up with it, and sums of bits wrap: the contribution of ROUND's own bits is known, and subtracted at the end.
     """
     PARTS: tl.constexpr = fmt.parts
     total = codes[0]
@@ -118,16 +118,14 @@ def integer_word(codes, fmt: tl.constexpr):
 
 @triton.jit
 def two_bytes(low, high, next_low, next_high):
-    """Magnitudes in the lowest of each two bytes, signs in the other, two bits higher."""
+    """Magnitudes in the lower of each two bytes, signs in the other, two bits higher."""
     total = (tiny(low) >> 22) + (tiny(high) >> 18) + (tiny(next_low) >> 6) + (tiny(next_high) >> 2)
     return total.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def tiny(value):
-    """uint32: sign in bit 31, magnitude in bits 22 to 24, others 0: a float whose smallest are below the normal range,
-    as E2M1's are.
-    """
+    """uint32: sign in bit 31, magnitude in bits 22 to 24, others 0: a float with subnormal values, like E2M1."""
     return bits_of(value * 2.0**-127).to(tl.uint32, bitcast=True)
 
 
@@ -170,10 +168,10 @@ def store_trits(pointer, code, usable, rows, fmt: tl.constexpr, shape: tl.conste
 def store_once(pointer, at, value, mask, shape: tl.constexpr):
     """Store one number per block [rows] at ``pointer + at``, from the first of the threads that hold the block.
 
-    A plain [rows] store has its own layout: moving there costs a trip through shared memory with two barriers.
-    As ``[rows, threads]`` with one thread unmasked, the layout is the one the block's elements have, if threads look
-    like neighbors in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``,
-    which LLVM folds). `pointer` must not be known to be aligned.
+    A plain [rows] store has its own layout: the conversion costs a trip through shared memory with two barriers. As
+    ``[rows, threads]`` with one thread unmasked, the layout is the one the block's elements have, if threads look like
+    neighbors in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``, which
+    LLVM folds). `pointer` must not be known to be aligned.
     """
     K: tl.constexpr = shape.rows
     THREADS: tl.constexpr = shape.threads

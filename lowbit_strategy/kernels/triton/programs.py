@@ -1,4 +1,4 @@
-"""The programs of a launch: a kernel with all that no call changes."""
+"""The programs of a launch: a kernel with all arguments that are the same in every call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowbit_strategy.kernels.triton.tiles import Tiles
 
 
 class Program:
-    """A kernel with the arguments that no call changes. Once it is compiled, calls go directly to its code, because
-    Triton would look at every argument again, which takes the host longer than everything else.
+    """A kernel with the arguments that are the same in every call. Once it is compiled, calls go directly to its code,
+    because Triton would check every argument again, which takes the host longer than everything else.
 
     Args:
         kernel: Its first parameters are the tables of `tiles`, its last ones `constants`.
-        tiles: Where its programs work.
+        tiles: The tiles of its programs.
         device: Device of all tensors.
         constants: Compile-time constants.
         options: Options of the compiler.
@@ -48,5 +48,5 @@ class Program:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU, regardless of the tensors' device."""
+    """A context with `device` as the current GPU, on which Triton launches regardless of the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -20,7 +20,7 @@ INT8_PTX = tl.constexpr(
     "cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3; cvt.rni.s32.f32 d, $4;"
     "cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
 )
-STEP_OF_2 = tl.constexpr((22 << 23) + (1 << 22))  # from the exponent of numbers below 4 to ROUND, on to its multiples
+STEP_OF_2 = tl.constexpr((22 << 23) + (1 << 22))  # from the exponent of numbers below 4 to ROUND and its multiples
 POWER_PTX = tl.constexpr("{ .reg .b32 a; and.b32 a, $1, 0x7F800000; add.s32 a, a, $2; max.s32 $0, a, 0x4B400000; }")
 GOLDEN = tl.constexpr(_GOLDEN)
 CODE_STREAM = tl.constexpr(_CODE_STREAM)
@@ -28,12 +28,12 @@ CODE_STREAM = tl.constexpr(_CODE_STREAM)
 
 @triton.jit
 def inverse(scale, MAX_SCALE_BITS: tl.constexpr):
-    """1 / scale, or 0 where the scale is 0 or NaN; and where it is neither, bool [rows]."""
+    """1 / scale, or 0 where the scale is 0 or NaN; and bool [rows]: whether it is neither."""
     usable = scale > 0
     divisor = tl.where(usable, scale, 1.0)
     if HAS_PTX and MAX_SCALE_BITS <= INVERSE_IS_NORMAL:
-        # Newton's step from what is within 4 units in the last place rounds as a division, for each of the 128
-        # significands of a bfloat16
+        # A Newton step from within 4 units in the last place rounds like a division, for each of the 128 significands
+        # of a bfloat16
         near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], tl.float32, True, 1)
         quotient = tl.fma(tl.fma(-divisor, near, tl.full(near.shape, 1.0, tl.float32)), near, near)
     else:
@@ -43,7 +43,7 @@ def inverse(scale, MAX_SCALE_BITS: tl.constexpr):
 
 @triton.jit
 def quantize(h, scale, first, step, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes and what they stand for in units of the scale, as float32; and the blocks that have any, bool [rows].
+    """Codes and their values in units of the scale, as float32; and the blocks that have any, bool [rows].
 
     On the uniform grid the values are the integers -qmax ... qmax, and codes the same plus ROUND (of words, those of
     the first part alone); of E2M1 they are the values; otherwise they are the numbers of values, from 0.
@@ -67,7 +67,7 @@ def round_parts(
     shape: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """The uniform grid: codes and values, as `quantize` gives them."""
+    """The uniform grid: codes and values, as `quantize` returns them."""
     codes, values = (), ()
     for p in tl.static_range(len(parts)):
         y = scaled(parts, p, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC)
@@ -104,7 +104,7 @@ def scaled(
 
 @triton.jit
 def rounded_int8(y, fmt: tl.constexpr):
-    """The nearest integers, from -127 to 127, the even one in the middle."""
+    """The nearest integers, from -127 to 127; ties to even."""
     if HAS_PTX and fmt.words and cuda_capability_geq(9):  # others have no registers left
         return tl.inline_asm_elementwise(INT8_PTX, "=r,r,r,r,r", [y], tl.int8, True, 4)
     return bits_of(y + ROUND).to(tl.int8)  # the low byte
@@ -136,10 +136,10 @@ def nearest_values(parts, scale_inverse, zero, fmt: tl.constexpr):
 
 @triton.jit
 def nearest_e2m1(y, zero):
-    """The nearest float of 4 bits, in the middle the lower one, as the number of thresholds below y tells them.
+    """The nearest 4-bit float, ties to the lower one, as given by the number of thresholds below y.
 
-    Adding a power of two rounds to a step of 1 below 4, of 2 below 8, and of 4 above. In the middle the product, not
-    rounded before the sum, is nearer to zero; so negative numbers go one bit away from it first.
+    Adding a power of two rounds to a step of 1 below 4, of 2 below 8, and of 4 above. In a tie the product, which is
+    not rounded before the sum, is nearer to zero, so negative numbers are first moved one bit away from it.
     """
     bits = bits_of(y)
     bits += (bits.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)

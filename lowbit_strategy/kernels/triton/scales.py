@@ -20,7 +20,7 @@ def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.c
         raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_top
         return rounded_scale(raw, largest < INFINITY, fmt.max_scale_bits)
     largest = largest_bits(parts)
-    finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements
+    finite = largest < INFINITY  # here, not later: its first use gives scales the layout of the elements
     if fmt.rule == "rms":
         return rounded_scale(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
     return rounded_scale(mean_magnitude(parts, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
@@ -36,7 +36,7 @@ def residual_scale(parts, INVERSE_QMAX: tl.constexpr, MAX_SCALE_BITS: tl.constex
 
 @triton.jit
 def round_up(raw):
-    """Bits of the smallest bfloat16 that is not below."""
+    """Bits of the smallest bfloat16 that is not below `raw`."""
     return (bits_of(raw) + 0xFFFF) & -0x10000
 
 
@@ -53,7 +53,7 @@ def rounded_scale(raw, finite, MAX_SCALE_BITS: tl.constexpr):
 def mean_of(total, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
     if PLAIN:
         return total * (1.0 / fmt.block)  # dividing by a power of two: the same bits
-    here = left - tl.arange(0, shape.rows) * fmt.block  # elements that are not padding
+    here = left - tl.arange(0, shape.rows) * fmt.block  # elements in each block that are not padding
     return tl.div_rn(total, tl.minimum(tl.maximum(here, 1), fmt.block).to(tl.float32))
 
 
@@ -99,7 +99,7 @@ def add_halves(parts, HALF: tl.constexpr):
 
 @triton.jit
 def tree_sum(parts, fmt: tl.constexpr, shape: tl.constexpr):
-    """float32 [rows]: first half plus second half, again and again; the same order on every backend."""
+    """float32 [rows]: first half plus second half, repeatedly; the same order on every backend."""
     if len(parts) == 8:
         parts = add_halves(parts, 4)
     if len(parts) == 4:

@@ -1,4 +1,4 @@
-"""Tiles, on which programs work: the table of all, and a program's look-up of its own.
+"""Tiles, on which programs work: the table of all tiles, and a program's look-up of its own.
 
 A tile is some whole blocks of one segment. A block's elements are held as a tuple of parts ``[rows, length]``, one row
 per block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``.
@@ -21,7 +21,7 @@ X, BLOCK, CODES, SCALES, NUMEL, FIRST_TILE, SALT = map(tl.constexpr, range(NUM_C
 
 
 class Tiles(NamedTuple):
-    """Where each program works.
+    """The tile of each program.
 
     Args:
         count: Programs.
@@ -59,8 +59,8 @@ def tiles_of(segments: Segments, fmt: Format, tile: int, device: torch.device) -
 @triton.jit
 def locate(segment_of_tile, segments, floats, TILE: tl.constexpr):
     """The segment's row; this program's tile within the segment, in 64 bits, since buffers may be longer than 2**31;
-    the first of the tile's elements of `floats`, and how many there are (at most TILE); whether they are TILE and begin
-    on 16 bytes: then no access needs a mask.
+    the tile's first element of `floats`, and the number of elements (at most TILE); whether there are TILE and they are
+    aligned to 16 bytes, so that no access needs a mask.
     """
     program = tl.program_id(0)
     row = segments + tl.load(segment_of_tile + program).to(tl.int64) * NUM_COLUMNS

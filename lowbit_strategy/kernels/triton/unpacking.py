@@ -1,4 +1,4 @@
-"""Device functions: packed codes to what they stand for, times the scale, added to a sum.
+"""Device functions: decode packed codes, multiply by the scale, and add to a sum.
 
 Formats with codes of one plane that stand for integers or E2M1 are read as words ``[rows, length / 4]`` of four
 neighboring bytes: element ``4 j + b`` of part p is a field of word j, at bit ``8 b + p * width``. Their totals are kept
@@ -16,14 +16,14 @@ from triton.language.target_info import cuda_capability_geq
 from lowbit_strategy.kernels.format import E2M1
 from lowbit_strategy.kernels.triton.bits import HAS_PTX
 
-BYTE_BITS = tl.constexpr(0x4B000000)  # of 2**23: a number or'ed into its mantissa is added to it
+BYTE_BITS = tl.constexpr(0x4B000000)  # the bits of 2**23: a number or'ed into its mantissa is added to it
 SIGN = tl.constexpr(-(2**31))
 
 
 def _float16_bytes() -> tuple[int, int, int, int]:
-    """Tables of eight bytes for the codes 0 to 7 and 8 to 15 of E2M1: the upper byte of the value as float16.
+    """Tables of eight bytes for the codes 0 to 7 and 8 to 15 of E2M1: the upper byte of each value in float16.
 
-    Of the negative ones half of that byte, since `prmt` gives 0 for an index of 8 and more only if bytes are below 128.
+    For negative values half of that byte, since `prmt` gives 0 for an index of 8 or more only if bytes are below 128.
     """
     high = [struct.pack("<e", value)[1] for value in E2M1]
     negative = bytes([*((0x80 | byte) >> 1 for byte in reversed(high)), 0])
@@ -32,7 +32,7 @@ def _float16_bytes() -> tuple[int, int, int, int]:
 
 _TABLES = _float16_bytes()
 FIRST_NEGATIVE, FIRST_POSITIVE = tl.constexpr(_TABLES[0]), tl.constexpr(_TABLES[2])
-# of the word $8, the values of its eight codes from the lowest on; $9 and $10 are the first halves of both tables
+# the values of the eight codes of word $8, from the lowest; $9 and $10 are the first halves of both tables
 _LOOK_UP = """
     prmt.b32 negative, $9, {negative:#x}, {word};
     prmt.b32 positive, $10, {positive:#x}, mirrored;
@@ -49,8 +49,8 @@ E2M1_PTX = tl.constexpr(
     + _LOOK_UP.format(4, 5, 6, 7, word="word", negative=_TABLES[1], positive=_TABLES[3])
     + "}"
 )
-# The same where there are conversions from E2M1, whose values are half of ours: first 7 plus or minus the magnitude
-# becomes a sign and the magnitude, for all eight at once. -0 for 0 changes no sum, which begins at +0.
+# The same on GPUs that convert from E2M1, whose values are half of ours: first 7 plus or minus the magnitude becomes a
+# sign and the magnitude, for all eight at once. -0 for 0 changes no sum, which begins at +0.
 BLACKWELL_PTX = tl.constexpr(
     "{ .reg .b32 signs, ones, word, first, second, third, fourth; .reg .b8 a, b, c, d; .reg .b16 low, high;"
     "not.b32 signs, $8; and.b32 signs, signs, 0x88888888; shr.u32 ones, signs, 3;"
@@ -68,7 +68,7 @@ BLACKWELL_PTX = tl.constexpr(
 
 @triton.jit
 def add_source(totals, packed, scale, zero, fmt: tl.constexpr):
-    """Totals + what one source's codes stand for: a tuple of float32 parts."""
+    """Totals plus one source's decoded values: a tuple of float32 parts."""
     if fmt.words:
         sums = add_words(totals, packed[0], scale, zero, fmt)
     else:
@@ -78,10 +78,10 @@ def add_source(totals, packed, scale, zero, fmt: tl.constexpr):
 
 @triton.jit
 def add_words(totals, word, scale, zero, fmt: tl.constexpr):
-    """Totals + what one source's codes stand for. Products with the scale are exact: the fused form rounds as a sum.
+    """Totals plus one source's decoded values. Products with the scale are exact: the fused form rounds like a sum.
 
-    `zero` is 0 but not a constant: what is added to it stays in a register, where a constant would be moved
-    each time, or would make two instructions of one that has another constant.
+    `zero` is 0 but not a constant: a sum with it stays in a register, while a constant would be moved each time, or
+    would split an instruction that has a different constant into two.
     """
     sums = ()
     if fmt.e2m1:
@@ -103,7 +103,7 @@ def add_words(totals, word, scale, zero, fmt: tl.constexpr):
 
 @triton.jit
 def integer(word, AT: tl.constexpr, WIDTH: tl.constexpr, QMAX: tl.constexpr, zero):
-    """The field at bit AT, minus QMAX, as float32. It stays where it is: it is in the mantissa of a power of two whose
+    """The field at bit AT, minus QMAX, as float32. The field stays in place, in the mantissa of a power of two whose
     last places it fills. Fields that are not below the exponent are moved.
     """
     PLACE: tl.constexpr = AT if AT + WIDTH <= 23 else AT - 16
@@ -122,7 +122,7 @@ def e2m1_values(word, zero, fmt: tl.constexpr):
     values = ()
     for i in tl.static_range(8):
         number = ((word >> (4 * i)) & 15) - fmt.zero_code
-        bits = (tl.abs(number) << 22) | (number & SIGN)  # a float whose smallest are below the normal range, as E2M1's
+        bits = (tl.abs(number) << 22) | (number & SIGN)  # a float format with subnormal values, like E2M1
         values = values + (bits.to(tl.float32, bitcast=True) * 2.0**127,)
     return values
 
@@ -160,7 +160,7 @@ def plane_field(packed, P: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr)
 
 @triton.jit
 def codebook_value(packed, P: tl.constexpr, scale, fmt: tl.constexpr):
-    """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
+    """Fitted codebook: products with the scale are computed once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
     BITS: tl.constexpr = fmt.bits
     products = ()
@@ -192,5 +192,5 @@ def trit_of(byte, fmt: tl.constexpr):
 
 @triton.jit
 def add_product(total, value, scale):
-    """Total + value * scale of the row, in one instruction: only where the product is exact."""
+    """Total + value * the row's scale, in one instruction; only for exact products."""
     return tl.fma(value, tl.broadcast_to(scale[:, None], value.shape), total)

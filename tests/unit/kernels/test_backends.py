@@ -13,7 +13,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_the_c_kernels_are_refused_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would read device addresses as if they were the host's."""
     monkeypatch.setenv(backends.OVERRIDE, "native")
-    with pytest.raises(RuntimeError, match=r"serves CPUs only, the gradients are on cuda:0: unset it"):
+    with pytest.raises(RuntimeError, match=r"supports CPUs only, but the gradients are on cuda:0: unset it"):
         backends.choose(CUDA)
 
 
