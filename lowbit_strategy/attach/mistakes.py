@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lowbit_strategy.inform import listed
 from lowbit_strategy.model.parameters import named_parameters
 
 MANY_PASSES = 100  # in one step: more than anyone accumulates
@@ -37,9 +38,8 @@ def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
     params = [(name, param) for name, param in named_parameters(module) if param.requires_grad]
     idle = [name for name, param in params if param.grad is None]
     if waits and 0 < len(idle) < len(params):
-        more = " ..." if len(idle) > 3 else ""
         return (
-            f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
+            f"the loss does not depend on {listed(idle)}, and DDP waits for all gradients before it"
             " synchronizes: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
         )
     return (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
+from lowbit_strategy.inform import listed
 from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching
 from lowbit_strategy.model.parameters import named_parameters
 
@@ -21,10 +21,11 @@ def unmatched_patterns(compressor: Compressor, module: nn.Module) -> list[str]:
     if not patterns:
         return []
     specs = [TensorSpec(name, tuple(param.shape)) for name, param in named_parameters(module)]
+    names = listed([spec.name for spec in specs], 4)
     unmatched: dict[str, None] = {}  # used as an ordered set
     for field, selector in patterns:
         if all(matching([selector], spec) is None for spec in specs):
-            sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {_some(specs)}"
+            sentence = f"{field}: {selector!r} matches no parameter of the model. Its parameters are {names}"
             unmatched[sentence] = None
     return list(unmatched)
 
@@ -45,8 +46,3 @@ def _selectors(compressor: Compressor) -> list[tuple[str, Selector]]:
                 found.append(("rules", value[0]))
             waiting[:0] = value
     return found
-
-
-def _some(specs: Sequence[TensorSpec]) -> str:
-    names = [spec.name for spec in specs]
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"

@@ -20,7 +20,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.bounds import Bounds as Bounds
 from lowbit_strategy.control.grouping import group_of
-from lowbit_strategy.options.conversion import Mismatch, call, named, register_conversion
+from lowbit_strategy.options.conversion import Mismatch, call, named, plain, register_conversion
 
 if TYPE_CHECKING:
     from lowbit_strategy.control.zoo.accordion_batch import AccordionBatch as AccordionBatch
@@ -76,22 +76,28 @@ def register_controller(name: str, controller: Callable[..., Controller]) -> Non
     ``torch.backends``, which ``import torch`` calls.
 
     Args:
-        name: Letters, digits and underscores.
+        name: Any text; case, hyphens and underscores do not matter.
         controller: The class, or a function of its options.
 
     Raises:
         ValueError: The name is taken.
     """
-    if CONTROLLERS.setdefault(name, controller) is not controller:
+    taken = {plain(each): made for each, made in _known().items()}
+    if taken.get(plain(name), controller) is not controller:
         raise ValueError(f"there is a controller called {name!r} already: choose another name")
+    CONTROLLERS[name] = controller
+
+
+def _known() -> dict[str, str | Callable[..., Controller]]:
+    """Controllers by name; text stands for one whose file may be missing."""
+    return {**_ZOO, **CONTROLLERS}
 
 
 def _make(value: Any) -> Controller:
     """Make a controller from ``{name: accordion, option: value, ...}``, as written in configuration files."""
     if not isinstance(value, Mapping):
         raise Mismatch
-    known: dict[str, str | Callable[..., Controller]] = {**_ZOO, **CONTROLLERS}
-    make, options = named(value, known, "controller")
+    make, options = named(value, _known(), "controller")
     return call(leaves.load(make, value["name"]) if isinstance(make, str) else make, options)
 
 

@@ -198,13 +198,14 @@ def named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, A
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f"needs the {what}'s name under 'name', got {value!r}")
-    by_plain_name = {_plain(each): each for each in known}
-    if _plain(name) not in by_plain_name:
+    by_plain_name = {plain(each): each for each in known}
+    if plain(name) not in by_plain_name:
         raise ValueError(f"unknown {what} {name!r}{did_you_mean(name.lower(), known)} Known: {', '.join(known)}")
-    return known[by_plain_name[_plain(name)]], options
+    return known[by_plain_name[plain(name)]], options
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A name without what does not matter: case, hyphens and underscores."""
     return name.strip().lower().replace("_", "").replace("-", "")
 
 

@@ -202,7 +202,6 @@ def fit_while_others_are_missing(elastic: Elastic, folder: Path, *, terminates: 
     """Ends with the status that the framework's exception gives, within seconds of the signal."""
     assert elastic.name is not None
     made = trainer(strategy(elastic), max_steps=50, max_epochs=-1)
-    (folder / f"{elastic.name}.begun").touch()
     with pytest.raises(SIGTERMException) as ended:
         made.fit(Terminating() if terminates else Scheduled(), DataLoader(indexed(), batch_size=4))
     return {"steps": made.global_step, "status": ended.value.code}
@@ -212,8 +211,7 @@ def fit_while_others_are_missing(elastic: Elastic, folder: Path, *, terminates: 
 def test_one_that_waits_answers_sigterm(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         run.start("a", fit_while_others_are_missing, tmp_path, patience=1000.0)
-        run.wait_for((tmp_path / "a.begun").exists, "a has begun")
-        time.sleep(3)
+        run.wait_for(lambda: "replicas are there (a): waiting for more" in run.output(), "a waits")
         run.send("a", signal.SIGTERM)
         began = time.monotonic()
         assert run.results("a")["a"] == {"steps": 0, "status": 128 + signal.SIGTERM}

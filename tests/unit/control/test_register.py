@@ -49,7 +49,8 @@ def test_a_file_names_a_registered_controller() -> None:
     register_controller("alternating", Alternating)  # again, as when a module is imported twice
 
 
-def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="there is a controller called 'accordion' already"):
-        register_controller("accordion", Alternating)
+@pytest.mark.parametrize("name", ["accordion", "Accordion", "ada_qs"])  # files may write them so
+def test_a_name_is_taken_once(name: str) -> None:
+    with pytest.raises(ValueError, match=f"there is a controller called '{name}' already"):
+        register_controller(name, Alternating)
     assert CONTROLLERS["accordion"] is Accordion
