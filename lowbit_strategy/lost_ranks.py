@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -21,6 +22,7 @@ import torch.distributed as dist
 _PATIENCE_S = 2.0  # a connection was lost: all others notice at once
 _PATIENCE_AFTER_TIMEOUT_S = 10.0  # ranks have begun to wait at different times
 _POLL_S = 0.05
+_TIMEOUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo says it in several ways
 _LIBRARIES = tuple(filter(None, (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))))
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _NUM_FRAMES = 6
@@ -57,7 +59,7 @@ def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) ->
 
 def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
     notes = _exchange_notes(group, mine, error)
-    reported = f"The transport reports: {error.splitlines()[0][:300]}"
+    reported = f"The transport reports{' a timeout' * _is_timeout(error)}: {error.splitlines()[0][:300]}"
     if notes is None:
         return (
             f"an exchange between ranks failed in {mine}. The store of the process group has ended as well, which is in"
@@ -78,6 +80,10 @@ def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
     return f"an exchange between ranks failed. {places}. {advice}. {reported}"
 
 
+def _is_timeout(error: str) -> bool:
+    return _TIMEOUT.search(error) is not None
+
+
 def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> dict[int, str | None] | None:
     """The note of each rank in the group, by global rank; None: it left none. If the store has ended with the process
     that held it, the result is None.
@@ -85,7 +91,7 @@ def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> d
     ranks = dist.get_process_group_ranks(group)
     notes: dict[int, str | None] = dict.fromkeys(ranks)
     notes[dist.get_rank()] = mine
-    patience = _PATIENCE_AFTER_TIMEOUT_S if "imed out" in error else _PATIENCE_S
+    patience = _PATIENCE_AFTER_TIMEOUT_S if _is_timeout(error) else _PATIENCE_S
     try:
         store = _default_store()
         store.set(_key(dist.get_rank()), mine)

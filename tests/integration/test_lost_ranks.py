@@ -1,7 +1,10 @@
-"""What the other ranks are told when one has no memory for an exchange."""
+"""What ranks are told when one has no memory for an exchange, or begins to wait later than the others."""
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,3 +33,20 @@ def test_a_rank_without_memory_is_named() -> None:
     assert without == "CUDA out of memory"
     assert "rank 1 was in the all-to-all of optimizer step 3, where it ran out of memory" in waiting
     assert "rank 1 had no memory left (OutOfMemoryError)" in waiting
+
+
+def _wait_one_after_the_other(rank: int, world_size: int, reported: str) -> str:
+    time.sleep(4 * rank)
+    with pytest.raises(LostRankError) as error, naming_lost_ranks(None, "the all-to-all", "optimizer step 3"):
+        raise RuntimeError(reported)
+    dist.barrier()  # the store lives as long
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "reported", ["Timed out waiting 5000ms for recv operation to complete", "Application timeout caused pair closure"]
+)
+def test_a_rank_that_times_out_later_is_not_accused(reported: str) -> None:
+    for text in run_ranks(_wait_one_after_the_other, 2, reported):
+        assert "all ranks answered" in text
+        assert text.endswith(f"The transport reports a timeout: {reported}")
