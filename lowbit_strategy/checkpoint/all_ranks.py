@@ -1,10 +1,10 @@
-"""Residuals of all ranks. Each rank saves its own; all are restored together, either each rank's own or all from zero.
+"""Residuals of all ranks. Each rank saves its own; all are restored together, or all start from zero.
 
-A rank saves without waiting: it writes its file and never asks about other ranks' files. Ranks agree on everything when
-a checkpoint is loaded. Then a rank without its file must not continue alone, because methods may rely on state being
-the same on all ranks, and an error on a single rank would hang the others.
+A rank saves without waiting: it writes its file regardless of other ranks' files. Ranks agree on everything when a
+checkpoint is loaded. A rank without its file must not continue alone then, because methods may rely on state being the
+same on all ranks, and an error on a single rank would hang the others.
 
-A checkpoint has a stamp: plain data that fits into JSON and into any framework's file, the same on all ranks:
+A checkpoint has a stamp: plain data for JSON or any framework's file, the same on all ranks:
 
 | key | what |
 |---|---|
@@ -49,8 +49,8 @@ class Problem(NamedTuple):
 
     Args:
         text: The message for the user.
-        kind: ``missing``: there is no file; ``unusable``: it is damaged or another file; ``model``: it belongs to
-            another model.
+        kind: ``missing``: there is no file; ``unusable``: it is damaged or the wrong file; ``model``: it belongs to a
+            different model.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 
 def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist.ProcessGroup | None) -> str | None:
-    """What has gone wrong on any rank, for a warning; None if nothing has. Call it on all ranks.
+    """A description of what has gone wrong on any rank, for a warning; None if nothing has. Call it on all ranks.
 
     Args:
         problem: This rank's problem.
@@ -73,7 +73,7 @@ def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist
 
     Raises:
         ResidualFileError: On every rank, if any rank has a problem that is not accepted.
-        ValueError: On every rank, if the residuals belong to another model.
+        ValueError: On every rank, if the residuals belong to a different model.
     """
     problems = gathered(problem, group, "agreeing on a checkpoint's residual files")
     found = {rank: each for rank, each in enumerate(problems) if each is not None}
@@ -88,8 +88,8 @@ def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist
     ranks = ", ".join(map(str, found))
     return (
         f"rank {ranks}: {text.removesuffix(f': {ADVICE}')}. It was lost, or the checkpoint was saved without this rank:"
-        " accelerator.save_state, session.save and their like save residuals of the ranks that call them, so call them"
-        " on all ranks"
+        " accelerator.save_state, session.save and similar methods save residuals only of the ranks that call them, so"
+        " call them on all ranks"
     )
 
 
@@ -99,7 +99,8 @@ def agree_on_stamp(
     policy: OnMissingResidual | None,
     group: dist.ProcessGroup | None,
 ) -> Stamp | str | None:
-    """The stamp that all ranks have found, None if none has found one, or what has gone wrong, for a warning.
+    """The stamp that all ranks have found, None if no rank has found one, or a description of what has gone wrong, for
+    a warning.
 
     Args:
         path: The checkpoint.
@@ -115,7 +116,7 @@ def agree_on_stamp(
     first, *_ = gathered(own, group, "agreeing on a checkpoint's residual files")
     if None not in (own, first) and own != first:
         text = (
-            f"this rank finds another record of residuals in {path} than rank 0: the checkpoint must be the same on"
+            f"this rank and rank 0 find different records of residuals in {path}: the checkpoint must be the same on"
             f" all machines; {ADVICE}"
         )
         problem = Problem(text, "unusable")
@@ -132,11 +133,11 @@ def _problem(path: Any, stamp: Any) -> Problem | None:
         return None
     text = None
     if not isinstance(stamp, dict):
-        text = f"what {path} records of its residual files cannot be read (it is a {type(stamp).__name__}): {ADVICE}"
+        text = f"the record of residual files in {path} cannot be read (it is a {type(stamp).__name__}): {ADVICE}"
     elif lacking := [key for key, kind in _KINDS.items() if not isinstance(stamp.get(key), kind)]:
         text = (
-            f"{path} records no {lacking[0]} of its residual files: another version of this package wrote it. Load it"
-            f" with that version; otherwise {ADVICE}"
+            f"{path} records no {lacking[0]} of its residual files: a different version of this package wrote it. Load"
+            f" it with that version; otherwise {ADVICE}"
         )
     elif stamp["world_size"] < 1 or stamp["step_index"] < 0:
         text = (
@@ -162,9 +163,9 @@ class ResidualSaver:
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._last: tuple[Any, ResidualFile] | None = None  # the last save, by its path and this rank's file
-        self._replaced: list[ResidualFile] = []  # by the last save: this rank's earlier files of the same moment
-        self._is_written = True  # its checkpoint
-        self._noticed = False  # that ranks do not save
+        self._replaced: list[ResidualFile] = []  # this rank's earlier files of the same moment
+        self._is_written = True  # whether the last save's checkpoint is written
+        self._noticed = False  # whether ranks that do not save were reported
         self.begin_run()
 
     @property
@@ -173,7 +174,7 @@ class ResidualSaver:
         return None if self._last is None else self._last[1].moment.step
 
     def begin_run(self) -> None:
-        """Begin a new run, on all ranks: what is saved from now on is separate from earlier saves."""
+        """Begin a new run, on all ranks: later saves are separate from earlier ones."""
         self._run = gathered(uuid.uuid4().hex[:8], self._sync.ranks.group, "naming a run")[0]
 
     @contextlib.contextmanager
@@ -181,7 +182,7 @@ class ResidualSaver:
         """A context for writing the checkpoint `path` or, if `asynchronous`, for starting to write it.
 
         1. this rank writes its file next to it; if that fails, a warning says so
-        2. the caller writes the checkpoint, including the stamp that it gets
+        2. the caller writes the checkpoint, including the stamp
         3. rank 0 deletes all files of the checkpoint that was replaced, and every rank its own of the same moment (for
            an asynchronous save, at the next save); if the checkpoint could not be written, they delete the new files
         """
@@ -203,7 +204,7 @@ class ResidualSaver:
                 "world_size": file.world_size,
                 "parameters": list(self._sync.specs),
             }
-        except Exception:  # not an interrupt, after which the checkpoint may be there
+        except Exception:  # not an interrupt, after which the checkpoint may exist
             if file.rank == 0:
                 found = residual_files.files_of(path)
                 written = [each for each in found if each.is_whole and each.moment == file.moment]
@@ -229,7 +230,7 @@ class ResidualSaver:
     @staticmethod
     def _delete_own(path: Any, file: ResidualFile, before: list[ResidualFile]) -> None:
         """Delete old files on this machine, whose disk rank 0 cannot see. Keep those of the previous save, since this
-        rank does not know whether rank 0 has written the checkpoint yet.
+        rank does not know whether rank 0 has finished the checkpoint.
         """
         kept = max((each.moment for each in before if each.moment.run == file.moment.run), default=None)
         if kept is not None and kept != file.moment:
@@ -251,8 +252,8 @@ class ResidualSaver:
         self._noticed = True
         _log.warning(
             "%s has no residuals of rank %s, which did not save: a run that resumes from it starts with residuals of"
-            " zero on all ranks. Call accelerator.save_state, session.save and their like on all ranks, and not on the"
-            " main process alone",
+            " zero on all ranks. Call accelerator.save_state, session.save and similar methods on all ranks, not only"
+            " on the main process",
             path,
             ", ".join(map(str, missing)),
         )
@@ -277,7 +278,7 @@ def resume(
 
     Raises:
         ResidualFileError: On every rank, if files of any rank are unusable and required.
-        ValueError: On every rank, if the residuals belong to another model.
+        ValueError: On every rank, if the residuals belong to a different model.
     """
     before = copy.deepcopy(_shared(sync))
     problem = _restore(sync, path, stamp, on_world_size_change)
@@ -289,7 +290,7 @@ def resume(
 
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Problem | None:
-    """Restore, and return what has gone wrong, if anything."""
+    """Restore. Return a description of what has gone wrong, if anything."""
     rank_then = sync.ranks.world.rank % stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
@@ -300,7 +301,7 @@ def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeCha
         capture.restore(sync, saved, load_rank=load_rank, on_world_size_change=policy)
     except (ResidualFileError, ValueError) as error:
         return Problem.of(error)
-    except Exception as error:  # a file of another structure fails in any way
+    except Exception as error:  # a file with a different structure can fail in any way
         name, cause = residual_files.path_of(path, file_of(stamp, rank_then)), f"{type(error).__name__}: {error}"
         text = f"the checkpoint's residual file {name}*.pt cannot be restored ({cause}): {ADVICE}"
         return Problem(text, "unusable")
@@ -314,8 +315,8 @@ def _shared(sync: GradientSync) -> dict[str, Any]:
 
 
 def _start_from_zero(sync: GradientSync, stamp: Stamp, before: dict[str, Any], *, can_read: bool) -> None:
-    """Start residuals from zero. Counters and controllers continue from the first rank that could read them; without
-    such a rank, controllers are unchanged.
+    """Start residuals from zero. Counters and controllers continue from the first rank that could read them; if there
+    is none, controllers are unchanged.
     """
     group = sync.ranks.group
     readers = gathered(can_read, group, "agreeing on a checkpoint's residual files")

@@ -1,8 +1,8 @@
 """Captures and restores the state of one rank: residuals, thresholds and counters, by parameter name.
 
-State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved as
-they are in memory, so that they are restored exactly if nothing changes. With them are the numbers needed to find what
-has not been sent yet, for another layout, method or number of ranks.
+State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved in
+their memory format, so that they are restored exactly if nothing changes. They come with the numbers needed to compute
+what has not been sent yet, for a different layout, method or number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.model.parameters import local_part
 
 FORMAT = 6
-_SMALL_NBYTES = 1 << 20  # copied to page-locked memory, which is not returned to the system
+_SMALL_NBYTES = 1 << 20  # smaller tensors are copied to page-locked memory, which is never returned to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _capture(sync: GradientSync) -> Saved:
 
 
 def check_last_step(sync: GradientSync) -> None:
-    """Training ends or is saved: check what the host has not waited for yet.
+    """Check the flags that the host has not waited for yet, because training ends or is saved.
 
     Raises:
         RuntimeError: A rank sent a message with a different layout in one of the last steps.
@@ -93,15 +93,15 @@ def _mesh_of(sync: GradientSync, name: str) -> int:
 
 
 def _reduced(sync: GradientSync) -> str:
-    """What residuals belong to: gradients, or what rounds reduce."""
+    """The kind of residuals: of gradients, or of what rounds reduce."""
     return "gradients" if sync.rounds is None else "weights"
 
 
 def _on_cpu(value: Any) -> Any:
     """Copy nested plain data to the CPU; of a sharded tensor, this rank's part.
 
-    It makes one copy, not two, because memory must hold it together with the weights. Small tensors arrive once the
-    device has finished.
+    It makes one copy, not two, because memory must hold it together with the weights. Small tensors are complete once
+    the device has finished.
     """
     if isinstance(value, Tensor):
         part = local_part(value.detach())
@@ -132,19 +132,19 @@ def restore(
     """Restore saved state.
 
     1. counters, controllers and other state
-    2. in the same topology, a parameter with the same method and layout gets its exact state, and any other gets what
-       its old method had not sent yet
-    3. in another topology, `on_world_size_change` decides
+    2. in the same topology, a parameter with the same method and layout gets its exact state, and any other gets its
+       old method's unsent residual
+    3. in a different topology, `on_world_size_change` decides
 
     Args:
         sync: The engine of the saved model; its compressor may have changed.
         saved: This rank's state, or any rank's if the world size has changed.
-        load_rank: Loads the state of another rank of the run that saved.
-        on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of what the saved
-            ranks had not sent yet, so nothing is lost.
+        load_rank: Loads the state of any rank of the run that saved.
+        on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of the saved
+            ranks' unsent residuals, so nothing is lost.
 
     Raises:
-        ValueError: The state belongs to another model.
+        ValueError: The state belongs to a different model.
     """
     _check_model(sync, saved)
     sync.restore_progress(
@@ -161,7 +161,7 @@ def restore(
     if saved["reduces"] != _reduced(sync):
         if sync.ranks.logs:
             _log.warning(
-                "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
+                "the checkpoint's residuals are of %s, but this run reduces %s: residuals start from zero",
                 saved["reduces"],
                 _reduced(sync),
             )
@@ -227,14 +227,14 @@ def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
     saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
     if lost and sync.ranks.logs:
         _log.warning(
-            "the model has changed since compression was attached to it before: what is kept of %s starts over",
+            "the model has changed since compression was first attached to it: the residuals of %s start over",
             listed(lost),
         )
     return own == shapes
 
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
-    """Check that parameters fit. Those that were not trained when the state was saved start from zero."""
+    """Check that parameters match. Those that were not trained when the state was saved start from zero."""
     own = {name: list(spec.shape) for name, spec in sync.state.full_specs.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
@@ -246,7 +246,8 @@ def _check_model(sync: GradientSync, saved: Saved) -> None:
     ]
     if parts:
         raise ValueError(
-            f"the residuals next to the checkpoint belong to another model ({'; '.join(parts)}): load the checkpoint"
+            f"the residuals next to the checkpoint belong to a different model ({'; '.join(parts)}): load the"
+            " checkpoint"
             ' into the model that wrote it, or pass on_missing_residual="reset" to continue with residuals of zero'
         )
 
@@ -278,7 +279,7 @@ def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
-    """What a saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
+    """A saved rank's unsent residual of a whole parameter, in units of the gradient and in `memory_order`."""
     unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None

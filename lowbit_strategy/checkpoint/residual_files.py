@@ -1,9 +1,9 @@
 """Files next to a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<run>.<skipped>-<checksum>.pt``.
 
-Each rank that saves writes one file. Its name identifies the save and has the checksum of its bytes. The checkpoint's
-stamp identifies the save too, without the checksum, so that no rank needs to know the others' files before loading. Two
-different files never share a name: files of a new checkpoint are written before it, and those of a replaced checkpoint
-are removed after it. Damaged or swapped files are refused.
+Each rank that saves writes one file. Its name identifies the save and contains the checksum of its bytes. The
+checkpoint's stamp identifies the save too, without the checksum, so that no rank needs to know the others' files before
+loading. Two different files never share a name: files of a new checkpoint are written before it, and those of a
+replaced checkpoint are removed after it. Damaged or swapped files are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ_NBYTES = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
-    """A residual file cannot be written, or the one that a checkpoint needs is missing, damaged or another."""
+    """A residual file cannot be written, or the one that a checkpoint needs is missing, damaged or the wrong one."""
 
 
 class MissingResidualFile(ResidualFileError):
@@ -58,7 +58,7 @@ class Moment(NamedTuple):
     skipped: int
 
     def is_before(self, other: Moment) -> bool:
-        """Whether this moment is known to be before `other`; moments of another run count as earlier."""
+        """Whether this moment is known to be before `other`; moments of other runs count as earlier."""
         return self.run != other.run or self[1:] < other[1:]
 
 
@@ -150,8 +150,8 @@ def save(checkpoint_path: Any, saved: Saved) -> ResidualFile:
             raise
         cause = f"{type(error).__name__}: {_innermost(error)}"
         raise ResidualFileError(
-            f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): the checkpoint is without"
-            " them, and a run that resumes from it starts with residuals of zero. Make room or give another folder"
+            f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): the checkpoint lacks them,"
+            " and a run that resumes from it starts with residuals of zero. Free some space or give a different folder"
         ) from error
     return whole
 
@@ -166,7 +166,7 @@ def _innermost(error: BaseException) -> BaseException:
 def _move(fs: Any, source: str, target: str) -> None:
     if isinstance(fs, LocalFileSystem):
         os.replace(source, target)
-    else:  # not fs.mv, which takes brackets in a path for a pattern
+    else:  # not fs.mv, which treats brackets in a path as a pattern
         fs.cp_file(source, target)
         fs.rm_file(source)
 
@@ -208,11 +208,11 @@ def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
 
 
 def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
-    """Read one file of the run that saved; `file` lacks its end.
+    """Read one file of the run that saved; the `end` of `file` is unknown.
 
     Raises:
         MissingResidualFile: There is no such file.
-        ResidualFileError: It is damaged, belongs to another rank or run, or holds residuals that are not finite.
+        ResidualFileError: It is damaged, belongs to a different rank or run, or holds residuals that are not finite.
     """
     path = _find(checkpoint_path, file)
     fs, local = fsspec.core.url_to_fs(path)
@@ -220,10 +220,10 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
     try:
         with fs.open(local, "rb") as opened:
             if (found := _checksum(opened)) != expected:
-                raise ValueError(f"its checksum is {found}, its name has {expected}")
+                raise ValueError(f"its checksum is {found}, but its name has {expected}")
             opened.seek(0)
             saved: Saved = torch.load(opened, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes fail in any of the ways of pickle
+    except Exception as error:  # damaged bytes can make pickle fail in many ways
         raise ResidualFileError(f"the checkpoint's residual file {path} cannot be read ({error}): {ADVICE}") from error
     if problem := _problem(saved, file):
         raise ResidualFileError(f"{path} {problem}: {ADVICE}")
@@ -231,8 +231,8 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
 
 
 def _find(checkpoint_path: Any, file: ResidualFile) -> str:
-    """Find the file. ``last.ckpt`` may be a link; then the files are next to it or to its target. A rank that saved
-    twice at one moment and was stopped before the first file was removed has two files, which are nearly always equal.
+    """Find the file. If ``last.ckpt`` is a link, the files are next to it or to its target. A rank that saved twice at
+    one moment, and was stopped before the first file was removed, has two files, which are nearly always equal.
     """
     places = [checkpoint_path]
     fs, local = fsspec.core.url_to_fs(str(checkpoint_path))
@@ -254,7 +254,7 @@ def _problem(saved: Any, file: ResidualFile) -> str | None:
         return f"has format {found!r} and this version reads {FORMAT}: load it with the version that wrote it, or else"
     if (holds := ResidualFile.of(saved)) != file:
         return f"holds the residuals of rank {holds.rank} of {holds.world_size} at step {holds.moment.step}"
-    # elsewhere (weights, moments, buffers such as a mask of -inf) a value that is not finite may be right
+    # elsewhere (weights, moments, buffers such as a mask of -inf) non-finite values may be right
     for path, x in tree_flatten_with_path(saved["parameters"])[0]:
         if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.float().isfinite().all():
             names = [str(getattr(each, "key", each)) for each in path]

@@ -1,1 +1,1 @@
-"""What other layers know about a model: parameters, roles, FSDP2 sharding, meshes, the handshake of ranks."""
+"""The user's model as other layers see it: parameters, roles, FSDP2 sharding, meshes, the handshake of ranks."""

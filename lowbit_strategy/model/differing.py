@@ -1,8 +1,8 @@
 """Finds what differs between ranks, by digests.
 
-1. Of each tensor: a weighted sum of its 64-bit words modulo 2^64, one pass over memory.
-2. Of all: the same over the tensors' digests. One all-gather of 8 bytes per rank.
-3. Only if those differ, one all-gather of all tensors' digests, to name what differs.
+1. For each tensor: a weighted sum of its 64-bit words modulo 2^64, in one pass over memory.
+2. For all tensors: the same sum over their digests, and one all-gather of 8 bytes per rank.
+3. Only if the results differ: one all-gather of all tensors' digests, to name the tensors that differ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lowbit_strategy.model.parameters import local_part
 
 
 def differing(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -> dict[str, list[int]]:
-    """The tensors (of sharded ones, this rank's parts) that differ between ranks, and each rank's digest of those. Call
-    on all ranks.
+    """The tensors (for sharded ones, this rank's parts) that differ between ranks, and each rank's digest of those.
+    Call it on all ranks.
     """
     if not tensors or comm.world_size == 1:
         return {}
-    comm = comm.with_own_counter()  # the engine's counts gradients
+    comm = comm.with_own_counter()  # the engine's counter counts gradients
     mine_N = digests(list(map(local_part, tensors.values())), device)
     found: dict[str, list[int]] = {}
     if len(set(_gathered(comm, digests([mine_N], device)).flatten().tolist())) > 1:

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, as plain values."""
+"""The settings and parameters that must be the same on all ranks, as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit_strategy.version import __version__
 def fingerprint(
     compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Everything that must be the same on all ranks, by names that a user knows."""
+    """Everything that must be the same on all ranks, by user-facing names."""
     shapes, types, buffers = [], [], []
     for name, param in named_parameters(module):
         if param.requires_grad:
@@ -45,7 +45,7 @@ def settings_facts(compressor: Compressor, *, scatter: bool, settings: Mapping[s
 
 
 def to_plain(name: str, value: object) -> dict[str, object]:
-    """A configuration as plain values by dotted names. Functions become names, since ranks' addresses differ."""
+    """A configuration as plain values by dotted names. Functions become names, since addresses differ between ranks."""
     found: dict[str, object] = {}
     waiting = [(name, value)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Shards any module with FSDP2: large repeated blocks one by one, and the rest as one."""
+"""Shards any module with FSDP2: large repeated blocks one by one, and the rest together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
                 if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
                     continue
                 is_large = sum(map(torch.Tensor.numel, entry.parameters())) >= min_numel
-                if is_large and _uses(entry).items() <= uses.items():  # not tied to a parameter outside
+                if is_large and _uses(entry).items() <= uses.items():  # no parameter is tied to one outside
                     chosen[id(entry)] = entry
     return sorted(chosen.values(), key=lambda entry: sum(1 for _ in entry.modules()))
 
@@ -56,7 +56,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
-    """Give all ranks the parameters and buffers of rank 0 on `device`, as DDP does, except what is already sharded."""
+    """Give all ranks the parameters and buffers of rank 0 on `device`, as DDP does, except for sharded ones."""
     module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
@@ -68,7 +68,7 @@ class ShardPolicy:
     """Decides what is sharded together.
 
     Args:
-        min_numel: Smallest block of a list or sequence that is gathered and reduced by itself.
+        min_numel: Smallest block of a list or sequence that is gathered and reduced separately.
         forward_methods: Methods that gather parameters as ``forward`` does.
         by_child: Shard the module's children instead of the module. FSDP2 reduces the gradients of a module once its
             forward has returned, which comes too late if backward runs inside it.
@@ -165,13 +165,13 @@ def _check_children(module: nn.Module, children: list[nn.Module]) -> None:
         if uses[id(param)] != 1:
             where = "belongs to the module itself" if uses[id(param)] == 0 else "is shared by several of its children"
             raise ValueError(
-                f"parameter {name} {where}: with manual optimization every child of the module is sharded by itself."
-                " Put what shares parameters into one child, or use the DDP strategy"
+                f"parameter {name} {where}: with manual optimization every child of the module is sharded separately."
+                " Put modules that share parameters into one child, or use the DDP strategy"
             )
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give tensors on the meta device memory, and the values that ``reset_parameters`` sets.
+    """Give tensors on the meta device memory and the values that ``reset_parameters`` sets.
 
     Raises:
         ValueError: A module has such tensors but no ``reset_parameters``.

@@ -1,4 +1,4 @@
-"""Compares ranks before the first step, so that a difference is an error and not a hang."""
+"""Compares ranks before the first step, so that a difference causes an error instead of a hang."""
 
 from __future__ import annotations
 

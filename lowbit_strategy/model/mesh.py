@@ -42,17 +42,16 @@ def mean_ranks(each: ShardedGroup) -> list[int]:
     ranks: list[int] = each.mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
-            f"{each.label} is on the mesh {each.mesh.mesh.tolist()}, whose ranks are not in order, so that its groups"
-            " would number them differently: give DeviceMesh ranks that increase along both dims, as init_device_mesh"
-            " does"
+            f"{each.label} is on the mesh {each.mesh.mesh.tolist()}, whose ranks are not in order, so its groups would"
+            " number them differently: give DeviceMesh ranks that increase along both dims, as init_device_mesh does"
         )
     return ranks
 
 
 def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
-    """What FSDP2 shards, mesh by mesh, the largest mesh first, in the same order on all ranks.
+    """The groups that FSDP2 shards, by mesh, the largest mesh first, in the same order on all ranks.
 
-    What only one rank has, such as experts that each live on one rank, is left out, because it is not exchanged.
+    Groups on a single rank, such as experts that only one rank has, are left out, because they are not exchanged.
 
     Raises:
         ValueError: See `mean_ranks`.
@@ -65,8 +64,8 @@ def by_mesh(groups: Iterable[ShardedGroup]) -> list[list[ShardedGroup]]:
 
 
 def data_ranks(each: ShardedGroup) -> list[int]:
-    """This rank and, of the ranks that average a group's gradients, those with other data. Ranks that differ by a dim
-    called ``cp`` or ``context_parallel`` have parts of the same sequences.
+    """The ranks, including this one, that average a group's gradients and have different data. Ranks that differ along
+    a dim called ``cp`` or ``context_parallel`` have parts of the same sequences.
     """
     ranks = mean_ranks(each)
     root: Any = each.mesh._get_root_mesh()
@@ -79,7 +78,7 @@ def data_ranks(each: ShardedGroup) -> list[int]:
 
 
 def has_other_parts(param: nn.Parameter, ranks: Sequence[int], all_ranks: Sequence[int]) -> bool:
-    """Whether the ranks in `all_ranks` but not in `ranks`, which have this part of `param`, have other parts of it."""
+    """Whether ranks of `all_ranks` outside `ranks`, which all have this part of `param`, have different parts."""
     if not isinstance(param, DTensor):
         return False
     mesh = param.device_mesh.mesh
@@ -91,14 +90,14 @@ def has_other_parts(param: nn.Parameter, ranks: Sequence[int], all_ranks: Sequen
 
 
 def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[ShardedGroup]) -> None:
-    """Check that what is not on the largest mesh belongs to a part of the model, with replicas if that mesh has some.
+    """Check that groups outside the largest mesh belong to a part of the model, with replicas if that mesh has some.
 
     Args:
         meshes: The result of `by_mesh`.
         groups: All groups that FSDP2 shards.
 
     Raises:
-        ValueError: It does not, and nothing would synchronize it over the other ranks.
+        ValueError: A group does not, and nothing would synchronize it with the other ranks.
     """
     most, all_ranks = meshes[0][0], mean_ranks(meshes[0][0])
     for each in groups:
@@ -106,8 +105,8 @@ def check_parts(meshes: Sequence[Sequence[ShardedGroup]], groups: Iterable[Shard
         if ranks != all_ranks and not all(has_other_parts(shard, ranks, all_ranks) for shard in each.shards):
             raise ValueError(
                 f"{each.label} is sharded over the ranks {each.mesh.mesh.tolist()} and {most.label} over"
-                f" {most.mesh.mesh.tolist()}, and its parameters are whole: shard it over the same ranks, or make its"
-                " parameters DTensors on the mesh of the other dims before, as for experts"
+                f" {most.mesh.mesh.tolist()}, and its parameters are whole: shard it over the same ranks, or first make"
+                " its parameters DTensors on the mesh of the other dims, as for experts"
             )
     for each, *_ in meshes[1:]:
         if each.mesh.ndim != most.mesh.ndim:
@@ -123,11 +122,11 @@ def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None
     that FSDP2 also reduces over replicas.
 
     Args:
-        groups: These modules, and perhaps others.
+        groups: These modules' groups, and perhaps others.
         mesh: None: all ranks, in rows of the same length as the modules' meshes.
 
     Raises:
-        ValueError: A module is sharded over other ranks, or its ranks are not consecutive.
+        ValueError: A module is sharded over different ranks, or its ranks are not consecutive.
     """
     sharded = [each for each in groups if each.mesh.ndim == 1]
     if mesh is None:
@@ -136,8 +135,8 @@ def give_replicas(groups: Sequence[ShardedGroup], mesh: DeviceMesh | None = None
     for each in sharded:
         if (members := mean_ranks(each)) not in rows:
             raise ValueError(
-                f"{each.label} is sharded over the ranks {members}, which no row of the mesh"
-                f" {rows} has: give fully_shard the mesh of (replicas, ranks that shard one model)"
+                f"{each.label} is sharded over the ranks {members}, which are not a row of the mesh {rows}: give"
+                " fully_shard the mesh of (replicas, ranks that shard one model)"
             )
     for each in sharded:
         set_mesh(each.param_group, HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
@@ -148,7 +147,7 @@ def _mesh_like(row: list[int], device_type: str) -> DeviceMesh:
     rows = [list(range(start, start + size)) for start in range(0, world_size - size + 1, size)]
     if row not in rows:
         raise ValueError(
-            f"the model is sharded over the ranks {row}, which are not consecutive, so that its replicas are"
-            " unknown: give fully_shard the mesh of (replicas, ranks that shard one model)"
+            f"the model is sharded over the ranks {row}, which are not consecutive, so its replicas are unknown: give"
+            " fully_shard the mesh of (replicas, ranks that shard one model)"
         )
     return DeviceMesh(device_type, rows, mesh_dim_names=("replicate", "shard"))

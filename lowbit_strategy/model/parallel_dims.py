@@ -1,7 +1,7 @@
 """Reads from a model's parameters which ranks hold a part of it.
 
-Dims of a mesh that are not data-parallel, those of tensor and expert parallelism, show in parameters that are
-`DTensor`s. What belongs to others, such as other stages of a pipeline, does not show.
+Mesh dims that are not data-parallel, those of tensor and expert parallelism, are visible in parameters that are
+`DTensor`s. Other parts of the model, such as other stages of a pipeline, are not visible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def model_group(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, mesh: DeviceMesh | None = None
 ) -> dist.ProcessGroup | None:
     """The group of all ranks that hold part of `module`, including those that share a parameter with a rank of `group`.
-    Call it on all of them; None is the default group.
+    Call it on all of them. None: the default group.
 
     Args:
         module: The model.

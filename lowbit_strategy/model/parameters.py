@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
 
 
-# A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state.
+# A parameter's name without additions by wrappers (compile, activation checkpointing): the key of its state.
 canonical_name = functools.partial(re.compile(rf"^(?:{_WRAPPER}(?:\.|$))+|\.{_WRAPPER}(?=\.|$)").sub, "")
 
 
@@ -47,8 +47,8 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All parameters by canonical name, in registration order, tied ones only once.
 
     A parameter keeps the name that it had when `module` was set up, even if pruning, a parametrization or a wrapper
-    moves it, because the optimizer and the hooks know the object. A mark distinguishes a new parameter in a place whose
-    name belongs to another.
+    moves it, because the optimizer and the hooks know the object. A mark distinguishes a new parameter whose place has
+    a name that belongs to a different one.
     """
     first: Mapping[object, str] = _first_names.get(module) or {}
     records = shard_records(module)
@@ -68,7 +68,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's records of what it gathers and reduces together for a module, one for each mesh of its parameters."""
+    """FSDP2's records of the parameters that a module gathers and reduces together, one for each of their meshes."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
         return list(state._fsdp_param_groups)
@@ -108,8 +108,8 @@ def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
 
 
 def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
-    """Parameters whose local part DDP with ``device_mesh=`` reduces. They left the module in its first forward pass,
-    which put `DTensor`s made of them in their place. Returned with their paths and original attributes.
+    """Parameters whose local part DDP with ``device_mesh=`` reduces. The module's first forward pass replaced them by
+    `DTensor`s made from them. They are returned with their paths and original attributes.
     """
     found = []
     for path, child in module.named_modules():
@@ -122,7 +122,7 @@ def replaced_by_ddp(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Modul
 
 
 def bring_back(module: nn.Module) -> None:
-    """Put back the parameters that DDP with ``device_mesh=`` has replaced, until the next forward pass."""
+    """Restore the parameters that DDP with ``device_mesh=`` has replaced, until the next forward pass."""
     for _, param, holder, attribute in replaced_by_ddp(module):
         delattr(holder, attribute)
         holder.register_parameter(attribute, param)
@@ -131,7 +131,7 @@ def bring_back(module: nn.Module) -> None:
 def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
     """Specs of all parameters that are trainable or named in `also`, in registration order.
 
-    A shape is that of this rank's part along all mesh dims that are not data-parallel, which is what FSDP2 shards.
+    A shape is that of this rank's part along all mesh dims that are not data-parallel; FSDP2 shards this part.
 
     Raises:
         ValueError: A parameter's dtype cannot be reduced, or the parameter belongs to a lazy module and has no shape
@@ -150,7 +150,7 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
         if param.dtype not in _DTYPES:
             raise ValueError(
                 f"parameter {name} is {param.dtype}: gradients are reduced as float32, bfloat16 or float16."
-                " Convert it, train with another precision, or freeze it"
+                " Convert it, train with a different precision, or freeze it"
             )
         order = None if param.is_contiguous() else _memory_order(param)
         shape = unsharded.get(id(param)) or tuple(local_part(param).shape)
@@ -190,7 +190,7 @@ def _roles(module: nn.Module) -> dict[int, Role]:
     | role | which |
     |---|---|
     | embedding | tables of ``nn.Embedding`` and ``nn.EmbeddingBag``; a weight tied to one is an embedding |
-    | head | what a submodule returns from ``get_output_embeddings()`` (transformers) or ``get_classifier()`` (timm) |
+    | head | the result of a submodule's ``get_output_embeddings()`` (transformers) or ``get_classifier()`` (timm) |
     | head | the last linear layer, if it is as wide as an embedding has entries: it predicts the vocabulary |
     | head | linear layers called ``lm_head``, ``output_projection``, ``classifier``, ``score`` or ``head`` |
     """
@@ -206,13 +206,13 @@ def _roles(module: nn.Module) -> dict[int, Role]:
             tables.append(child)
         for accessor in ("get_output_embeddings", "get_classifier"):
             if callable(method := getattr(child, accessor, None)):
-                with contextlib.suppress(NotImplementedError, AttributeError, TypeError):  # declared for all models
+                with contextlib.suppress(NotImplementedError, AttributeError, TypeError):  # may be unimplemented
                     if isinstance(head := method(), nn.Linear):
                         heads.append(head)
     for table in tables:
         if linears and isinstance(table, nn.Embedding) and table.num_embeddings == linears[-1].out_features:
             heads.append(linears[-1])
-    # Never by `.weight`: where it is parametrized, as by spectral_norm, reading it computes it and changes buffers.
+    # Never by `.weight`: if it is parametrized, as by spectral_norm, reading it computes it and changes buffers.
     of: tuple[tuple[Role, Sequence[nn.Module]], ...] = (("head", heads), ("embedding", tables))
     return {
         id(param): role for role, modules in of for each in modules for param in each.parameters() if param.ndim > 1

@@ -1,4 +1,4 @@
-"""What FSDP2 has sharded in a model: its groups of parameters, and what is done with them between steps."""
+"""The groups of parameters that FSDP2 has sharded in a model, and operations on them between steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """The groups that FSDP2 shards under `module`, in the order of its modules."""
     found: list[ShardedGroup] = []
     seen: set[int] = set()
-    inside: set[int] = set()  # of another sharded module
+    inside: set[int] = set()  # modules inside a sharded module that was seen before
     for name, child in module.named_modules():
         if not isinstance(child, FSDPModule):
             continue
@@ -61,7 +61,7 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
         inside.update(map(id, module.get_submodule(name).modules()))
         state: Any = child._get_fsdp_state()
         if id(state) in seen:
-            continue  # a group made of several modules has one state
+            continue  # a group of several modules has one state
         seen.add(id(state))
         for at, group in enumerate(param_groups(child)):
             # FSDP2 keeps the outermost module's weights until backward, unless reshard_after_forward was set
@@ -72,9 +72,9 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
 
 
 def end_iteration(module: nn.Module) -> None:
-    """Reshard everything. This is also needed after an exception in forward or backward, where FSDP2 would otherwise
-    show gathered, perhaps coded, weights instead of the shards. Call it only between steps, because gradients that have
-    not been reduced are lost.
+    """Reshard everything. This is also needed after an exception in forward or backward; otherwise parameters would be
+    gathered, perhaps decoded, weights instead of shards. Call it only between steps, because gradients that have not
+    been reduced are lost.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -82,7 +82,7 @@ def end_iteration(module: nn.Module) -> None:
             if has_run and hasattr(child, "reset_iter_state"):  # since torch 2.13
                 child.reset_iter_state()
     reshard(module)
-    for group in sharded_groups(module):  # neither torch nor `zero_grad` forgets what a window has accumulated there
+    for group in sharded_groups(module):  # neither torch nor `zero_grad` clears what a window has accumulated there
         for param in group.param_group.fsdp_params:
             param.unsharded_accumulated_grad = None
             if (gathered := getattr(param, "_unsharded_param", None)) is not None:  # None: not yet gathered
@@ -90,7 +90,7 @@ def end_iteration(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered weights, since the outermost module's stay after a forward pass without a backward pass."""
+    """Free gathered weights: those of the outermost module remain after a forward pass without a backward pass."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -104,8 +104,8 @@ def check_held(module: nn.Module, groups: Sequence[ShardedGroup]) -> None:
             if held.isdisjoint((id(param.sharded_param), id(getattr(param, "_unsharded_param", None)))):
                 raise ValueError(
                     f"{each.label} was sharded with parameters that it no longer has: a layer was replaced or removed"
-                    " after fully_shard, and what took its place is not sharded. Change the model before it is sharded,"
-                    " or build it again"
+                    " after fully_shard, and its replacement is not sharded. Change the model before it is sharded, or"
+                    " build it again"
                 )
 
 
@@ -120,8 +120,8 @@ def take_over_replication(groups: Sequence[ShardedGroup]) -> None:
 def set_mesh(param_group: Any, info: Any) -> None:
     """Set the ranks over which FSDP2 gathers and reduces.
 
-    The mesh after a forward pass must be the same object, because FSDP2 treats two objects as two meshes and would
-    clone a shard of the gathered weights and gather that in backward.
+    The mesh after a forward pass must be the same object: FSDP2 treats two objects as two meshes, and would clone a
+    shard of the gathered weights and gather it in backward.
     """
     before, param_group.mesh_info = param_group.mesh_info, info
     for place in (param_group, *param_group.fsdp_params):
@@ -137,7 +137,7 @@ def reduce_dtype(group: Any) -> torch.dtype:
 
 
 def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
-    """The cost of accumulating `num_batches` micro-batches per step, in words; None if there is only one."""
+    """A message about the cost of accumulating `num_batches` micro-batches per step; None if there is only one."""
     if num_batches < 2:
         return None
     if accumulate == "reduce":

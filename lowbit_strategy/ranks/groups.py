@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _PREFIX = "lowbit_strategy/"
-_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by the default group
+_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by parent group
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by default group
 
 
 def new_group(
@@ -32,7 +32,7 @@ def new_group(
 
     ``torch.distributed.new_group`` names a group by the number of groups that a rank has made. If some ranks do not
     call it, the next group of all ranks has two names and hangs. With ``use_local_synchronization`` it counts a rank's
-    groups, which also differ. So here:
+    groups, which also differ. Therefore:
 
     1. the name counts the groups that `parent`'s ranks have made for `purpose`
     2. torch makes the group under this name, and its counters are restored
@@ -99,7 +99,7 @@ def _without_splitting() -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """None: it has none."""
+    """The timeout of `group`; None: it has none."""
     backend: Any = (group or c10d._get_default_group())._get_backend(device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
@@ -108,9 +108,9 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Return `group` once all its ranks are connected.
 
-    On CPU, a rank that fails right afterwards would break the others' connections, and their errors would hide its
-    error. NCCL connects at a group's first collective, and separately for all-to-all; inside a step, several groups
-    would do so at the same time, in an order that differs between ranks.
+    On CPU, a rank that fails right after creation would break the others' connections, and their errors would hide its
+    own. NCCL connects at a group's first collective, and separately for all-to-all; inside a step, several groups would
+    do so simultaneously, in an order that differs between ranks.
     """
     if device.type == "cpu":
         dist.barrier(group)
@@ -123,7 +123,7 @@ def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 
 
 def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """The group of these ranks, made once in a run. Call it on all of them.
+    """The group of these ranks, made once per run. Call it on all of them.
 
     Args:
         ranks: Global ranks, in order.

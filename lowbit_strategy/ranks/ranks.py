@@ -1,4 +1,4 @@
-"""The ranks that train a model, as one of them sees them: their nodes as numbers, found by all ranks together before
+"""The ranks that train a model, as seen by one of them: their nodes as numbers, determined by all ranks together before
 training, and their communicators.
 """
 
@@ -26,7 +26,7 @@ from lowbit_strategy.ranks.groups import connected, new_group, timeout_of
 
 ShardSize = int | Literal["node"]
 
-FAR_LINKS = "lowbit_strategy.far_links"  # ranks that are far apart have its transport
+FAR_LINKS = "lowbit_strategy.far_links"  # the transport of ranks that are far apart
 
 
 class NodeCoding(Protocol):
@@ -37,10 +37,10 @@ class NodeCoding(Protocol):
         """A few words for reports."""
 
     def codec(self, *, exact: bool) -> Codec:
-        """The codec of a parameter. `exact`: its gradients travel between nodes uncompressed."""
+        """The codec for a parameter. `exact`: its gradients travel between nodes uncompressed."""
 
     def means(self, state: Any, comm: Comm, device: torch.device) -> Any:
-        """Make the object that computes means over the ranks of `comm` (`engine.node_means.NodeMeans`).
+        """Create the object that computes means over the ranks of `comm` (`engine.node_means.NodeMeans`).
 
         Args:
             state: The parameters' methods (`MethodState`).
@@ -62,7 +62,7 @@ class Topology:
             reduces whole parameters with all others.
         far: Whether latency between peers is so high that all messages are sent at once, with receives posted ahead.
             None: it is measured when groups are made.
-        coding: How a node's ranks code what they send each other. None: their sums are exact.
+        coding: How a node's ranks code messages to each other. None: their sums are exact.
     """
 
     world_size: int
@@ -89,7 +89,7 @@ class Topology:
         if self.node_sizes is None:
             return None
         if not self.node_sizes:
-            return "ranks of one node do not follow each other"
+            return "ranks of one node are not consecutive"
         if len(self.node_sizes) == 1:
             return "all ranks are on one node"
         if self.ranks_per_node is None:
@@ -100,7 +100,7 @@ class Topology:
 
     @property
     def num_parts(self) -> int:
-        """Ranks that together reduce whole parameters."""
+        """The number of ranks that together reduce whole parameters."""
         return self.node_size or 1
 
     @property
@@ -110,7 +110,7 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """Which ranks reduce what together, for reports."""
+        """Describes which ranks reduce together, for reports."""
         if self.node_size is None:
             return f"{self.num_peers} ranks"
         inside = "exact" if self.coding is None else self.coding.label
@@ -148,7 +148,7 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
     whole_world = world_size == dist.get_world_size()
     if declared.count(None) < world_size and whole_world:
         return Topology(world_size, _declared_sizes(declared))
-    if declared[0] is not None and len(set(declared)) == 1:  # a part of the world, whose nodes are equal
+    if declared[0] is not None and len(set(declared)) == 1:  # a part of the world, with equal nodes
         global_ranks = dist.get_process_group_ranks(group)
         names = tuple(str(rank // int(declared[0])) for rank in global_ranks)
     hosts = [(host, len(list(same))) for host, same in itertools.groupby(names)]
@@ -168,9 +168,9 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
             other = next((rank for rank in range(at, end) if declared[rank] != text), at)
             raise RuntimeError(
                 f"ranks disagree about the topology: rank {at} has LOCAL_WORLD_SIZE={text} and rank {other} has"
-                f" LOCAL_WORLD_SIZE={declared[other]}, with {len(declared)} ranks in all. Launch all in one way,"
-                " so that the ranks of a node follow each other and all know how many they are; or unset the variable"
-                " on all of them, and host names are compared"
+                f" LOCAL_WORLD_SIZE={declared[other]}, with {len(declared)} ranks in all. Launch all ranks in the same"
+                " way, so that the ranks of a node are consecutive and know their number; or unset the variable on all"
+                " of them, so that host names are compared"
             )
         sizes.append(size)
         at += size
@@ -178,24 +178,24 @@ def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int = 1) -> int:
-    """The number of ranks that shard one model, or each part into which tensor parallelism cuts it.
+    """The number of ranks that shard one model, or each of its tensor-parallel parts.
 
     Raises:
-        ValueError: On every rank, if the ranks of all parts do not divide those of every node, or it is "node" and
-            nodes differ.
+        ValueError: On every rank, if the number of ranks of all parts does not divide that of every node, or it is
+            "node" and nodes differ.
     """
     parts = "" if num_parts == 1 else f" for each of {num_parts} tensor-parallel ranks"
     if shard_size == "node":
         if topology.ranks_per_node is None:
             raise ValueError(
-                'shard_size="node" needs as many ranks on every node, consecutive ones, but'
+                'shard_size="node" needs the same number of consecutive ranks on every node, but'
                 f" {topology.obstacle}: give a number that divides the ranks of all nodes"
             )
         size = max(1, topology.ranks_per_node // num_parts)
     else:
         size = shard_size
     if not topology.node_sizes or any(each % (size * num_parts) for each in topology.node_sizes):
-        sizes = listed(topology.node_sizes or (), 8) or "ranks that do not follow each other"
+        sizes = listed(topology.node_sizes or (), 8) or "ranks that are not consecutive"
         raise ValueError(
             f"shard_size={size}{parts} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
             ' links between nodes. Give a number that does, or "node"'
@@ -205,11 +205,11 @@ def resolve_shard_size(shard_size: ShardSize, topology: Topology, num_parts: int
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that train a model, as one of them sees it.
+    """The ranks that train a model, as seen by one of them.
 
     It is made once, before training. When members change, another one is passed to `GradientSync.renew` between two
-    steps, so other code reads ``sync.ranks`` whenever it needs a group. Two objects have their own communicator, which
-    is then made again: `ParameterDigest` and the `Gathering` of weights.
+    steps, so other code reads ``sync.ranks`` whenever it needs a group. `ParameterDigest` and the `Gathering` of
+    weights have their own communicators, which are then recreated.
 
     Args:
         world: All ranks that hold a part of the model along any mesh dim, for agreements between steps. Nothing else
@@ -218,12 +218,12 @@ class Ranks:
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages: with one
             level all ranks; with two levels ranks on different nodes; under HSDP those with the same shard.
         intra_node: The ranks of one node that each reduce a part of every parameter. None: there is one level.
-        coding: How a node's ranks code what they send each other. None: their sums are exact.
+        coding: How a node's ranks code messages to each other. None: their sums are exact.
         node_sizes: See `Topology`.
         group: A group of the ranks of `world` that `destroy` keeps, because a closed session still loads checkpoints.
-        own: Groups that were made for this object, which `destroy` ends.
-        column: The part of the model that this rank, and those with which it averages gradients, have along other mesh
-            dims, such as tensor parallelism.
+        own: Groups made for this object, which `destroy` ends.
+        column: The part of the model that this rank, and the ranks with which it averages gradients, have along other
+            mesh dims, such as tensor parallelism.
         comes_and_goes: Whether `world` is one of several replicas that come and go, of which `peers` has one rank each.
     """
 
@@ -239,7 +239,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Place of this rank among those that average gradients, replica by replica."""
+        """Index of this rank among those that average gradients, replica by replica."""
         inside = self.intra_node
         return self.peers.rank if inside is None else self.peers.rank * inside.world_size + inside.rank
 
@@ -256,7 +256,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is compressed, because no other rank reduces the same parts or ever will."""
+        """Whether nothing is compressed, because no other rank ever reduces the same parts."""
         return self.peers.world_size == 1 and not self.comes_and_goes
 
     @property
@@ -270,7 +270,7 @@ class Ranks:
         return cls(comm, comm, group=comm.group)
 
     def coming_and_going(self) -> Ranks:
-        """These ranks as a replica that has not met others yet."""
+        """These ranks as a replica that has not met other replicas yet."""
         return replace(self, peers=LocalComm(), node_sizes=None, comes_and_goes=True)
 
     def gathering(self, *, sharded_inside: bool) -> Gathering:
@@ -310,7 +310,7 @@ def make_ranks(
         topology: The same ranks as numbers.
         device: Device of the gradients.
         everyone: All ranks that hold a part of the model, if there are more.
-        own_world: Whether to make a new group of the ranks of `group` too, because another thread uses `group`.
+        own_world: Whether to also make a new group of the ranks of `group`, because another thread uses `group`.
     """
     size = topology.node_size
     members = dist.get_process_group_ranks(group)

@@ -369,6 +369,8 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "rank 1 differs from rank 0 in shard_size: 2 instead of 1" in rank["differs"]
         assert "shard_size is an option of FSDP2 strategies" in rank["ddp"]
         assert "shard_size=2 was asked for, and the model is sharded over 4 ranks" in rank["size"]
-        assert "is sharded over the ranks [0, 1, 2, 3], which no row of the mesh [[0, 1], [2, 3]] has" in rank["mesh"]
+        assert (
+            "is sharded over the ranks [0, 1, 2, 3], which are not a row of the mesh [[0, 1], [2, 3]]" in rank["mesh"]
+        )
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["trainer"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]

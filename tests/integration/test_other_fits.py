@@ -51,7 +51,7 @@ def _changed_model(rank: int, world_size: int, folder: Path) -> list[tuple[int, 
     found = []
     for options in ({}, {"outer": DiLoCo(every=3)}, {"second_moment": True}):
         torch.manual_seed(0)
-        said = _Said("the model has changed since compression was attached")
+        said = _Said("the model has changed since compression was first attached")
         model = _FirstOutputs()
         fitting = trainer(strategy("ddp", **options), max_steps=4)
         fitting.fit(model, loader())

@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_nothing_behind_and_is_named(checkpoint: Path, folder
     assert str(folder) in str(caught.value)
     assert "rank 0" in str(caught.value)
     assert os.strerror(27) in str(caught.value)  # EFBIG
-    assert "Make room" in str(caught.value)
+    assert "Free some space" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
