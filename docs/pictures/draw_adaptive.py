@@ -29,11 +29,13 @@ def draw_groups(run: Run) -> None:
     """What the monitor measured, by group of layers: the largest six."""
     figure, (error, residual) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name in run.groups[:6]:
-        for axes, key in ((error, "relative_error"), (residual, "residual_norm")):
-            series = run.group(name, key)
-            axes.plot(series.steps, series.values, lw=1.3, label=name)
+        errors, residuals, norms = (
+            run.group(name, key) for key in ("relative_error", "residual_norm", "compensated_norm")
+        )
+        error.plot(errors.steps, errors.values, lw=1.3, label=name)
+        residual.plot(residuals.steps, [of / h for of, h in zip(residuals.values, norms.values, strict=True)], lw=1.3)
     error.set(xlabel="optimizer step", ylabel="relative error", ylim=(0, None))
-    residual.set(xlabel="optimizer step", ylabel="residual norm (relative)", ylim=(0, None))
+    residual.set(xlabel="optimizer step", ylabel="residual / (gradient + residual)", ylim=(0, None))
     figure.legend(*error.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, "monitor")
 

@@ -51,7 +51,7 @@ def write_report(run: Run, out: Path) -> Path:
             {"title": title, "note": note, "png": base64.b64encode(picture.read_bytes()).decode(), "stem": stem}
         )
     loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
-    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     pages.filters["number"] = number
     template = pages.get_template("page.html.j2")
     page = out / "index.html"

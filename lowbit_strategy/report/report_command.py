@@ -21,6 +21,8 @@ def report(
 ) -> None:
     """Draw what compression did in a run: one self-contained HTML page, and its charts as PNG files."""
     try:
+        from jinja2 import TemplateError
+
         from lowbit_strategy.report.page import write_report
     except ModuleNotFoundError as error:
         typer.echo(f"{error.name} is not installed: pip install 'lowbit-strategy[report]'", err=True)
@@ -40,5 +42,9 @@ def report(
         typer.echo("The others, which can be given in its place: " + ", ".join(map(str, others)))
     if (number := len(read_runs(found))) > 1:
         typer.echo(f"{found} has {number} runs in its record; this is the last")
-    page = write_report(run, out if out is not None else found / "report")
+    try:
+        page = write_report(run, out if out is not None else found / "report")
+    except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+        typer.echo(f"the record in {found} is damaged, or another version of the package wrote it: {error!r}", err=True)
+        raise typer.Exit(2) from error
     typer.echo(f"{page}: {len(run.observations)} observations, {len(run.switches)} decisions")

@@ -244,6 +244,36 @@ def test_lines_that_are_no_record_s(line: str, tmp_path: Path) -> None:
     assert "not a line of a record (it needs a kind and a step)" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "missing"),
+    [
+        ("observation", {}, "groups"),
+        ("observation", {"groups": 3}, "no attribute 'items'"),
+        ("validation", {}, "metrics"),
+        ("levels", {"labels": LABELS}, "shares"),
+        ("warning", {}, "text"),
+        ("switch", {}, "what"),
+    ],
+)
+def test_lines_of_another_version(kind: str, fields: dict[str, Any], missing: str, tmp_path: Path) -> None:
+    write_run(tmp_path).write(kind, 200, **fields)
+    _check_refused(tmp_path, missing)
+
+
+def test_figures_of_another_version(tmp_path: Path) -> None:
+    old = {key: value for key, value in figures(0.2).items() if key != "compensated_norm"}
+    write_run(tmp_path, observation={"groups": {"a": old}})
+    _check_refused(tmp_path, "no attribute 'compensated_norm'")
+
+
+def _check_refused(folder: Path, missing: str) -> None:
+    result = run_report(folder)
+    assert result.exit_code == 2, result.output
+    assert "damaged, or another version of the package wrote it" in result.output
+    assert missing in result.output
+    assert result.output.count("\n") == 1
+
+
 def test_the_newest_run_below_a_folder(tmp_path: Path) -> None:
     for age, folder in enumerate(("lightning_logs/version_1", "lightning_logs/version_0", "other")):
         record = write_run(tmp_path / folder)
