@@ -1,4 +1,4 @@
-"""Everything that a training loop without a framework calls. `compress` is enough; to do it by hand, in this order:
+"""Functions for a training loop without a framework. `compress` is enough; to do it by hand, call in this order:
 
 1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return a `Session`
 2. `adapt` for a controller, `monitor` for observation and a record; both take ``session.sync``
@@ -117,7 +117,7 @@ def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Pro
         clock: Reports the progress at each step, such as a `LoopClock`. None: only steps are counted.
 
     Raises:
-        ValueError: The controller cannot serve this model, or there is one already.
+        ValueError: The controller does not support this model, or there is one already.
     """
     control = control_of(sync)
     if clock is not None:
@@ -144,7 +144,7 @@ def monitor(
 
     Raises:
         TypeError: There is no such option.
-        ValueError: An option is of another type or out of range, or there is a monitor already.
+        ValueError: An option has the wrong type or is out of range, or there is a monitor already.
     """
     control = control_of(sync)
     observer = control.monitor(MonitorOptions.of(*args, **kwargs))
@@ -183,15 +183,15 @@ def compress(
 
     Raises:
         TypeError: An option is unknown.
-        ValueError: `model` is neither wrapped nor sharded, an optimizer steps none of its parameters, or the options do
-            not go together.
+        ValueError: `model` is neither wrapped nor sharded, an optimizer steps none of its parameters, or options are
+            incompatible.
         RuntimeError: The ranks differ.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     bare, group, shard_size = _synchronized(model)
     sync_options = SyncOptions(**options)
     if sync_options.comes_and_goes:
-        raise ValueError("compress supports only ranks that stay: for others call prepare and attach_replica")
+        raise ValueError("compress does not support replicas that come and go: call prepare and attach_replica")
     if sync_options.shard_size is None:
         sync_options = replace(sync_options, shard_size=shard_size)
     compressor = sync_options.default_compressor if compressor is None else as_compressor(compressor)
@@ -212,7 +212,7 @@ def compress(
 
 def _synchronized(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup, int | None]:
     """Return the model without DDP around it, the ranks that have the same parameters or shards of them, and under HSDP
-    how many share one model.
+    the number that share one model.
 
     Raises:
         ValueError: `model` is neither wrapped nor sharded, or is wrapped twice.
@@ -221,7 +221,7 @@ def _synchronized(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup, int |
         if isinstance(model.module, DistributedDataParallel | DataParallel | FullyShardedDataParallel):
             raise ValueError(
                 f"compress was given a DistributedDataParallel around a {type(model.module).__name__}, which"
-                " synchronizes too: wrap the model once, in DistributedDataParallel"
+                " also synchronizes: wrap the model once, in DistributedDataParallel"
             )
         return model.module, model.process_group, None
     if not (groups := sharded_groups(model)):
@@ -242,7 +242,7 @@ def _begin_with_backward(model: nn.Module, session: Session, scaler: Any) -> Non
     """
     weak = weakref.ref(session)
     is_ddp = isinstance(model, DistributedDataParallel)
-    held = None if is_ddp else session  # DDP holds it until it is gone itself
+    held = None if is_ddp else session  # DDP holds it as long as it lives
 
     def begin() -> None:
         current = weak() if held is None else held

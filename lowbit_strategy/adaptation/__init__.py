@@ -1,1 +1,1 @@
-"""Runs controllers and monitors on an engine: measures what they ask for, and applies what controllers decide."""
+"""Runs controllers and monitors on an engine: takes the requested measurements, and applies controllers' decisions."""

@@ -1,4 +1,4 @@
-"""Runs a controller on one engine: measures what it asks for, sums over ranks, and applies its decisions."""
+"""Runs a controller on one engine: takes the requested measurements, sums them over ranks, and applies decisions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Event(NamedTuple):
-    """A switch, and the step in which it happened."""
+    """A switch and its step."""
 
     step: int
     epoch: int | None
@@ -52,7 +52,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     1. the measurements of the last step, summed over ranks, are given to the controller
     2. its decision is applied: parameters whose level changes are regrouped, and residuals are carried over
-    3. what its probe requests is measured in this step
+    3. the measurements that its probe requests are taken in this step
 
     Args:
         controller: The controller.
@@ -91,18 +91,18 @@ class AdaptiveDriver(BucketObserver, StepListener):
         """Take over `sync`, before a checkpoint is loaded into it.
 
         Raises:
-            ValueError: The controller cannot serve this model.
+            ValueError: The controller does not support this model.
         """
         if sync.ranks.comes_and_goes:
             raise ValueError(
-                f"{type(self.controller).__name__} does not go with replicas that join and leave: a new one would not"
-                " know what has been decided. Leave the controller out"
+                f"{type(self.controller).__name__} does not support replicas that join and leave: a new one would not"
+                " know earlier decisions. Leave the controller out"
             )
         if self.controller.initial_accumulation is not None and sync.has_rounds:
             raise ValueError(
-                f"{type(self.controller).__name__} does not go with rounds of several steps: it judges gradients and"
-                " sets the batch of a step, and where ranks meet in rounds only weights travel. Synchronize in every"
-                " step, or use a controller that changes no batch, such as Accordion"
+                f"{type(self.controller).__name__} does not support rounds of several steps: it judges gradients and"
+                " sets a step's number of batches, and in rounds only weights travel. Synchronize in every step, or use"
+                " a controller that does not change the batch, such as Accordion"
             )
         self.sync = sync
         self.state = self._initial_state()
@@ -113,7 +113,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         if leaves.is_present(_FIGURES):
             self._figures = leaves.load(_FIGURES, _FIGURES)(sync, self.controller, lambda: self.timer())
         sync.save_with(EXTRA_STATE_KEY, self)
-        if sync.device.type == "cuda":  # kernels are compiled
+        if sync.device.type == "cuda":  # compile kernels
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
             for level, size in itertools.product(self.controller.levels, sizes):
                 rehearse(level.phase(sync.step_index), world_size=size, scatter=sync.scatter, device=sync.device)
@@ -124,7 +124,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         levels = self.controller.levels
         for level in levels:
             level.check(specs)
-        if levels:  # a decision makes no difference to what every level exempts
+        if levels:  # decisions do not affect parameters that every level exempts
             specs = self._concerned(specs)
         return self.controller.init(specs, self.sync.ranks.peers.world_size)
 
@@ -141,10 +141,10 @@ class AdaptiveDriver(BucketObserver, StepListener):
     # -- the step -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Training begins. In rounds the first decision comes when the first one ends.
+        """Check the controller when training begins. In rounds it first decides when the first round ends.
 
         Raises:
-            ValueError: The controller lacks something, such as the epoch.
+            ValueError: The controller lacks information, such as the epoch.
         """
         if self._decided_step is None:
             progress = self.clock(self.sync.step_index)
@@ -154,7 +154,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     def begin_step(self) -> AdaptiveDriver | None:
         sync = self.sync
-        if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
+        if self._decided_step != sync.step_index:  # a step that overflowed is repeated: its decision stands
             progress = self.clock(sync.step_index)
             shown = {} if self._figures is None else self._figures.read()
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
@@ -184,7 +184,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
                 _log.warning("step %d: %s", progress.step, warning)
 
     def _ask(self, probe: Probe) -> None:
-        """Measure this in the step that begins."""
+        """Take these measurements in the step that begins."""
         self._probe = probe
         if probe.accumulate is not None:
             self._window.accumulate(probe.accumulate)
@@ -232,7 +232,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
             if self.sync.ranks.logs:
                 _log.warning(
-                    "the checkpoint was written under another controller (%s of %s): this one starts over",
+                    "the checkpoint was written with a different controller (%s of %s): this one starts over",
                     state["controller"],
                     ", ".join(state["labels"]),
                 )

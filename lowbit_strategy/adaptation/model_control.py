@@ -2,8 +2,8 @@
 
 The session tells it when a backward pass begins and when a checkpoint has been loaded, the engine when a step begins
 and ends. An adapter makes one when the model is attached, before a checkpoint is loaded, and gives it a controller, a
-monitor, or both (`adapt`, `monitor`), a clock, a receiver of metrics, and a folder. Where the framework accumulates and
-steps, its adapter applies what a controller wants of that: `take_effect`, `scaled`.
+monitor, or both (`adapt`, `monitor`), a clock, a function that receives metrics, and a folder. The adapter applies the
+controller's accumulation and learning rate factor in the framework: `take_effect`, `scaled`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class ModelControl(StepListener):
 
     Args:
         sync: The engine.
-        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. If it leaves
-            out the learning rate, the first one of an optimizer known to the session is used.
+        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. Without a
+            learning rate in it, the first one of an optimizer known to the session is used.
         log: Receives metrics and their step on every rank; None: metrics are not logged.
 
     Attributes:
         driver: The running controller, if there is one.
         observer: The running monitor, if there is one.
         loss: Loss of the last batch, if known: a number, or a tensor with one element.
-        has_log: Returns whether anything receives what `log` gets.
+        has_log: Returns whether anything receives logged metrics.
         factor: The controller's current factor on learning rates.
         folder: The folder in which `begin` opens the record; None: there is no record.
         begun: Whether training has begun and no checkpoint has been loaded since.
@@ -75,12 +75,12 @@ class ModelControl(StepListener):
         self.folder: Path | None = None
         self.begun = False
         self._record: Any = None
-        self._bounds: State = {}  # how often groups have left theirs
-        self._shown: Observation | None = None  # the last that was reported
-        self._progress: Progress | None = None  # of the observed step
-        self._reported = False  # whether log and record have the levels in force
-        self._stepped = False  # since training began
-        if sync.in_parts:  # figures are added up over all parts of the model
+        self._bounds: State = {}  # how often groups were out of bounds
+        self._shown: Observation | None = None  # the last reported observation
+        self._progress: Progress | None = None  # the observed step's
+        self._reported = False  # whether the current levels were logged and recorded
+        self._stepped = False  # whether a step has ended since training began
+        if sync.in_parts:  # values are summed over all parts of the model
             handshake({"names of parameters": [*sync.specs]}, sync.ranks.world.group)
         sync.listeners.add(self, StepPhase.RECORD)
         sync.listeners.control = self
@@ -91,19 +91,19 @@ class ModelControl(StepListener):
         control: ModelControl | None = sync.listeners.control
         return control
 
-    # -- what it consists of ------------------------------------------------------------------------------------------
+    # -- its parts ----------------------------------------------------------------------------------------------------
 
     def adapt(self, controller: Controller) -> AdaptiveDriver:
         """Let `controller` choose compressors from the next step on.
 
         Raises:
-            ValueError: There is a controller already, or this one cannot serve the model.
+            ValueError: There is a controller already, or this one does not support the model.
         """
         if self.driver is not None:
             raise ValueError(
                 f"{type(self.driver.controller).__name__} chooses this model's compressors already, so"
                 f" {type(controller).__name__} cannot as well: one model has one controller"
-                " (Guard and Schedule go around others)"
+                " (Guard and Schedule wrap others)"
             )
         if isinstance(self.sync.compressor, Chooser):
             raise ValueError(
@@ -124,7 +124,7 @@ class ModelControl(StepListener):
         if self.observer is not None:
             raise ValueError("this model already has a monitor: give one, with the smaller every_n_steps")
         every = options.every_n_steps
-        self.options, self.begun = options, False  # its record begins with the next backward pass
+        self.options, self.begun = options, False  # the record begins with the next backward pass
         self.observer = Observer(
             self.sync,
             lambda step: step % every < self.sync.steps_per_reduction,
@@ -145,14 +145,14 @@ class ModelControl(StepListener):
         return replace(progress, learning_rate=self.sync.listeners.learning_rate())
 
     def begin_pass(self, loss: torch.Tensor | None) -> None:
-        """A backward pass begins, perhaps on this rank alone. Called by the session."""
+        """Called by the session when a backward pass begins, perhaps on this rank alone."""
         if loss is not None:
             self.loss = loss
         if not self.begun:
             self.begin()
 
     def begin(self, **fields: Any) -> None:
-        """Training begins or continues: open the record in `folder` and write its first line.
+        """Open the record in `folder` and write its first line, when training begins or continues.
 
         Args:
             fields: Additional fields for that line.
@@ -166,7 +166,7 @@ class ModelControl(StepListener):
         self._reported, self._stepped, self._shown = False, False, self._observation
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.ranks.world.rank == 0:  # of each replica, where they come and go
+        if self.folder is not None and self.sync.ranks.world.rank == 0:  # one per replica, if replicas come and go
             if leaves.is_present(_RECORD.target):
                 self._record = leaves.load(_RECORD.target, "record")(self.folder)
                 self._record.start(self, **fields)
@@ -175,7 +175,7 @@ class ModelControl(StepListener):
         if self.observer is not None and self.folder is None and not self.has_log() and self.sync.ranks.logs:
             _log.warning(
                 "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
-                " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
+                " give the trainer a logger (tracker), or the monitor a folder, such as record='runs/1'"
             )
 
     @property
@@ -185,10 +185,10 @@ class ModelControl(StepListener):
 
     @accumulation.setter
     def accumulation(self, batches: int) -> None:
-        """Nothing: the loop itself reads what the driver wants."""
+        """Do nothing: the loop itself reads the driver's value."""
 
     def take_effect(self) -> None:
-        """Between two optimizer steps, apply the learning rates' factor and the batches that the controller has set."""
+        """Between two optimizer steps, apply the controller's learning rate factor and number of batches."""
         if self.driver is None:
             return
         self.factor = self.driver.learning_rate_factor
@@ -254,7 +254,7 @@ class ModelControl(StepListener):
         self._write_notes()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """The model has been validated: write metrics to the record."""
+        """Write a validation's metrics to the record."""
         if self._record is not None:
             self._record.write("validation", self.sync.step_index, metrics=dict(metrics))
 
@@ -272,7 +272,7 @@ class ModelControl(StepListener):
             self._record.observed(observation, self._progress or Progress(step=observation.step), self.loss, texts)
 
     def _out_of_bounds(self, observation: Observation) -> list[str]:
-        """A sentence for each group that leaves its bounds or returns within them. Rank 0 warns."""
+        """A message for each group that leaves its bounds or returns. Rank 0 warns."""
         if self.options is None or (bounds := self.options.bounds) is None:
             return []
         found = bounds.update({group: each.reading for group, each in observation.groups.items()}, self._bounds)
@@ -291,7 +291,7 @@ class ModelControl(StepListener):
         self._bounds = state
 
     def _not_finite(self, observation: Observation) -> list[str]:
-        """A sentence for the record if gradients were infinite or not a number. Rank 0 warns."""
+        """A message for the record if gradients were infinite or not a number. Rank 0 warns."""
         names = observation.nonfinite
         if not names:
             return []
@@ -309,7 +309,7 @@ class ModelControl(StepListener):
             if driver.levels and self.sync.ranks.logs:  # the start-up report again
                 name = type(driver.controller).__name__
                 inform("training starts at the levels that %s chose:\n%s", name, render_reports(self.sync))
-        if self.log is None and self._record is None:  # the loop reads the driver's lists itself
+        if self.log is None and self._record is None:  # the loop itself reads the driver's lists
             return
         if not driver.events and not driver.warnings and not first:
             return

@@ -20,7 +20,7 @@ class MonitorOptions:
     Args:
         every_n_steps: Optimizer steps between observations; nothing is measured in between. An observation costs about
             as much as the compression of one step.
-        group_by: Groups of parameters: by ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
+        group_by: Groups parameters by ``kind`` (the same layer of all blocks), ``module`` or ``parameter``, or by a
             function of the name.
         bounds: Limits; a warning says when a group leaves them. None: no warnings.
 
@@ -37,7 +37,7 @@ class MonitorOptions:
 
     @classmethod
     def of(cls, *options: Any, **more: Any) -> MonitorOptions:
-        """Make options from what a monitor was given: an instance, or arguments."""
+        """Make options from a monitor's arguments: an instance, or its fields."""
         if options and isinstance(options[0], cls) and not (options[1:] or more):
             return options[0]
         return cls(*options, **more)

@@ -1,4 +1,4 @@
-"""A controller's levels on one rank, before any is in force: rehearsed for the compiler."""
+"""Tries a controller's levels on one rank before training, so that kernels are compiled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.ranks.ranks import Ranks
 
-# One parameter for each method that a configuration may give: compressed, high precision, exempt.
+# One parameter for each method in a configuration: compressed, high precision, exempt.
 _SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
-_DTYPES = (torch.float32, torch.bfloat16)  # of gradients: which one it will be shows in the first step
+_DTYPES = (torch.float32, torch.bfloat16)  # of gradients: the actual one is only known in the first step
 
 
 class SingleRankBucket:
-    """Parameters as one bucket, reduced by this rank alone, as if the others of `world_size` ranks sent nothing."""
+    """Parameters as one bucket, reduced by this rank alone, as if the other `world_size` - 1 ranks sent nothing."""
 
     def __init__(
         self,

@@ -53,8 +53,8 @@ def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
 
 
 class WindowSums(Tally):
-    """Sums of each rank's ``local`` gradients, or of this rank's part of the ``mean`` gradient. Gradients that are
-    thrown away do not count.
+    """Sums of each rank's ``local`` gradients, or of this rank's part of the ``mean`` gradient. Discarded gradients do
+    not count.
 
     Args:
         sync: The engine.
@@ -68,14 +68,14 @@ class WindowSums(Tally):
         sync.transactions.tallies.append(self)
 
     def forget(self) -> None:
-        """Begin the window again, with nothing open."""
+        """Restart the window, with nothing open."""
         self._sums: _Sums = {}
-        self._open: _Sums = {}  # of reductions that may still be thrown away
+        self._open: _Sums = {}  # of reductions that may still be discarded
         self._aside: _Sums = {}  # of reductions that were set aside
         self.num_steps = 0
 
     def accumulate(self, gradient: Accumulate) -> None:
-        """Add up these gradients from now on, in a new window unless it is the same kind as before."""
+        """Add up gradients of this kind from now on, in a new window unless the kind is unchanged."""
         if gradient != self._gradient:
             self.forget()
             self._gradient = gradient
@@ -107,7 +107,7 @@ class WindowSums(Tally):
         _move(names, self._aside, self._sums if used else {})
 
     def _commit_late(self) -> None:
-        """Add what was under way when its reduction was committed."""
+        """Add sums that were under way when their reductions were committed."""
         self.commit(self._open.keys() - self._sync.transactions.prepared)
 
     def read(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class WindowSums(Tally):
         return self._sync.state.ranks_of(name).peers
 
     def _runs(self, name: str) -> Runs:
-        """Where this rank's values lie in the flat parameter, as start and length of each run."""
+        """The places of this rank's values in the flat parameter, as start and length of each run."""
         spec, peers = self._sync.specs[name], self._peers(name)
         if self._gradient == "local" or not spec.sharded:
             return spec.runs
@@ -169,7 +169,7 @@ class WindowSums(Tally):
         self._gradient, self.num_steps = mine["gradient"], mine["num_steps"]
         names = [name for name in mine["sums"] if name in self._sync.specs]
         parts = {name: (mine["sums"][name]["values"], mine["squares"].get(name)) for name in names}
-        if any(not self._fits(name, mine["sums"][name]) for name in names):  # also where `own`, under FSDP2 or DDP
+        if any(not self._fits(name, mine["sums"][name]) for name in names):  # even if `own`: DDP and FSDP2 differ
             parts = self._cut(names, mine, rest)
         device = self._sync.device
         for name, (values, square) in parts.items():
@@ -182,7 +182,7 @@ class WindowSums(Tally):
     def _cut(
         self, names: Sequence[str], own: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
     ) -> dict[str, tuple[Tensor, float | None]]:
-        """Cut this rank's part of each parameter from what all ranks saved."""
+        """Cut this rank's part of each parameter from all ranks' saved sums."""
         wholes = {name: _Whole(own["sums"][name]["shape"]) for name in names}
         for saved in itertools.chain([own], others):
             complete = [whole.add(saved, name) for name, whole in wholes.items()]
@@ -201,7 +201,7 @@ class WindowSums(Tally):
 
 
 class _Whole:
-    """One parameter's sum, assembled from parts. What several ranks have is taken from the first of them."""
+    """One parameter's sum, assembled from parts. If several ranks have a part, the first one's is used."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         numel = torch.Size(shape).numel()
@@ -209,7 +209,7 @@ class _Whole:
         self.square = 0.0
 
     def add(self, saved: Mapping[str, Any], name: str) -> bool:
-        """Add what a rank saved. Return whether the parameter is complete."""
+        """Add a rank's saved sum. Return whether the parameter is complete."""
         part = saved["sums"].get(name)
         known = [] if part is None else views_at(self._known, part["runs"])
         if not all(bool(each.all()) for each in known):

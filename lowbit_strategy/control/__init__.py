@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowbit_strategy.control.zoo.static import Static as Static
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {"accordion": Accordion}
-_ZOO = {  # one line for each; nothing is imported where it is not there
+_ZOO = {  # one line each; a controller that was deleted is not imported
     "accordion_batch": "lowbit_strategy.control.zoo.accordion_batch:AccordionBatch",
     "adaqs": "lowbit_strategy.control.zoo.adaqs:AdaQS",
     "gravac": "lowbit_strategy.control.zoo.gravac:GraVAC",
@@ -72,7 +72,7 @@ def register_controller(name: str, controller: Callable[..., Controller]) -> Non
     """Let configuration files name a controller: ``controller: {name: NAME, option: value}``.
 
     Call it at the end of the controller's module, so that every process does. ``accelerate launch`` reads a file before
-    the script starts: there a package of yours registers it that is installed with an entry point in the group
+    the script starts, so there a package of yours must register it through an entry point in the group
     ``torch.backends``, which ``import torch`` calls.
 
     Args:

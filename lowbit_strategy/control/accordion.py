@@ -1,4 +1,4 @@
-"""Accordion: light compression in critical regimes, where gradient norms change fast; otherwise heavy."""
+"""Accordion: light compression in critical regimes, in which gradient norms change fast; otherwise heavy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class CriticalRegimes:
         unit: What `interval` counts.
         gradient: ``local``: each rank's own, as published; needs a float32 copy of the model on every rank. ``mean``:
             the mean over ranks; under FSDP2 only a shard is kept.
-        learning_rate_drop: A relative drop of more than this in one step counts as a decay. Smooth schedules stay below
-            it.
+        learning_rate_drop: A relative drop of more than this in one step counts as a decay. Smooth schedules drop less.
     """
 
     eta: float = 0.5
@@ -57,7 +56,7 @@ class CriticalRegimes:
 
     @staticmethod
     def first_state(specs: Sequence[TensorSpec]) -> State:
-        """The first state: ``regimes`` is the state of `update`, ``judged`` has the names of matrices."""
+        """The first state: ``regimes`` is the state of `update`; ``judged`` holds the names of matrices."""
         return {
             "regimes": {"window": None, "norms": {}, "learning_rate": None},
             "judged": [spec.name for spec in specs if spec.ndim > 1],
@@ -82,7 +81,7 @@ class CriticalRegimes:
     def update(
         self, telemetry: Telemetry, norms: Mapping[str, float], state: State
     ) -> tuple[dict[str, tuple[bool, str]] | None, State]:
-        """One step.
+        """Process one step.
 
         Args:
             telemetry: Telemetry of the step.
@@ -165,7 +164,7 @@ class Accordion(CriticalRegimes, Controller):
             for name in judged:
                 critical, reason = found[MODEL if self.per == "model" else name]
                 levels[name] = 0 if critical else 1
-                reasons[name] = reason.partition(" (")[0]  # one line for all that switch together
+                reasons[name] = reason.partition(" (")[0]  # one log line for all that switch together
         return Decision(
             state=dict(state, regimes=regimes, levels=levels),
             levels=levels,

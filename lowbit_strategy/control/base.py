@@ -48,7 +48,7 @@ class Progress:
         """
         if self.epoch is None:
             raise ValueError(
-                "the controller counts in epochs, and nothing counts them here: count in steps, or give"
+                "the controller counts in epochs, but nothing counts them here: count in steps, or give"
                 " steps_per_epoch, or set the epoch in the loop (accelerator.lowbit.epoch, a LoopClock's epoch)"
             )
         return self.epoch
@@ -63,7 +63,7 @@ class Energy(NamedTuple):
 
 
 class EndToEnd(NamedTuple):
-    """One parameter's squared norms, estimated from a sample: result minus true mean over ranks, that mean."""
+    """One parameter's squared norms, estimated from a sample: result minus true mean over ranks, and that mean."""
 
     error: float
     mean: float
@@ -71,13 +71,13 @@ class EndToEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:
-    """The input of a controller. Mappings are by parameter name, and empty unless a probe asked for them.
+    """The input of a controller. Mappings are by parameter name, and empty unless a probe requested them.
 
     Args:
         progress: The progress of training.
         accumulated_norm: Norm over ranks of the gradient summed over the steps since it was last read.
         accumulated_square: Sum of the squared norms of the same gradients, if the probes had `square`.
-        accumulated_steps: Number of these steps.
+        accumulated_steps: Number of steps in these sums.
         energy: Energies for each level that was tried in the last step.
         residual_norm: Norm over ranks of the residuals, before the last step, of the parameters in `energy`.
         end_to_end: Error of the whole last reduction over both hops, with the current levels.
@@ -96,7 +96,7 @@ class Telemetry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What to measure in the step that begins. Everything is off by default and then costs nothing.
+    """The measurements to take in the step that begins. All are off by default; what is off costs nothing.
 
     Args:
         accumulate: Add this step's gradients to a sum whose norm is read later: each rank's own gradients (``local``;
@@ -115,7 +115,7 @@ class Probe:
 
 
 class Switch(NamedTuple):
-    """One change, for logs: what changed, from which level to which, and why."""
+    """One change, for logs: the parameters, both levels, and the reason."""
 
     what: str
     before: str
@@ -130,8 +130,8 @@ class Decision:
     Args:
         state: The controller's next state.
         levels: For every parameter, an index into the controller's levels. Empty: unchanged.
-        probe: What to measure.
-        switches: What changed and why.
+        probe: The measurements to take.
+        switches: The changes and their reasons.
         warnings: Warnings to log.
         accumulation: Batches accumulated per optimizer step; None: unchanged.
         learning_rate_factor: Factor that multiplies the scheduler's learning rate.
@@ -149,8 +149,7 @@ class Decision:
 
 
 class Controller(ABC):
-    """Base class of controllers, which are frozen dataclasses. Everything that changes is in the state that is passed
-    in and returned.
+    """Base class of controllers, which are frozen dataclasses. All mutable state is passed in and returned.
 
     `levels` go from the lightest compression to the heaviest. Each level has its own exempt parameters, for which
     choosing the level has no effect.
@@ -174,7 +173,7 @@ class Controller(ABC):
             world_size: Number of ranks.
 
         Raises:
-            ValueError: The configuration cannot serve this model.
+            ValueError: The configuration does not support this model.
         """
 
     def reads_accumulated(self, progress: Progress, state: State) -> bool:
@@ -207,7 +206,7 @@ _STRENGTHS = ("bits", "density", "rank")
 
 
 def reference_nbytes(level: Compressor) -> int:
-    """Bytes that four ranks send for a matrix of 1024 x 1024 that is neither exempt nor high-precision."""
+    """Bytes that four ranks send for a 1024 x 1024 matrix that is neither exempt nor high-precision."""
     return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE)
 
 

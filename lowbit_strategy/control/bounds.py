@@ -22,7 +22,7 @@ END_TO_END = "end-to-end error"
 
 
 class Alarms(NamedTuple):
-    """Groups out of bounds `patience` times, with reasons; groups within bounds again; and the next state."""
+    """Groups out of bounds `patience` times, with reasons; groups that are within bounds again; the next state."""
 
     raised: Mapping[str, str]
     cleared: tuple[str, ...]
@@ -63,7 +63,7 @@ class Bounds:
         return {"counts": {}, "alarmed": {}}
 
     def update(self, readings: Mapping[str, Reading], state: State) -> Alarms:
-        """Take one observation. ``counts`` has the consecutive observations that contradict a group's current state."""
+        """Process one observation. ``counts`` holds the consecutive observations that contradict a group's state."""
         counts, alarmed = dict(state["counts"]), dict(state["alarmed"])
         raised, cleared = {}, []
         for group, reading in readings.items():

@@ -1,1 +1,1 @@
-"""Observes training: a step's measurements, and the way to the start-up report. It changes nothing."""
+"""Observes training: measurements of steps, and access to the start-up report. It changes nothing."""

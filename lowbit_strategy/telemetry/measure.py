@@ -38,7 +38,7 @@ def energies(compensated: Tensor, sent: Tensor) -> Tensor:
     """Squared norms of the compensated gradient, of what was sent, and of the difference: float64 [3]."""
     part_numel = PART_NUMEL[compensated.is_cuda]
     parts = zip(compensated.split(part_numel), sent.split(part_numel), strict=True)
-    errors = [squared_norm(h - q) for h, q in parts]  # of parts that stay in a cache
+    errors = [squared_norm(h - q) for h, q in parts]  # in parts that fit a cache
     return torch.stack([squared_norm(compensated), squared_norm(sent), torch.stack(errors).sum()])
 
 
@@ -49,7 +49,7 @@ class StepMeasure:
         sync: The engine.
 
     Attributes:
-        rows: For each figure, a float64 row for every measured parameter.
+        rows: By figure, a float64 row for every measured parameter.
         sampling_nbytes: Bytes that this rank has sent for `compare`, by receiving ranks.
     """
 
@@ -92,10 +92,10 @@ class StepMeasure:
     def summed(
         self, widths: Mapping[Any, int], facts: Sequence[float] = (), names: Sequence[str] | None = None
     ) -> tuple[dict[Any, Tensor], list[float]]:
-        """The rows of each figure, ``[names, width]``, and the mean of each fact, by one exchange of all ranks.
+        """The rows of each figure, ``[names, width]``, and the mean of each fact, by one exchange among all ranks.
 
         Args:
-            widths: Length of a row, by figure. A parameter without a row has zeros.
+            widths: Length of a row, by figure. A parameter without a row gets zeros.
             facts: This rank's other numbers.
             names: The parameters; None: all of them.
         """
@@ -112,8 +112,8 @@ class StepMeasure:
 
 
 def sampled(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of at most `_SAMPLE` elements, and the number of elements that each stands for, the reciprocal of its
-    probability, regardless of the tensor's shape.
+    """Positions of at most `_SAMPLE` elements, and the number of elements that each represents (the reciprocal of its
+    probability), regardless of the tensor's shape.
     """
     starts, lengths = _strata(numel, device)
     return positions_in(starts, lengths, seed), lengths.double()

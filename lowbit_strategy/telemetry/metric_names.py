@@ -23,7 +23,7 @@ def for_model(metrics: Mapping[str, float], number: int) -> dict[str, float]:
 
 
 def is_of_group(name: str) -> bool:
-    """Whether a metric is about one group of parameters, and not about all of them."""
+    """Whether a metric is for one group of parameters, not for all of them."""
     _, what, *group = name.split("/", 2)
     return bool(group) and what in _PER_GROUP
 

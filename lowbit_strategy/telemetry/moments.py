@@ -1,4 +1,4 @@
-"""Moments, by this thread's clock on CPU and by the device's on CUDA."""
+"""Points in time, by this thread's clock on CPU and by the device's clock on CUDA."""
 
 from __future__ import annotations
 

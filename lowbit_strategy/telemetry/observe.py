@@ -1,4 +1,4 @@
-"""Observation: what compression does to gradients, measured in chosen steps and not at all in others."""
+"""Observation: measures in chosen steps how compression changes gradients; other steps cost nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowbit_strategy.ranks.ranks import Topology
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 from lowbit_strategy.telemetry.moments import Moment, now, seconds_between
 
-_WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # of figures
+_WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # row lengths by figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class Figures:
         numel: Elements.
         relative_error: ``||h - sent|| / ||h||`` of the uplink.
         end_to_end_error: ``||result - mean|| / ||mean||`` over both hops and all ranks, where mean is the true mean of
-            the ranks' gradients; estimated from a sample. Feedback makes up for it in later steps. None if replicas
-            come and go, since all of them would have to measure the same steps.
+            the ranks' gradients; estimated from a sample. Feedback corrects it in later steps. None if replicas come
+            and go, since all of them would have to measure the same steps.
         cosine: Cosine of the angle between h and what was sent.
         residual_norm: ``||residual||``.
         compensated_norm: ``||h||``.
         bits_per_element: Bits on the wire per element and hop; 32 for uncompressed float32.
-        wire_nbytes: Bytes that a rank sends for them according to the methods, averaged over ranks.
+        wire_nbytes: Bytes that a rank sends for them, computed by the methods, averaged over ranks.
         method: The method that compresses them.
-        compressed: Whether any of them is compressed. If so, the figures above cover only those; elements and bytes
+        compressed: Whether any of them is compressed. If so, errors and norms cover only those; elements and bytes
             cover all.
     """
 
@@ -73,15 +73,15 @@ class Observation:
         total: Figures of all parameters.
         groups: Figures by group name.
         sent_nbytes: Gradient bytes that a rank sent in the whole step, counted, averaged over ranks.
-        between_nbytes: The part of them that left the node; all of them if it is unknown which ranks share a node.
-        inside_nbytes: Gradient bytes that stayed inside the node: the rest of them and, with two levels, what is added
-            up exactly. Counted, averaged over ranks.
+        between_nbytes: The bytes that left the node; all of them if it is unknown which ranks share a node.
+        inside_nbytes: Gradient bytes that stayed inside the node, including, with two levels, those of exact sums.
+            Counted, averaged over ranks.
         weights_nbytes: Bytes that this rank sent for weights in the previous step, counted; 0 under DDP.
         dense_nbytes: Bytes that an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), averaged over ranks.
         comm_ms: Time spent waiting for other ranks' bytes, including what overlaps with backward.
         step_ms: Time from the end of the previous step to the end of this one; None for a first step. In rounds, from
-            turn to turn.
+            synchronization to synchronization.
         nonfinite: Parameters whose gradient was not finite.
         drift: Rounds: how far ranks had drifted apart, as the root mean square of their distances from the mean, in
             units of the mean movement; None if every step is synchronized.
@@ -128,12 +128,12 @@ class Observer(BucketObserver, StepListener):
 
     Args:
         sync: The engine to watch.
-        wants: Tells whether to observe the step with this number, the same on all ranks.
+        wants: Whether to observe the step with this number, the same on all ranks.
         group_by: How parameters are grouped, see `group_of`.
 
     Attributes:
         last: The last observation, available on every rank after each observed step.
-        own_sent_nbytes: Bytes that this rank sent in the last observed step, without those for observing.
+        own_sent_nbytes: Bytes that this rank sent in the last observed step, except for observing.
     """
 
     traces = True
@@ -160,7 +160,7 @@ class Observer(BucketObserver, StepListener):
             return None
         self._step = self.sync.step_index
         self._measure = StepMeasure(self.sync)
-        self._codes: list[tuple[Moment, Moment]] = []  # from when to when this rank has coded
+        self._codes: list[tuple[Moment, Moment]] = []  # start and end of each time this rank coded
         self._waits: list[tuple[Moment, Moment]] = []
         self._sent_before = {ranks.peers: ranks.peers.sent_nbytes for ranks in self.sync.all_ranks}
         self._inside_before = self._inside_nbytes()
@@ -177,7 +177,7 @@ class Observer(BucketObserver, StepListener):
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         stages = self._timed(stages)
-        if not self.sync.ranks.comes_and_goes:  # what one replica looks at needs no other
+        if not self.sync.ranks.comes_and_goes:  # a replica observes alone
             views = [param.within(x, out) for param in bucket.params]
             stages = self._measure.compare(views, bucket.context.comm, stages)
         yield from stages
@@ -241,7 +241,7 @@ class Observer(BucketObserver, StepListener):
         )
 
     def _traffic(self, names: Sequence[str]) -> float:
-        """Elements of these parameters that a rank sends in an uncompressed ring, on average."""
+        """Number of elements of these parameters that a rank sends in an uncompressed ring, on average."""
         sync, numels = self.sync, Counter[Comm]()
         for name in names:
             numels[sync.state.ranks_of(name).peers] += sync.specs[name].whole.numel

@@ -1,4 +1,4 @@
-"""The start-up report of a run, which `plan` writes: what is compressed, what is not and why, bytes and memory."""
+"""The start-up report, which `plan` writes: what is compressed, what is not and why, bytes and memory."""
 
 from __future__ import annotations
 

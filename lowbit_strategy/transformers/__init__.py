@@ -60,7 +60,7 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
     chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))
     binding = _attach_accelerator(trainer, chosen)
 
-    def create_and_attach(create: Callable[[], None]) -> None:  # a hyperparameter search makes one for every trial
+    def create_and_attach(create: Callable[[], None]) -> None:  # a hyperparameter search makes an accelerator per trial
         create()
         _attach_accelerator(trainer, chosen)
 
@@ -82,14 +82,14 @@ def bind_checkpoints(trainer: Trainer) -> None:
     """Save residuals with every checkpoint, load them on resume, and write metrics to the Trainer's log.
 
     Raises:
-        ValueError: The controller would set something that the Trainer decides.
+        ValueError: The controller would change something that the Trainer decides.
     """
     binding = binding_of(trainer.accelerator)
     controller = binding.plugin.controller if binding is not None else None
     if controller is not None and controller.initial_accumulation is not None:
         raise ValueError(
             f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
-            " another controller, such as Accordion, or a loop of your own with Accelerate"
+            " a different controller, such as Accordion, or your own loop with Accelerate"
         )
     if binding is not None:
         wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
@@ -97,7 +97,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
     if binding is not None and binding.replica is not None:
         binding.replica.adapt_trainer(trainer)
     if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
-        return  # bound for a lowbit_config section, in whose place the script puts its own plugin
+        return  # bound for a lowbit_config section, which the script's own plugin replaces
     callback = ResidualCallback(trainer)
     trainer.add_callback(callback)
 
@@ -108,7 +108,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
             if not current.attached and trainer.model is not None:
-                trainer.model_wrapped = trainer.model  # and not what was compiled for an evaluation
+                trainer.model_wrapped = trainer.model  # not the module compiled for an evaluation
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)
@@ -163,8 +163,8 @@ class ResidualCallback(TrainerCallback):
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
         loop, sync = binding.loop, binding.sync
-        loop.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
-        loop.has_log = lambda: True  # its own history at least
+        loop.log = lambda metrics, step: self._log(metrics)  # the Trainer's step is the same
+        loop.has_log = lambda: True  # at least its own history
         if binding.plugin.record is True:
             loop.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
@@ -176,7 +176,7 @@ class ResidualCallback(TrainerCallback):
         trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
         groups = {name: value for name, value in metrics.items() if is_of_group(name)}
         for callback in trainer.callback_handler.callbacks if groups else ():
-            if not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles, which print all that they get
+            if not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles, which print everything
                 callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(groups), model=trainer.model)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ class ResidualCallback(TrainerCallback):
 
     @staticmethod
     def _saves(args: TrainingArguments, state: TrainerState) -> bool:
-        """Whether checkpoints need residuals; those from which training cannot continue do not."""
+        """Whether checkpoints need residuals; those that cannot resume training do not."""
         return not args.save_only_model and not state.is_hyper_param_search
 
 

@@ -322,8 +322,8 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     assert "AdaptiveCompression needs" in facts[0]["adaptive"]
     assert "controller must be one of" in facts[0]["controller"]
     assert "every_n_steps must be a positive integer" in facts[0]["interval"]
-    assert "AccordionBatch does not go with rounds of several steps" in facts[0]["local"]
-    assert "AccordionBatch does not go with rounds of several steps" in facts[0]["local later"]
+    assert "AccordionBatch does not support rounds of several steps" in facts[0]["local"]
+    assert "AccordionBatch does not support rounds of several steps" in facts[0]["local later"]
     assert "which manual optimization does by itself" in facts[0]["manual"]
     assert "and so does GradientAccumulationScheduler" in facts[0]["two"]
 

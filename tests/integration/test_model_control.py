@@ -202,7 +202,7 @@ def epochs_in_rounds(folder: Path) -> Facts:
 @scenarios(epochs_in_rounds)
 def test_what_a_controller_lacks_is_said_in_the_first_step(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "the controller counts in epochs, and nothing counts them here" in rank["first step"]
+        assert "the controller counts in epochs, but nothing counts them here" in rank["first step"]
 
 
 MOMENTUM = DGC(density=0.1, momentum=0.9)

@@ -339,7 +339,7 @@ def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Fac
     assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
     assert "that nothing synchronizes" in facts[0]["bare"]
     assert "is on the meta device: give the model memory and values" in facts[0]["empty"]
-    assert "around a DistributedDataParallel, which synchronizes too: wrap the model once" in facts[0]["twice"]
+    assert "around a DistributedDataParallel, which also synchronizes: wrap the model once" in facts[0]["twice"]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Measures what a probe requests in one step: levels tried on its gradients, the error of both hops, its time."""
+"""Takes the measurements that a probe requests in one step: levels tried on its gradients, both hops' error, its
+time.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 
 STATE_KEY = "last step"
-_WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
+_WARM_ROUNDS = 3  # a method with a warm start (PowerSGD) is judged after several rounds on the same tensor
 
 
 class StepFigures(BucketObserver, StepListener):
-    """This rank's measurements of the last step that counted. Ranks add them up when the next one begins, also after a
+    """This rank's measurements of the last step that counted. Ranks add them up when the next step begins, even after a
     resume.
 
     Args:
@@ -45,9 +47,9 @@ class StepFigures(BucketObserver, StepListener):
         sync.listeners.add(self, StepPhase.DECIDE)
 
     def forget(self) -> None:
-        """Nothing has been measured."""
+        """Forget all measurements."""
         self._names: list[str] | None = None  # parameters that the last step measured; None: there is no such step
-        self._seconds: float | None = None  # of that step on this rank; None: there is none before it
+        self._seconds: float | None = None  # that step's time on this rank; None: no step before it
         self._last = StepMeasure(self._sync)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class StepFigures(BucketObserver, StepListener):
         squares = {figure: rows / (self._sync.loss_scale or 1.0) ** 2 for figure, rows in sums.items()}
         if has_time:
             shown["step_seconds"] = mean_seconds
-        if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # nothing is learned from an overflow
+        if not all(bool(rows.isfinite().all()) for rows in squares.values()):  # an overflow tells nothing
             return shown
         if probe.end_to_end:
             end_to_end = itertools.starmap(EndToEnd, squares["end_to_end"].tolist())
@@ -115,7 +117,7 @@ class StepFigures(BucketObserver, StepListener):
         return {"names": self._names, "seconds": self._seconds, "rows": rows}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
-        """Load the states. If the layout has changed, the first rank takes what all ranks measured."""
+        """Load the states. If the layout has changed, the first rank takes all ranks' measurements."""
         self.forget()
         rest = iter(states)
         mine = next(rest)
@@ -135,7 +137,7 @@ class StepFigures(BucketObserver, StepListener):
 def try_level(
     level: Compressor, values: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], seed: int
 ) -> dict[str, Tensor]:
-    """The `energies` of each tensor if `level` had to send it, with new state, in a world of one rank."""
+    """The `energies` of each tensor as sent by `level`, with new state, in a world of one rank."""
     chosen = [specs[name] for name in values if specs[name].numel]
     if not chosen:
         return {}

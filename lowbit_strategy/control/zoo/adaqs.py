@@ -25,7 +25,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class AdaQS(Controller):
-    """Starts with the heaviest level, and goes one level lighter whenever the mean-to-deviation ratio has fallen
+    """Starts with the heaviest level, and becomes one level lighter whenever the mean-to-deviation ratio has fallen
     enough.
 
     Early in training, gradients of different batches agree: their mean is large compared with their deviation, and
@@ -45,7 +45,7 @@ class AdaQS(Controller):
     Args:
         ladder: At least two configurations, from light (many bits) to heavy (few).
         factor: Relative drop of the ratio per level, in (0, 1).
-        interval: Steps per ratio, at least 2. Longer: smaller ratios can be resolved.
+        interval: Steps per ratio, at least 2. Longer: smaller ratios can be measured.
         ewma: Weight of a new ratio in the average.
         per: Whether to judge each ``parameter``, or the ``model`` by the norms of all its matrices together.
         gradient: ``local``: each rank's own gradients; needs a float32 copy of the model on every rank. ``mean``: the

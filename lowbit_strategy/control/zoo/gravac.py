@@ -16,7 +16,7 @@ from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _DENSE = 0  # index of the uncompressed level; candidates follow
-_FORGOTTEN = 3.0  # time constants until e**-3 = 5 % of the earlier residual is left
+_FORGOTTEN = 3.0  # time constants, after which e**-3 = 5 % of the earlier residual is left
 _SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight of 0.8
 
 
@@ -55,8 +55,8 @@ class GraVAC(Controller):
         epsilon: Smallest compression gain, in (0, 1]. Larger: more information, less compression.
         omega: Scores with a smaller relative difference count as equal. Larger: the search ends earlier.
         window: Steps over which a candidate is judged. Longer: less noise, a longer search.
-        settle: Steps before the window, in which the residual becomes the candidate's. None: three time constants, ``3
-            / epsilon`` steps, and at least 15 for moving averages like LoCo's.
+        settle: Steps before the window, in which the residual adapts to the candidate. None: three time constants,
+            ``3 / epsilon`` steps, and at least 15 for moving averages like LoCo's.
         ewma: Weight of a new compression gain in the average.
         measure_every: Steps between two measurements. Each costs an encode and a decode of what is tried.
         search_every: Steps from the end of a search to the next search; None: search once. A search takes ``settle +
@@ -132,8 +132,8 @@ class GraVAC(Controller):
             "settled_step": 0,
             "turn_start": 0,
             "compression_gains": {},
-            "own_compression_gains": [],  # of the candidate, within its window
-            "seconds": [],  # the same
+            "own_compression_gains": [],  # gains of the candidate in its window
+            "seconds": [],  # its step times
             "fresh": True,  # the first step after a switch is slower
             "refused": False,  # the candidate fell below epsilon in this trial
             "scores": {},
@@ -176,7 +176,7 @@ class GraVAC(Controller):
             is_own = searched and level == new["candidate"]
             old = new["compression_gains"].get(str(level))
             if is_own and not new["own_compression_gains"]:
-                old = None  # so far measured with another candidate's residual: not comparable
+                old = None  # measured with a different candidate's residual: not comparable
             averaged = measured if old is None else (1 - self.ewma) * old + self.ewma * measured
             new["compression_gains"][str(level)] = averaged
             if is_own and judged:

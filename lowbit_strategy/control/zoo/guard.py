@@ -1,4 +1,4 @@
-"""Guard: warns when compression errors exceed bounds, and uses a lighter level until they no longer do."""
+"""Guard: warns when compression errors exceed bounds, and uses a lighter level until they are within bounds again."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Guard(Controller):
                 error = sum(energy.error for energy in energies)
                 residual = sum(telemetry.residual_norm.get(name, 0.0) ** 2 for name in members)
                 both_hops = (
-                    math.inf  # unknown for a level that is not in force
+                    math.inf  # unknown for a level that is not in use
                     if END_TO_END in alarmed.get(group, "") and self.fallback is not None
                     else _end_to_end_error(telemetry, members)
                 )

@@ -58,8 +58,8 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
         return 0
     if progress.steps_per_epoch is None:
         raise ValueError(
-            "phases in epochs together with others need the number of steps in an epoch, which is not known:"
-            " give all phases in one unit"
+            "phases in epochs and in other units together need the number of steps in an epoch, which is unknown: give"
+            " all phases in one unit"
         )
     return value * progress.steps_per_epoch
 
