@@ -58,6 +58,11 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
+def is_far(pending: Pending | None) -> bool:
+    """Whether `pending` is a message from a far rank. Handles of a user's own methods need not say so."""
+    return getattr(pending, "is_far", False)
+
+
 def wait_for_all(stages: Iterable[Pending | None]) -> None:
     """Run all stages of a reduction and wait for each one. A stage of None has nothing in flight."""
     for pending in stages:

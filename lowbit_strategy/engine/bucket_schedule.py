@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Done, Pending
+from lowbit_strategy.collectives.comm import Done, Pending, is_far
 
 TURN = Done()  # nothing travels: the node's ranks begin the next exchange, inside the node, together
 Stages = Iterator[Pending | None]
@@ -50,7 +50,7 @@ class _Piece:
     @property
     def is_far(self) -> bool:
         """Whether it waits for a message from a far rank."""
-        return getattr(self._pending, "is_far", False)
+        return is_far(self._pending)
 
     @property
     def awaits_turn(self) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Comm, Pending, is_far
 from lowbit_strategy.control.bounds import Reading
 from lowbit_strategy.control.grouping import GroupBy, grouped
 from lowbit_strategy.engine.bucket import Bucket, BucketObserver
@@ -111,6 +111,10 @@ class _Timed(NamedTuple):
     pending: Pending
     device: torch.device
     waits: list[tuple[Moment, Moment]]
+
+    @property
+    def is_far(self) -> bool:
+        return is_far(self.pending)
 
     def wait(self) -> object:
         began = now(self.device)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from lowbit_strategy.collectives.comm import LocalComm, Pending
+from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.local_steps.reducers import BlockingReducer
 from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry import measure, observe
 from lowbit_strategy.telemetry.measure import StepMeasure
 from lowbit_strategy.telemetry.observe import Observer
-from testing.worlds.single import engine, gradients, reduce_step
+from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 COMPRESSOR = LoCo(bits=2, block_size=64, residual="float32", beta=0.0, reset_steps=None)
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
@@ -61,6 +68,42 @@ def test_observing_changes_no_result() -> None:
     for step in range(6):
         means, again = (reduce_step(sync, gradients(step)) for sync in (plain, watched))
         assert all(torch.equal(means[name], again[name]) for name in means)
+
+
+class Travel:
+    is_far = True
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        log.append("sent")
+
+    def wait(self) -> None:
+        self._log.append("arrived")
+
+
+class FarComm(LocalComm):
+    """Stand-in for ranks that are far apart."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(world_size=2)
+        self._log = log
+
+    def _all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+        super()._all_to_all(out_WB, x_WB)
+        return Travel(self._log)
+
+
+def test_in_an_observed_step_too_all_messages_leave_before_one_is_waited_for() -> None:
+    log: list[str] = []
+    ranks = replace(Ranks.flat(FarComm(log)), comes_and_goes=True)  # there is no sample that travels first
+    sync = GradientSync(COMPRESSOR, SPECS, ranks, torch.device("cpu"), scatter=False)
+    Observer(sync, wants=lambda step: True)
+    sync.begin_step()
+    runner = BlockingReducer()
+    for spec in SPECS:
+        layout, x = BucketLayout(((spec.name, 0),), last=spec is SPECS[-1]), gradients(0)[spec.name]
+        runner.submit(sync.reduce(layout, x, x), result=x, last=layout.last)
+    assert log[: len(SPECS) + 1] == [*["sent"] * len(SPECS), "arrived"]
 
 
 def test_nothing_at_all_between_observed_steps() -> None:
