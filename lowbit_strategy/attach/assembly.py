@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import EveryStep, Pace
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.engine.engine import GradientSync
@@ -105,7 +105,7 @@ def make_session(
 ) -> Session:
     """Make the session around the engine of a model, which may be wrapped in DDP."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    begun: list[EveryStep | None] = []
+    begun: list[Pace | None] = []
     if not sync.ranks.alone:
         if isinstance(prepared.compressor, Chooser):
             begun.append(prepared.compressor.begin(prepared, sync, model, hook))

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-class EveryStep:
-    """Tells a session when ranks meet. Here they meet in every step. Subclasses let them meet in rounds, or let steps
-    be the framework's own.
+class Pace:
+    """Tells a session when ranks meet: in every step, in rounds, or not at all while steps are the framework's own.
 
     Attributes:
         serves_replaced: Whether it supports a replacement of the parameters that it was given.
@@ -82,3 +81,7 @@ class EveryStep:
     def close(self) -> bool:
         """Return whether all threads of this object have ended."""
         return True
+
+
+class EveryStep(Pace):
+    """Ranks meet in every step."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -79,7 +79,7 @@ class Part:
         """
         return prepared
 
-    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> EveryStep | None:
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any) -> Pace | None:
         """Begin, if there are several ranks. Return the object that decides when they meet, if this part has one."""
 
     def adapter(self, framework: str) -> Any:

@@ -26,7 +26,7 @@ from lowbit_strategy.attach.mistakes import (
     why_nothing_was_sent,
 )
 from lowbit_strategy.attach.optimizer_hook import shares_parameters, stop_watching, watch_optimizers
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
@@ -65,7 +65,7 @@ class Session:
         sync: GradientSync,
         module: nn.Module,
         options: SyncOptions,
-        pace: EveryStep,
+        pace: Pace,
         *,
         hook: Hook | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.prepare import Layout, PreparedModel
 from lowbit_strategy.auto.auto import Auto
 from lowbit_strategy.auto.switching import DDPSwitch, FSDPSwitch
@@ -105,7 +105,7 @@ def num_timed(num_candidates: int) -> int:
     return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
-class AutoChoice(EveryStep):
+class AutoChoice(Pace):
     """The choice of one model's set-up on one rank.
 
     Args:

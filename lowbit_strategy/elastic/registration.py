@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.part import Part
 from lowbit_strategy.attach.prepare import PreparedModel, settings_of
 from lowbit_strategy.collectives.comm import GroupComm
@@ -34,7 +34,7 @@ class RoundsOfReplicas(Part):
     def __init__(self, rule: OuterRule, membership: Membership) -> None:
         self._rule, self._membership = rule, membership
 
-    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> EveryStep:
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> Pace:
         make_outer = partial(ElasticOuterSync, membership=self._membership)
         return self._rule.attach(sync, module, prepared, make_outer=make_outer)
 

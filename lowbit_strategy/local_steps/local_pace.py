@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lowbit_strategy")
 
 
-class LocalSteps(EveryStep):
+class LocalSteps(Pace):
     """Connects the session and `OuterSync`.
 
     Args:

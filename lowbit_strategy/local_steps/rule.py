@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.attach.pace import EveryStep
+from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.round_rule import RoundRule
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
@@ -140,10 +140,10 @@ class OuterRule(RoundRule):
             eager=self.eager,
         )
 
-    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> EveryStep:
+    def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> Pace:
         """`options`: see `LocalSteps`."""
         make = leaves.load("lowbit_strategy.local_steps.local_pace:LocalSteps", "outer")  # which knows rules
-        made: EveryStep = make(module, sync, self, **options)
+        made: Pace = make(module, sync, self, **options)
         return made
 
     def check_options(self, options: Any) -> None:

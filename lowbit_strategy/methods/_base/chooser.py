@@ -19,7 +19,7 @@ class Chooser(Compressor, ABC):
 
     @abstractmethod
     def begin(self, prepared: Any, sync: Any, model: Any, hook: Any) -> Any:
-        """Begin to choose for one model. Returns what a session follows (`EveryStep`).
+        """Begin to choose for one model. Returns what a session follows (`Pace`).
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.
