@@ -90,6 +90,10 @@ def monitor(
     """
     sync = engine_of(fabric, model)
     if optimizer is not None:
-        custom_loop.control_of(sync).clock = custom_loop.LoopClock(optimizer)
+        control = custom_loop.control_of(sync)
+        if isinstance(control.clock, custom_loop.LoopClock):
+            control.clock.optimizer = optimizer
+        else:
+            control.clock = custom_loop.LoopClock(optimizer)
     log = fabric.log_dict if fabric.loggers else None
     return custom_loop.monitor(sync, log, *args, record=record, **kwargs)

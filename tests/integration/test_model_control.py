@@ -162,7 +162,8 @@ def in_a_loop(folder: Path) -> Facts:
     net = mlp()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.05))
     adapt(fabric, ACCORDION, num_steps=7)
-    monitor(fabric, every_n_steps=3, bounds=Bounds(max_error=1e-4, patience=1), record=folder / "loop")
+    bounds = Bounds(max_error=1e-4, patience=1)
+    monitor(fabric, every_n_steps=3, bounds=bounds, optimizer=optimizer, record=folder / "loop")
     losses = []
     for step in range(7):
         torch.manual_seed(2 * step + fabric.global_rank)
