@@ -135,7 +135,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         levels = self.controller.levels
         names = {spec.name for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)}
         if self.sync.in_parts:
-            names.update(*gathered(names, self.sync.ranks.world.group))
+            names.update(*gathered(names, self.sync.ranks.everyone.group))
         return [spec for spec in specs if spec.name in names]
 
     # -- the step -----------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class ModelControl(StepListener):
         self._reported = False  # whether the current levels were logged and recorded
         self._stepped = False  # whether a step has ended since training began
         if sync.in_parts:  # values are summed over all parts of the model
-            handshake({"names of parameters": [*sync.specs]}, sync.ranks.world.group)
+            handshake({"names of parameters": [*sync.specs]}, sync.ranks.everyone.group)
         sync.listeners.add(self, StepPhase.RECORD)
         sync.listeners.control = self
 
@@ -166,7 +166,7 @@ class ModelControl(StepListener):
         self._reported, self._stepped, self._shown = False, False, self._observation
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.ranks.world.rank == 0:  # one per replica, if replicas come and go
+        if self.folder is not None and self.sync.ranks.everyone.rank == 0:  # one per replica, if replicas come and go
             if leaves.is_present(_RECORD.target):
                 self._record = leaves.load(_RECORD.target, "record")(self.folder)
                 self._record.start(self, **fields)

@@ -164,7 +164,7 @@ def measure_links(ranks: Ranks, device: torch.device) -> tuple[Link, Link]:
     per_node = ranks.topology.ranks_per_node or 1
     between = measure_link(ranks, ranks.peers, device)
     inside = between if ranks.intra_node is None else measure_link(ranks, ranks.intra_node, device)
-    around = measure_ring(ranks, ranks.world, device, max(1, -(-ranks.world_size // per_node) - 1))
+    around = measure_ring(ranks, ranks.everyone, device, max(1, -(-ranks.world_size // per_node) - 1))
     near = around if ranks.intra_node is None else measure_ring(ranks, ranks.intra_node, device, 1)
     return replace(between.shared_by(per_node), ring=around), replace(inside, ring=near)
 
@@ -210,7 +210,7 @@ def _measure(
         beyond = max(beyond, seconds - latency)
         rate_spread = min(1.0, spread * seconds / max(beyond, 1e-9))
         measured.append((sent_nbytes / in_series, beyond / in_series))
-        if _highest(ranks.world, beyond, device) > (_LONG_FAR_S if comm.is_far else _LONG_S):
+        if _highest(ranks.everyone, beyond, device) > (_LONG_FAR_S if comm.is_far else _LONG_S):
             break  # at the same size on all ranks
     return Link(
         latency / in_series,
@@ -241,7 +241,7 @@ def calls_of(
     """
     each = 0.0
     for _ in range(1 + _MOST_WARMING):
-        before, each = each, _highest(ranks.world, seconds_of(call, device), device)
+        before, each = each, _highest(ranks.everyone, seconds_of(call, device), device)
         if each > _WARM * before > 0:
             break
     pause = min(each, pause_s) if comm.is_far else 0.0

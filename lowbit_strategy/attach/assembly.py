@@ -131,7 +131,7 @@ def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
     """Raise a ValueError if a method selects from all of a rank's parameters, while tensor or expert parallelism gives
     ranks different parts of some parameters and copies of others.
     """
-    if sync.ranks.world.world_size == sync.ranks.world_size:
+    if sync.ranks.everyone.world_size == sync.ranks.world_size:
         return
     for name, param in named_parameters(module):
         assignment = sync.state.assignments.get(name)

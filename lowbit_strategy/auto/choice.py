@@ -217,7 +217,7 @@ class AutoChoice(Pace):
 
     def _slowest(self) -> tuple[float, ...]:
         """The duration of each timed step on the rank where it took longest."""
-        everyone = gathered([step.seconds for step in self._clock.take()], self.sync.ranks.world.group)
+        everyone = gathered([step.seconds for step in self._clock.take()], self.sync.ranks.everyone.group)
         return tuple(max(step) for step in zip(*everyone, strict=True))
 
     # -- trying ---------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class AutoChoice(Pace):
     def _try_all(self) -> None:
         """The framework's own steps have been timed: begin to try what fits."""
         self._own, self._tried, self.trial_s = Timed("without compression", self._slowest()), [], 0.0
-        fits = zip(*gathered([self._fits(each) for each in self._all], self.sync.ranks.world.group), strict=True)
+        fits = zip(*gathered([self._fits(each) for each in self._all], self.sync.ranks.everyone.group), strict=True)
         self._waiting = [each for each, on_ranks in zip(self._all, fits, strict=True) if all(on_ranks)]
         self._num_timed = num_timed(max(1, len(self._waiting)))
         self._try_another()
@@ -308,7 +308,7 @@ class AutoChoice(Pace):
 
     def _emptied(self) -> None:
         self._emptying += 1
-        if any(gathered(self._unsent(), self.sync.ranks.world.group)) and self._emptying < _MOST_EMPTYING_STEPS:
+        if any(gathered(self._unsent(), self.sync.ranks.everyone.group)) and self._emptying < _MOST_EMPTYING_STEPS:
             self._begin(1, 1)
             return
         self.phase = "own"
@@ -388,7 +388,7 @@ class AutoChoice(Pace):
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded on all ranks. Residuals that nothing would send are sent first."""
-        if self.active is None and any(gathered(self._unsent(), self.sync.ranks.world.group)):
+        if self.active is None and any(gathered(self._unsent(), self.sync.ranks.everyone.group)):
             self._empty()
             self._take(self._coding)
 

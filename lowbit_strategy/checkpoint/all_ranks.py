@@ -291,7 +291,7 @@ def resume(
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Problem | None:
     """Restore. Return a description of what has gone wrong, if anything."""
-    rank_then = sync.ranks.world.rank % stamp["world_size"]
+    rank_then = sync.ranks.everyone.rank % stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
         return residual_files.load(path, file_of(stamp, rank))

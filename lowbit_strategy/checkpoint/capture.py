@@ -44,8 +44,8 @@ def capture(sync: GradientSync) -> Saved:
 def _capture(sync: GradientSync) -> Saved:
     return {
         "format": FORMAT,
-        "world_size": sync.ranks.world.world_size,
-        "rank": sync.ranks.world.rank,
+        "world_size": sync.ranks.everyone.world_size,
+        "rank": sync.ranks.everyone.rank,
         "columns": _columns(sync),
         "places": [[ranks.rank, ranks.world_size] for ranks in sync.all_ranks],
         "topologies": _topologies(sync),
@@ -77,7 +77,7 @@ def _topologies(sync: GradientSync) -> list[list[int]]:
     found = []
     for ranks in sync.all_ranks:
         parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.scatter)]
-        found.append([sync.ranks.world.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts])
+        found.append([sync.ranks.everyone.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts])
     return found
 
 
@@ -180,7 +180,7 @@ def saved_by_own(sync: GradientSync, num_saved: int, load_rank: Callable[[int], 
     Raises:
         ValueError: No rank had this part.
     """
-    number, own = sync.ranks.world.rank % num_saved, sync.all_ranks
+    number, own = sync.ranks.everyone.rank % num_saved, sync.all_ranks
     for rank in (number, *range(num_saved)):
         saved = load_rank(rank)
         theirs = zip(saved["columns"], saved["places"], own, strict=False)
@@ -291,7 +291,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, *_), new = saved["topologies"][0], sync.ranks.world.world_size
+    (old, *_), new = saved["topologies"][0], sync.ranks.everyone.world_size
     if sync.ranks.logs:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:

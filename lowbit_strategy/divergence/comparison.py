@@ -103,8 +103,8 @@ def _all_of(ranks: Ranks, device: torch.device) -> Comm:
     """The ranks that average gradients. Call it on all of them. Under DDP they have the same parameters."""
     if ranks.intra_node is None:
         return ranks.peers
-    if ranks.world.world_size == ranks.world_size:
-        return ranks.world
+    if ranks.everyone.world_size == ranks.world_size:
+        return ranks.everyone
     members, columns = dist.get_process_group_ranks(ranks.group), gathered(ranks.column, ranks.group)
     own = [rank for rank, column in zip(members, columns, strict=True) if column == ranks.column]
     return GroupComm(group_of(own, None, device))

@@ -168,7 +168,7 @@ class ElasticOuterSync(OuterSync):
                 self.apply()
                 break
         self.turns.restart_clock()
-        if self.sync.ranks.world.rank == 0 and (report := render_reports(self.sync)):
+        if self.sync.ranks.everyone.rank == 0 and (report := render_reports(self.sync)):
             inform("%s", report)  # only now it is known how many there are
 
     def _launch(self, *, done: bool) -> FragmentSync:

@@ -136,12 +136,12 @@ class GradientSync:
     @property
     def in_parts(self) -> bool:
         """Whether ranks hold different parts of a parameter along mesh dims over which its gradient is not averaged."""
-        return any(self.ranks.world.world_size > ranks.world_size for ranks in self.all_ranks)
+        return any(self.ranks.everyone.world_size > ranks.world_size for ranks in self.all_ranks)
 
     def summed_in_parts(self, counts: Tensor) -> Tensor:
         """Sum `counts` over the ranks that hold different parts of gradients; return them if there are no parts."""
         if self.scatter or self.weights is not None or self.in_parts:
-            self.ranks.world.all_reduce(counts).wait()
+            self.ranks.everyone.all_reduce(counts).wait()
         return counts
 
     @property
@@ -193,7 +193,7 @@ class GradientSync:
 
     def _bind_ranks(self) -> None:
         for ranks in self.all_ranks:
-            for comm in (ranks.peers, ranks.world, ranks.intra_node):
+            for comm in (ranks.peers, ranks.everyone, ranks.intra_node):
                 if comm is not None:
                     comm.describe_step = self._describe_step
 
@@ -281,7 +281,7 @@ class GradientSync:
 
     def has_overflowed(self) -> bool:
         """Whether a pass of the open step gave any rank inf or NaN. Call it on all ranks together."""
-        return self.transactions.flags.overflowed(self.ranks.world)
+        return self.transactions.flags.overflowed(self.ranks.everyone)
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -410,7 +410,7 @@ class GradientSync:
         for part in self.outside_buckets:
             part.end_step()
         if entered and self.skips_overflow:
-            counted = not self.transactions.flags.overflowed(self.ranks.world)
+            counted = not self.transactions.flags.overflowed(self.ranks.everyone)
         self.transactions.flags.raise_if_broken(self.ranks.rank)
         if counted:
             self.transactions.commit(stepped)

@@ -57,7 +57,7 @@ class MemoryLimit(Part):
         own = memory_options(prepared.compressor, weights, setup, may_recode=options.weights is None)
         found = _where_most_is_kept(list(own), ranks)
         chosen = choose(found, room, limit)
-        if chosen.differs and ranks.world.rank == 0:
+        if chosen.differs and ranks.everyone.rank == 0:
             _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
         if chosen.extra is not setup.extra:
             prepared = replace(prepared, parts=without_extra(prepared))
@@ -72,7 +72,7 @@ def _where_most_is_kept(own: Sequence[MemoryOption], ranks: Ranks) -> list[Memor
     """The options with the largest memory for each purpose on any rank that holds a part of the model, since parts may
     be uneven and all ranks must choose the same.
     """
-    everyone = gathered([astuple(each.memory) for each in own], ranks.world.group)
+    everyone = gathered([astuple(each.memory) for each in own], ranks.everyone.group)
     most = (Memory(*map(max, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone, strict=False))
     return [replace(each, memory=memory) for each, memory in zip(own, most, strict=False)]
 
@@ -102,7 +102,7 @@ def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel
         return None, 0
     free, total = torch.cuda.mem_get_info(device)
     least = torch.tensor([allowed_nbytes(total, free, own_numel), free], dtype=torch.int64, device=device)
-    ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
+    ranks.everyone.all_reduce(least, dist.ReduceOp.MIN).wait()
     room, limit = least.tolist()
     return room, limit
 

@@ -291,9 +291,9 @@ class LocalSteps(Pace):
 
 def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
     """The ranks that share one replica, by FSDP2 or another mesh dim; None: one rank. Call it on all ranks."""
-    if ranks.world.world_size == ranks.world_size or ranks.comes_and_goes:
+    if ranks.everyone.world_size == ranks.world_size or ranks.comes_and_goes:
         return ranks.intra_node
-    group = ranks.world.group
+    group = ranks.everyone.group
     members = dist.get_process_group_ranks(group)
     places = gathered(ranks.peers.rank, group)
     own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]

@@ -212,22 +212,24 @@ class Ranks:
     weights have their own communicators, which are then recreated.
 
     Args:
-        world: All ranks that hold a part of the model along any mesh dim, for agreements between steps. Nothing else
-            may use its group while buckets are in flight on CPU. With replicas that come and go: the ranks of this
+        everyone: All ranks that hold a part of the model along any mesh dim, for agreements between steps. Nothing
+            else may use its group while buckets are in flight on CPU. With replicas that come and go: the ranks of this
             replica.
         peers: The ranks that reduce the same part of every parameter as this one, with compressed messages: with one
             level all ranks; with two levels ranks on different nodes; under HSDP those with the same shard.
         intra_node: The ranks of one node that each reduce a part of every parameter. None: there is one level.
         coding: How a node's ranks code messages to each other. None: their sums are exact.
         node_sizes: See `Topology`.
-        group: A group of the ranks of `world` that `destroy` keeps, because a closed session still loads checkpoints.
+        group: A group of the ranks of `everyone` that `destroy` keeps, because a closed session still loads
+            checkpoints.
         own: Groups made for this object, which `destroy` ends.
         column: The part of the model that this rank, and the ranks with which it averages gradients, have along other
             mesh dims, such as tensor parallelism.
-        comes_and_goes: Whether `world` is one of several replicas that come and go, of which `peers` has one rank each.
+        comes_and_goes: Whether `everyone` is one of several replicas that come and go, of which `peers` has one rank
+            each.
     """
 
-    world: Comm
+    everyone: Comm
     peers: Comm
     intra_node: Comm | None = None
     node_sizes: tuple[int, ...] | None = None
@@ -262,7 +264,7 @@ class Ranks:
     @property
     def logs(self) -> bool:
         """Whether this rank logs messages that apply to all ranks."""
-        return self.rank == 0 and self.world.rank == 0
+        return self.rank == 0 and self.everyone.rank == 0
 
     @classmethod
     def flat(cls, comm: Comm) -> Ranks:
@@ -289,7 +291,7 @@ class Ranks:
         for group in self.own:
             with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
                 dist.destroy_process_group(group)
-        for comm in (self.world, self.peers, self.intra_node):
+        for comm in (self.everyone, self.peers, self.intra_node):
             if comm is not None:
                 comm.release(self.own)
 
@@ -342,7 +344,7 @@ def make_ranks(
         intra_node = _comm(own[-2], node, topology, rank)
         peers = _comm(own[-1], others, topology, rank, far=far)
     return Ranks(
-        world=everybody,
+        everyone=everybody,
         peers=peers,
         intra_node=intra_node,
         node_sizes=topology.node_sizes,

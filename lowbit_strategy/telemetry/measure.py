@@ -105,7 +105,7 @@ class StepMeasure:
             rows, empty = self.rows[figure], torch.zeros(width, device=device)
             parts.append(torch.cat([rows.get(name, empty).double() for name in names]))
         parts.append(torch.tensor(facts, dtype=torch.float64, device=device))
-        everyone = self._sync.ranks.world
+        everyone = self._sync.ranks.everyone
         *sums, means = sum_over_ranks(torch.cat(parts), everyone).split([part.numel() for part in parts])
         tables = {key: each.view(len(names), widths[key]) for key, each in zip(widths, sums, strict=True)}
         return tables, (means / everyone.world_size).tolist()

@@ -62,7 +62,7 @@ class NodesWorld:
                 compressor,
                 specs,
                 Ranks(
-                    world=world.comms[r],
+                    everyone=world.comms[r],
                     peers=peers[r % per_node].comms[r // per_node],
                     intra_node=self.intra_node[r],
                     coding=coding,

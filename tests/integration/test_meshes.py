@@ -62,7 +62,7 @@ def beside_stock(folder: Path, layout: str) -> Facts:
         weights[way] = run.weights()
         if session is not None:
             counted = session.sync.ranks.peers.sent_nbytes - before
-            facts = session.sync.ranks.topology, session.sync.ranks.world.world_size
+            facts = session.sync.ranks.topology, session.sync.ranks.everyone.world_size
             (dims,) = [line for line in build_report(session.sync).render().splitlines() if "mesh: " in line]
             session.close()
     everyone: list[Any] = [None] * 4

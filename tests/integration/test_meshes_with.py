@@ -301,7 +301,7 @@ def two_levels(folder: Path, layout: str) -> Facts:
                 session.close()
         dist.all_gather_object(everyone, (place_in(run.mesh), run.weights()))
     assert ranks is not None
-    sizes = ranks.peers.world_size, ranks.world_size, ranks.world.world_size
+    sizes = ranks.peers.world_size, ranks.world_size, ranks.everyone.world_size
     return {"losses": losses, "sizes": sizes, "bytes": bytes_, "everyone": everyone}
 
 
@@ -400,7 +400,7 @@ def by_hand(folder: Path, layout: str) -> Facts:
         found[way] = losses, run.weights()
         if session is not None:
             ranks = session.sync.ranks
-            found["ranks"] = ranks.world_size, ranks.world.world_size, ranks.column
+            found["ranks"] = ranks.world_size, ranks.everyone.world_size, ranks.column
             session.close()
     return found
 
