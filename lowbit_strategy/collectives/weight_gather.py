@@ -50,6 +50,7 @@ class WeightGather:
         flags: Records messages with a different layout.
 
     Attributes:
+        comm: The argument.
         fresh: Whether the kept weights are the owners' current weights.
         reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
         version: Rises whenever the weights may have changed.
@@ -72,7 +73,7 @@ class WeightGather:
         self.fresh = self.reduced = False
         self.version = self.num_sent = self.num_exact = 0
         self._parts = parts
-        self._comm = comm
+        self.comm = comm
         self._device = device
         self._keep = "nothing" if parts is None and keep == "codes" else keep
         self._differences = differences and parts is not None
@@ -128,7 +129,7 @@ class WeightGather:
     @property
     def world_size(self) -> int:
         """The number of ranks that share the module's weights."""
-        return self._comm.world_size
+        return self.comm.world_size
 
     @property
     def keeps(self) -> bool:
@@ -182,7 +183,7 @@ class WeightGather:
         self._restored = None if row_N is None else row_N.to(self._device)
 
     def _own(self, rows: Tensor) -> Tensor:
-        return rows.view(self._comm.world_size, -1)[self._comm.rank]
+        return rows.view(self.comm.world_size, -1)[self.comm.rank]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -199,14 +200,14 @@ class WeightGather:
     def _replica_of(self, dtype: torch.dtype) -> Tensor:
         if self._replica is None or self._replica.dtype != dtype:
             with torch.inference_mode(False):  # it outlives a gather without gradients
-                numel = self.row_numel * self._comm.world_size
+                numel = self.row_numel * self.comm.world_size
                 self._replica = torch.zeros(numel, dtype=dtype, device=self._device)
         return self._replica
 
     def _code_of(self, dtype: torch.dtype) -> RowCode:
         if self._code is None or self._code.dtype != dtype:
             assert self._parts is not None
-            self._code = RowCode(self._parts, dtype, self._comm.rank, self._device)
+            self._code = RowCode(self._parts, dtype, self.comm.rank, self._device)
             self._codes_WB = None
         return self._code
 
@@ -224,7 +225,7 @@ class WeightGather:
     def _send_exact(self, row_N: Tensor, out: Tensor) -> Iterator[Pending]:
         self.num_sent += 1
         self.num_exact += self._parts is not None
-        yield from self._comm.run(_bytes(out).view(self._comm.world_size, -1), _bytes(row_N))
+        yield from self.comm.run(_bytes(out).view(self.comm.world_size, -1), _bytes(row_N))
         if self._keep == "replica":
             self._replica_of(out.dtype).copy_(out)
             self._same_on_all_ranks = True
@@ -239,14 +240,14 @@ class WeightGather:
             coded_N = _difference(x_N, self._own(self._replica))
         code.encode_(x_N, coded_N, message.view(-1))
         received = self._room_for_codes(code)
-        stages = self._comm.run(received, message.view(-1))
+        stages = self.comm.run(received, message.view(-1))
         return _InFlight(message, received, itertools.chain([next(stages)], stages))
 
     def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
         sent, self._in_flight = self._in_flight or self._begin_codes(x_N), None
         yield from sent.stages
         code, received = self._code_of(x_N.dtype), sent.received
-        self._flags.check_layout(received, code.header, self._comm.rank)
+        self._flags.check_layout(received, code.header, self.comm.rank)
         code.decode_(received, out)
         if self._differences:
             assert self._replica is not None
@@ -266,10 +267,10 @@ class WeightGather:
 
     def _room_for_codes(self, code: RowCode) -> Tensor:
         if self._keep != "codes":
-            return self._buffers.borrow(self._comm.world_size, code.nbytes)
+            return self._buffers.borrow(self.comm.world_size, code.nbytes)
         if self._codes_WB is None:
             with torch.inference_mode(False):
-                shape = (self._comm.world_size, code.nbytes)
+                shape = (self.comm.world_size, code.nbytes)
                 self._codes_WB = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         return self._codes_WB
 

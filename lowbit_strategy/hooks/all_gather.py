@@ -169,28 +169,27 @@ class _StreamOrder:
         self._event.record(stream)
 
 
-def install_weights(
-    module: nn.Module,
-    groups: Sequence[ShardedGroup],
-    coding: WeightCoding,
-    sync: GradientSync,
-) -> None:
-    """Give FSDP2 modules their all-gather. `groups`: the parts of the model that ranks share."""
-    inside = not sync.scatter
-    made = {ranks.peers: ranks.gathering(sharded_inside=inside) for ranks in sync.all_ranks}
+def make_weights(
+    module: nn.Module, groups: Sequence[ShardedGroup], coding: WeightCoding, sync: GradientSync
+) -> WeightSync:
+    """The weights of FSDP2's modules. `groups`: the parts of the model that ranks share."""
+    made = {ranks.peers: ranks.gathering(sharded_inside=not sync.scatter) for ranks in sync.all_ranks}
     layouts = module_layouts(module, groups)
     comms = {name: made[sync.state.ranks_of(layout.specs[0].name).peers] for name, layout in layouts.items()}
-    weights = WeightSync(coding, layouts, comms, sync.device)
+    return WeightSync(coding, layouts, comms, sync.device)
+
+
+def install_gathers(module: nn.Module, groups: Sequence[ShardedGroup], weights: WeightSync, sync: GradientSync) -> None:
+    """Give FSDP2 modules their all-gather. `groups`: see `make_weights`."""
     order = _StreamOrder(sync.device)
     gathers = {each.name: CodedAllGather(weights, each, module, order, sync) for each in groups}
     for each in groups:
-        gather, own = gathers[each.name], comms[each.name]
-        if own.between.is_far:
-            gather.together = [other for name, other in gathers.items() if comms[name] is own]
+        gather, comm = gathers[each.name], weights.modules[each.name].comm
+        if comm.between.is_far:
+            gather.together = [other for name, other in gathers.items() if weights.modules[name].comm is comm]
         each.param_group._all_gather_comm = gather
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not an earlier fit's
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)
-        each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
     _forget_on_load(module, weights)
     sync.serve_weights(weights)
 

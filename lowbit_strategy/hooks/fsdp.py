@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.all_gather import install_weights
+from lowbit_strategy.hooks.all_gather import install_gathers, make_weights
 from lowbit_strategy.hooks.fsdp_gradients import BetweenNodes, CompressedReduceScatter, HybridReduction
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reductions
@@ -61,7 +61,7 @@ class FSDPHook:
             setattr(group, _HOLDER, self)
         self.install(weights)
 
-    def install(self, weights: WeightCoding) -> None:
+    def install(self, coding: WeightCoding) -> None:
         """Let the engine reduce gradients and gather weights. Call it between steps, on all ranks together.
 
         Raises:
@@ -75,14 +75,16 @@ class FSDPHook:
         has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
         between = BetweenNodes(sync.device) if has_levels and sync.device.type == "cuda" else None
         made = {ranks.peers: Reductions(sync, ranks, overlapped) for ranks in sync.all_ranks}
+        weights = make_weights(self._module, self._groups, coding, sync)
         for each in self._groups:
             own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
             ranks = sync.state.ranks_of(next(iter(own.values())))
+            on_reduced = weights.modules[each.name].gradients_reduced
             if sync.scatter:
-                CompressedReduceScatter(each.param_group, own, made[ranks.peers], between).install()
+                CompressedReduceScatter(each.param_group, own, made[ranks.peers], on_reduced, between).install()
             else:
-                HybridReduction(each.param_group, own, made[ranks.peers]).install()
-        install_weights(self._module, self._groups, weights, sync)
+                HybridReduction(each.param_group, own, made[ranks.peers], on_reduced).install()
+        install_gathers(self._module, self._groups, weights, sync)
 
     def restore(self) -> None:
         """Give the modules FSDP2's own communication back."""

@@ -51,20 +51,19 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         names: Its parameters' names, by the identity of FSDP2's records, which stay the same when a tensor is replaced
             on loading.
         reductions: The reductions of the pass.
-
-    Attributes:
         on_reduced: Called on all ranks when the group's gradients have been reduced.
     """
 
-    def __init__(self, param_group: Any, names: Mapping[int, str], reductions: Reductions) -> None:
-        self._param_group, self._names = param_group, names
+    def __init__(
+        self, param_group: Any, names: Mapping[int, str], reductions: Reductions, on_reduced: Callable[[], None]
+    ) -> None:
+        self._param_group, self._names, self._on_reduced = param_group, names, on_reduced
         self._reductions, self._sync, self._ranks = reductions, reductions.sync, reductions.ranks
         self._overlapped = reductions.overlapped
         self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # a layout, and its row's size
         self._marks: Tensor | None = None  # marks of the current reduction
         self._is_read_at_once = False
         self._has_waiting = False  # gradients of passes that were not reduced, which a pipeline reduces at its end
-        self.on_reduced: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Have FSDP2 reduce through this."""
@@ -100,7 +99,7 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             vars(group).update(own)
             self._reductions.add(reduction)
             result = stock(*args)
-            self.on_reduced()
+            self._on_reduced()
         finally:
             vars(group).update(users)
             reduction.put_hooks_back()
@@ -176,7 +175,7 @@ class CompressedReduceScatter(_ReduceScatter):
     the end of the backward pass waits for them, unless they are read earlier.
 
     Args:
-        param_group, names, reductions: See the base class.
+        param_group, names, reductions, on_reduced: See the base class.
         between: The stream for exchanges between nodes, on CUDA with two levels.
     """
 
@@ -185,9 +184,14 @@ class CompressedReduceScatter(_ReduceScatter):
     _divisor = 1.0
 
     def __init__(
-        self, param_group: Any, names: Mapping[int, str], reductions: Reductions, between: BetweenNodes | None
+        self,
+        param_group: Any,
+        names: Mapping[int, str],
+        reductions: Reductions,
+        on_reduced: Callable[[], None],
+        between: BetweenNodes | None,
     ) -> None:
-        super().__init__(param_group, names, reductions)
+        super().__init__(param_group, names, reductions, on_reduced)
         self._between = between
 
     def _settings(self) -> dict[str, Any]:
