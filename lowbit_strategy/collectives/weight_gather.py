@@ -53,6 +53,7 @@ class WeightGather:
         comm: The argument.
         fresh: Whether the kept weights are the owners' current weights.
         reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
+        sent_digest: The digest of this rank's row when it was last sent; None: unknown, or known to be another now.
         version: Rises whenever the weights may have changed.
         num_sent: Messages sent so far; `num_exact` of them held exact rows although the module has codes.
     """
@@ -71,6 +72,7 @@ class WeightGather:
     ) -> None:
         self.row_numel = row_numel
         self.fresh = self.reduced = False
+        self.sent_digest: Tensor | None = None
         self.version = self.num_sent = self.num_exact = 0
         self._parts = parts
         self.comm = comm
@@ -86,12 +88,13 @@ class WeightGather:
         self._same_on_all_ranks = False  # the replica is the same on all ranks
         self._restored: Tensor | None = None  # this rank's row of the replica in a checkpoint
 
-    def run(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
+    def run(self, x_N: Tensor, out: Tensor, digest: Tensor | None = None) -> Iterator[Pending]:
         """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.
 
         Args:
             x_N: This rank's exact row; may be its row of `out`.
             out: The result, of the same dtype.
+            digest: Of this rank's row, int64 ``[1]``, if rows are compared with those that were sent.
         """
         if self.fresh:
             self._serve(out)
@@ -101,18 +104,17 @@ class WeightGather:
             yield from self._send_exact(self._restored.to(x_N.dtype), out)
             self._restored = None
         if self._sends_codes(x_N.dtype):
-            yield from self._send_codes(x_N, out)
+            yield from self._send_codes(x_N, out, digest)
         else:
             yield from self._send_exact(x_N, out)
-        self.fresh = self.keeps
+        self.fresh, self.sent_digest = self.keeps, digest
 
-    def send_early(self, x_N: Tensor) -> bool:
+    def send_early(self, x_N: Tensor, digest: Tensor) -> None:
         """If rows are coded, send this rank's row before the module needs the others' rows; the next `run` with the
-        same row receives those. Return whether the row was sent. Call it on all ranks.
+        same row receives those. Call it on all ranks.
         """
         if not self.fresh and not self.in_flight and self._restored is None and self._sends_codes(x_N.dtype):
-            self._in_flight = self._begin_codes(x_N)
-        return self.in_flight
+            self._in_flight, self.sent_digest = self._begin_codes(x_N, digest), digest
 
     @property
     def in_flight(self) -> bool:
@@ -122,7 +124,7 @@ class WeightGather:
     def _cancel_in_flight(self) -> None:
         """Receive and discard the rows in flight, because the weights have changed."""
         if self._in_flight is not None:
-            sent, self._in_flight = self._in_flight, None
+            sent, self._in_flight, self.sent_digest = self._in_flight, None, None
             wait_for_all(sent.stages)
             self._return_memory(sent)
 
@@ -150,19 +152,24 @@ class WeightGather:
         self.version += 1
 
     def begin_forward(self) -> None:
+        """Let this forward pass gather, if gradients have been reduced. Without an optimizer's step in between, owners'
+        rows may still be those that were sent; then differences are 0.
+        """
         if self.reduced:
-            self.invalidate()
+            self._cancel_in_flight()
+            self.fresh = self.reduced = False
+            self.version += 1
 
     def invalidate(self) -> None:
         """Let the next gather send the owners' weights, because they have changed. Call it on all ranks."""
         self._cancel_in_flight()
-        self.fresh = self.reduced = False
+        self.fresh, self.reduced, self.sent_digest = False, False, None
         self.version += 1
 
     def forget(self) -> None:
         """Drop the replica after weights have been loaded, since differences from the old weights are useless."""
         self._cancel_in_flight()
-        self.fresh = False
+        self.fresh, self.sent_digest = False, None
         if self._restored is None:
             self._same_on_all_ranks = False
 
@@ -179,7 +186,7 @@ class WeightGather:
     def restore(self, row_N: Tensor | None) -> None:
         """Begin with a replica whose row of this rank is `row_N`; if that is None on all ranks, with exact weights."""
         self._cancel_in_flight()
-        self.fresh = self._same_on_all_ranks = False
+        self.fresh, self._same_on_all_ranks, self.sent_digest = False, False, None
         self._restored = None if row_N is None else row_N.to(self._device)
 
     def _own(self, rows: Tensor) -> Tensor:
@@ -230,21 +237,23 @@ class WeightGather:
             self._replica_of(out.dtype).copy_(out)
             self._same_on_all_ranks = True
 
-    def _begin_codes(self, x_N: Tensor) -> _InFlight:
+    def _begin_codes(self, x_N: Tensor, digest: Tensor | None) -> _InFlight:
         code = self._code_of(x_N.dtype)
         self.num_sent += 1
         message, coded_N = self._buffers.borrow(1, code.nbytes), x_N
         if self._differences:
             assert self._replica is not None
+            own_N = self._own(self._replica)
+            sent_N = None if self.sent_digest is None else (digest == self.sent_digest) & ~own_N.isnan()
             self._replica.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # otherwise a block would stay NaN
-            coded_N = _difference(x_N, self._own(self._replica))
+            coded_N = _difference(x_N, own_N, sent_N)
         code.encode_(x_N, coded_N, message.view(-1))
         received = self._room_for_codes(code)
         stages = self.comm.run(received, message.view(-1))
         return _InFlight(message, received, itertools.chain([next(stages)], stages))
 
-    def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
-        sent, self._in_flight = self._in_flight or self._begin_codes(x_N), None
+    def _send_codes(self, x_N: Tensor, out: Tensor, digest: Tensor | None) -> Iterator[Pending]:
+        sent, self._in_flight = self._in_flight or self._begin_codes(x_N, digest), None
         yield from sent.stages
         code, received = self._code_of(x_N.dtype), sent.received
         self._flags.check_layout(received, code.header, self.comm.rank)
@@ -275,9 +284,10 @@ class WeightGather:
         return self._codes_WB
 
 
-def _difference(x_N: Tensor, replica_N: Tensor) -> Tensor:
-    """``x - h`` in float32, and 0 where both are the same infinity."""
-    return torch.where(x_N == replica_N, 0.0, x_N.float() - replica_N.float())
+def _difference(x_N: Tensor, replica_N: Tensor, sent_N: Tensor | None) -> Tensor:
+    """``x - h`` in float32; 0 where both are the same infinity, and where `sent_N` says that x was sent before."""
+    same_N = x_N == replica_N if sent_N is None else (x_N == replica_N) | sent_N
+    return torch.where(same_N, 0.0, x_N.float() - replica_N.float())
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -72,7 +72,6 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._order = order
         self._stock = DefaultAllGather()
         self._coded = False  # whether the last forward pass gathered codes
-        self._noted: Tensor | None = None  # digest of this rank's row when it was sent
         self._has_run = False  # whether the previous forward pass gathered it
         self._trained: int | None = None  # version of the weights that the last forward pass used, if it was training
         self.together: Sequence[CodedAllGather] = ()  # modules that send their rows together with this one
@@ -89,9 +88,9 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if in_forward and not self._gather.fresh and not self._gather.in_flight:
             for each in sorted(self.together, key=lambda each: each is not self):  # send first what is needed first
                 each.send_early()
-        self._check_row(input_tensor)
+        digest = self._checked_digest(input_tensor)
         with self._order.ordered(), waiting(self._sync):
-            wait_for_all(self._gather.run(input_tensor, output_tensor))
+            wait_for_all(self._gather.run(input_tensor, output_tensor, digest))
         return None
 
     def _exact(
@@ -124,18 +123,17 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if gather.fresh or gather.in_flight:
             return
         row_N = torch.cat([part.view(-1) for each in self._params.fsdp_params for part in each.all_gather_inputs])
-        if gather.send_early(row_N):
-            self._noted = digests([row_N], row_N.device)
+        gather.send_early(row_N, digests([row_N], row_N.device))
 
-    def _check_row(self, row_N: Tensor) -> None:
-        """Check that the kept weights were made from this row."""
-        if not self._gather.keeps:
-            return
-        digest = digests([row_N], row_N.device)
+    def _checked_digest(self, row_N: Tensor) -> Tensor | None:
+        """Check that the kept weights were made from this row, and return its digest; None: nothing is kept."""
         gather = self._gather
-        if (gather.fresh or gather.in_flight) and self._noted is not None:
-            self._weights.flags.check_unchanged(self._noted, digest, self._name or "the model")
-        self._noted = digest
+        if not gather.keeps:
+            return None
+        digest = digests([row_N], row_N.device)
+        if (gather.fresh or gather.in_flight) and gather.sent_digest is not None:
+            self._weights.flags.check_unchanged(gather.sent_digest, digest, self._name or "the model")
+        return digest
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
         """Wrap `pre_forward`, so that it first reshards parameters that an earlier forward pass left gathered. In a

@@ -150,7 +150,8 @@ class WeightDelta(BlockWeights):
     3. one all-gather of the codes c of all owners per sharded module
     4. every rank, including the owner, adds ``h += c``; the module computes with h
 
-    If a weight is NaN, its block is NaN on all ranks in that step, and differences start from 0 in the next.
+    A forward pass between backward and an optimizer's step codes 0, so h stays. If a weight is NaN, its block is NaN on
+    all ranks in that step, and differences start from 0 in the next.
 
     Errors do not accumulate: ``|x - h|`` is C's error of one difference, and differences are as small as the
     optimizer's steps. A checkpoint contains each owner's part of h; after a resume these parts are sent once, exactly.

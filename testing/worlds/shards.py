@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel
 from lowbit_strategy.collectives.ordered import Gathering
 from lowbit_strategy.engine.weight_sync import WeightSync
+from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 from testing.worlds.simulated import SimulatedWorld
@@ -51,6 +52,13 @@ class Shards:
             sync.invalidate()
             sync.end_step()
 
+    def look(self) -> dict[str, Tensor]:
+        """`gather` in a forward pass between a backward pass and an optimizer's step."""
+        for sync in self.syncs:
+            sync.modules["net"].gradients_reduced()
+            sync.modules["net"].begin_forward()
+        return self.gather()
+
     def rows(self) -> Tensor:
         parts = []
         for spec in self.specs:
@@ -68,7 +76,7 @@ class Shards:
         for rank, (sync, out) in enumerate(zip(self.syncs, outs, strict=True)):
             own = out.view(self.world.size, -1)[rank]  # FSDP2's input is a part of its output
             own.copy_(rows_WN[rank])
-            runs.append(sync.modules["net"].run(own, out))
+            runs.append(sync.modules["net"].run(own, out, digests([own], CPU)))
         for pending in itertools.zip_longest(*runs):
             for handle in pending:
                 if handle is not None:

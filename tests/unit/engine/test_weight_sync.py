@@ -136,6 +136,22 @@ def test_new_weights_are_seen_after_each_kind_of_change() -> None:
         assert worst == 0.0 if change in ("loaded", "forget") else 0 < worst < 1.5
 
 
+@pytest.mark.parametrize("coding", [WeightCode(), WeightDelta()])
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+def test_weights_that_have_not_changed_are_seen_as_before(coding: WeightCoding, value: float) -> None:
+    shards = Shards(coding, 2)
+    shards.gather()
+    shards.end_step()
+    shards.step_(0)
+    shards.values["net.weight"][3, 7] = value
+    seen, sent = shards.gather(), shards.sent()
+    looked = shards.look()
+    assert shards.sent() > sent
+    torch.testing.assert_close(looked, seen, rtol=0, atol=0, equal_nan=True)
+    shards.step_(1)  # by the user's own code
+    assert not torch.equal(shards.look()["net.weight"][20:], seen["net.weight"][20:])
+
+
 def _states(shards: Shards) -> list[dict[str, object]]:
     return [copy.deepcopy(sync.state_dict()) for sync in shards.syncs]
 
