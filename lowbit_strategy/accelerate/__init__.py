@@ -38,8 +38,8 @@ class LowBitPlugin(SyncOptions):
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        controller: One of `lowbit_strategy.control`: chooses compressors instead of `compressor`.
-        monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
+        controller: One of `lowbit_strategy.control`, which chooses compressors in place of `compressor`.
+        monitor: Logs the effects of compression through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its
             ``project_dir``) or the HF Trainer's ``output_dir``, if there is one. False: no record.
         num_steps: Number of planned optimizer steps, needed for phases given as fractions. The HF Trainer knows it.
@@ -69,7 +69,7 @@ class LowBitPlugin(SyncOptions):
         return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
 
     def hyper_parameters(self) -> dict[str, str]:
-        """The values that trackers show and by which they filter runs."""
+        """The values that trackers show and filter runs by."""
         found = {"lowbit/compressor": describe(self.compressor)}
         if self.controller is not None:
             levels = ", ".join(labels(self.controller.levels))

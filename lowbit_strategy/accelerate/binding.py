@@ -1,16 +1,16 @@
-"""Binds a plugin to one `Accelerator` by wrapping those of its methods at which compression must act.
+"""Binds a plugin to one `Accelerator` by wrapping the methods at which compression must act.
 
-| of the accelerator | becomes |
+| wrapped method | added behavior |
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
-| `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
-| `backward` | residuals learn the loss scale first, controllers the time |
-| `accumulate` | whether it is used, for controllers that change the batch |
+| `prepare_optimizer` | the optimizer reports when a step has ended, even a skipped one |
+| `backward` | residuals are first told the loss scale, controllers the progress |
+| `accumulate` | notes that it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
-| `init_trackers` | the run's hyper-parameters name the compressor |
+| `init_trackers` | the run's hyperparameters name the compressor |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
-| `get_state_dict`, `load_state`, `end_training` | in rounds: what is saved is what all ranks share |
-| `free_memory` | attachments go with the models |
+| `get_state_dict`, `load_state`, `end_training` | in rounds: the weights that all ranks share are saved |
+| `free_memory` | attachments are freed with the models |
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _ATTRIBUTE = "lowbit"
 
 
 class Binding:
-    """Returned by `LowBitPlugin.attach`, and ``accelerator.lowbit`` from then on.
+    """Returned by `LowBitPlugin.attach`, and then available as ``accelerator.lowbit``.
 
     Args:
         plugin: The `LowBitPlugin`.
         accelerator: An accelerator that has prepared nothing yet.
         fsdp_plugin: See `LowBitPlugin.attach`.
-        of_section: Whether the plugin comes from a `lowbit_config` section; the script's plugin may then replace it.
+        of_section: Whether the plugin comes from a `lowbit_config` section; if so, the script's plugin may replace it.
 
     Raises:
         ValueError: See `LowBitPlugin.attach`.
@@ -107,7 +107,7 @@ class Binding:
         self._added = [name for name in vars(accelerator) if name not in before]
 
     def _make_room(self) -> None:
-        """Undo the binding: nothing has been prepared, and the script attaches its own plugin."""
+        """Undo the binding, because the script attaches its own plugin before anything has been prepared."""
         if self.accelerator.is_main_process:
             inform("the script's own LowBitPlugin is used, not the lowbit_config section")
         for name in self._added:
@@ -118,17 +118,17 @@ class Binding:
 
     @property
     def sessions(self) -> list[Session]:
-        """Those of the prepared models that are in use."""
+        """The sessions of the prepared models that are in use."""
         return self._models.sessions
 
     @property
     def attached(self) -> Collection[nn.Module]:
-        """All models to which anything has been attached, in use or not."""
+        """The sessions of all models to which compression has been attached, in use or not."""
         return self._models.attached
 
     @property
     def replica(self) -> Any:
-        """The object to call if replicas come and go; otherwise None."""
+        """This replica, if replicas come and go; otherwise None."""
         return self._models.replica
 
     @property
@@ -153,7 +153,7 @@ class Binding:
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Whether this process writes checkpoints. If replicas come and go, the lowest one does."""
+        """Whether this process writes checkpoints. If replicas come and go, only the lowest one does."""
         return all(session.pace.writes_checkpoints for session in self.sessions)
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -184,15 +184,15 @@ class Binding:
             yield
 
     def reshard(self, *, begins: bool = False) -> None:
-        """FSDP2: free what a forward pass has left gathered, since parameters would show that instead of the shards.
+        """FSDP2: free weights that a forward pass has left gathered, since parameters would be these instead of shards.
 
-        `begins`: training begins, and an exception may have ended an earlier one in the middle of a pass.
+        `begins`: training begins, and an exception may have ended earlier training in the middle of a pass.
         """
         for module in self.attached:
             (end_iteration if begins else reshard)(module)
 
     def resume(self) -> None:
-        """A whole checkpoint has been loaded. Call it on all ranks."""
+        """Call this on all ranks when a whole checkpoint has been loaded."""
         for session in self.sessions:
             session.resume()
 
@@ -202,7 +202,7 @@ class Binding:
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote. Call it on all ranks. `compressed`: it is an error if nothing was saved."""
-        self.accelerator.wait_for_everyone()  # ranks that wrote it wait for nobody: it may not be complete yet
+        self.accelerator.wait_for_everyone()  # ranks write it without waiting: it may not be complete yet
         checkpoint_folder.load(folder, self.sessions, compressed=compressed)
         for session in self.sessions:
             self._take_effect(session)
@@ -213,14 +213,14 @@ class Binding:
 
     @contextlib.contextmanager
     def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Iterator[Any]:
-        """Around a step of a prepared optimizer, see `ModelControl.scaled`."""
+        """A context for a step of a prepared optimizer; see `ModelControl.scaled`."""
         with contextlib.ExitStack() as stack:
             for session in self.sessions:
                 if (control := ModelControl.of(session.sync)) is not None and session.owns(optimizer):
                     closure = stack.enter_context(control.scaled(optimizer, closure))
             yield closure
 
-    # -- the accelerator's moments ------------------------------------------------------------------------------
+    # -- the accelerator's wrapped methods ----------------------------------------------------------------------
 
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
@@ -252,7 +252,7 @@ class Binding:
         return original(name, {**(config or {}), **self.plugin.hyper_parameters()}, **kwargs)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        self._models.sessions = []  # closed when their models are gone
+        self._models.sessions = []  # sessions close when their models are gone
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -299,10 +299,10 @@ def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) ->
     An accelerator without a parallelism config gets the plugin's value, and shards accordingly.
 
     Raises:
-        ValueError: They differ, or `shard_size` does not suit the nodes.
+        ValueError: The two differ, or `shard_size` does not suit the nodes.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
-        return shard_size  # refused, if it is given, when the model is prepared
+        return shard_size  # if given, it is refused when the model is prepared
     config = accelerator.parallelism_config
     size = None if shard_size is None else resolve_shard_size(shard_size, find_topology())
     if config is not None and config.dp_replicate_enabled:

@@ -1,4 +1,4 @@
-"""Stores residuals inside a checkpoint's folder, so that they are copied, rotated or removed with the folder.
+"""Stores residuals inside a checkpoint's folder, so that they are copied, rotated or removed with it.
 
 ``<folder>/residuals.lowbit/`` has one file per rank, and ``stamp.json``, which lists the files that belong to the
 checkpoint. A second prepared model has ``residuals_1.lowbit``, and so on.
@@ -51,15 +51,15 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
 
     Raises:
         ResidualFileError: Files are missing or damaged, and ``on_missing_residual="error"``.
-        ValueError: The residuals belong to another model.
+        ValueError: The residuals belong to a different model.
     """
     for index, session in enumerate(sessions):
         path = _path(folder, index)
         stamp = _read(_stamp_file(path))
         if stamp is None and compressed:
             stamp = MissingResidualFile(
-                f"the run that saved {path} was compressed, but its residuals are not there (was it stopped while"
-                ' saving?): take an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals'
+                f"the run that saved {path} was compressed, but its residuals are missing (was it stopped while"
+                ' saving?): use an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals'
                 " of zero"
             )
         session.load(path, stamp)
@@ -83,8 +83,8 @@ def _write(target: str, stamp: Stamp) -> None:
         with contextlib.suppress(OSError):
             os.remove(partial)
         _log.warning(
-            "%s cannot be written (%s): a run that resumes from this checkpoint starts with residuals of zero. Make"
-            " room or give another folder",
+            "%s cannot be written (%s): a run that resumes from this checkpoint starts with residuals of zero. Free"
+            " some space or give a different folder",
             target,
             error,
         )

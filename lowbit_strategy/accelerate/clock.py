@@ -25,14 +25,14 @@ class TrainingClock(LoopClock):
         self._accelerator = accelerator
         self._passes = 0
         self._has_ended = False  # the last batch was the loader's last one
-        self._iteration: int | None = None  # the loader's own count of its passes
-        self._was_inside = False  # a prepared loader, in this process
+        self._iteration: int | None = None  # the loader's count of its passes
+        self._was_inside = False  # whether a prepared loader was in use, in this process
 
     def batch(self) -> None:
         """Note the position in the data loader. Called before each backward pass."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
-            self._has_ended = self._has_ended or self._was_inside  # it has been read to its end ahead of time
+            self._has_ended = self._has_ended or self._was_inside  # a loader reads ahead, to its end
             return
         iteration = int(getattr(state.active_dataloader, "iteration", 0))
         has_ended = bool(state.end_of_dataloader)

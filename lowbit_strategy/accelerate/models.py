@@ -39,20 +39,20 @@ class PreparedModels:
 
     Attributes:
         sessions: Sessions of the models in use, in the order in which they were prepared.
-        replica: The object to call if replicas come and go; None: they do not.
+        replica: This replica, if replicas come and go; otherwise None.
     """
 
     def __init__(self, loop: AcceleratorLoop, options: SyncOptions) -> None:
         self.sessions: list[Session] = []
         self.replica: Any = None
         self._loop, self._plugin, self._accelerator, self._options = loop, loop.plugin, loop.accelerator, options
-        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
+        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints identify models by order
         self._attached: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._warned_of_one_rank = False
 
     @property
     def attached(self) -> Collection[nn.Module]:
-        """All models to which anything has been attached, in use or not."""
+        """The sessions of all models to which compression has been attached, in use or not."""
         return list(self._attached)
 
     def prepare_model(
@@ -67,7 +67,7 @@ class PreparedModels:
         if evaluation_mode or _session_of(model) is not None or not trainable:
             self._revive(_session_of(model))
             return prepare_it(model)
-        alone = self._accelerator.distributed_type == DistributedType.NO  # one process: a replica, or nobody to send to
+        alone = self._accelerator.distributed_type == DistributedType.NO  # one process: a replica, or the only rank
         if alone and self.replica is None:
             if not self._warned_of_one_rank:
                 warn_of_one_rank()
@@ -78,7 +78,8 @@ class PreparedModels:
         else:
             self._check_ddp_options()
         prepared = self._agree(model, scatter=False)
-        # Accelerate would return a model that it has prepared for evaluation as it is: nothing would synchronize it.
+        # Accelerate would return a model that it has prepared for evaluation unchanged, and nothing would synchronize
+        # it.
         vars(model).pop("_is_accelerate_prepared", None)
         wrapped = prepare_it(model)
         module = _inner(wrapped)
@@ -104,7 +105,7 @@ class PreparedModels:
         earlier = self._take_out(session.module)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._attached[module] = None
-        free = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
+        free = max(self._numbers.values(), default=-1) + 1  # a freed session has no number
         self._numbers[session] = free if earlier is None else self._numbers.pop(earlier)
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
         self._loop.control(session.sync, self._numbers[session], alone=not self.sessions)
@@ -115,7 +116,7 @@ class PreparedModels:
         self._revive(session)
 
     def _take_out(self, module: nn.Module) -> Session | None:
-        """The session in use of a model that has been wrapped again. It is no longer in use."""
+        """Remove and return the session of a model that has been wrapped again."""
         for wrapped in self.attached:
             session = _session_of(wrapped)
             if session in self.sessions and session.module is module:

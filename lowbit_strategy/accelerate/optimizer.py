@@ -8,7 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 
 class SteppingOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, which tells the binding when a step is over, even one that a loss scaler skips."""
+    """Accelerate's optimizer, which also tells the binding when a step has ended, even one that a loss scaler skips."""
 
     lowbit: Any = None  # the binding
 

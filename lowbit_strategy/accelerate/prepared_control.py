@@ -15,7 +15,7 @@ from lowbit_strategy.telemetry.metric_names import for_model
 
 
 class AcceleratorLoop:
-    """What the models of an accelerator share: the loop's progress, the receiver of metrics, the record's folder.
+    """State that an accelerator's models share: the loop's progress, the metrics' receiver, the record's folder.
 
     Args:
         plugin: The `LowBitPlugin`.
@@ -40,11 +40,11 @@ class AcceleratorLoop:
         self.accumulates = False
 
     def control(self, sync: GradientSync, number: int, *, alone: bool) -> PreparedControl | None:
-        """Control the model with this number, before a checkpoint is loaded into it. `alone`: whether no other model is
-        in use. None: the plugin has neither a controller nor a monitor.
+        """Make the control of the model with this number, before a checkpoint is loaded into it. `alone`: whether no
+        other model is in use. Returns None if the plugin has neither a controller nor a monitor.
 
         Raises:
-            ValueError: The controller cannot serve the model.
+            ValueError: The controller does not support the model.
         """
         controller = self.plugin.controller
         if controller is None and self.plugin.monitor is None:
@@ -88,7 +88,7 @@ class PreparedControl(ModelControl):
         if controller is not None and controller.initial_accumulation is not None and not loop.accumulates:
             raise ValueError(
                 f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the"
-                " optimizer's step into `with accelerator.accumulate(model):`"
+                " optimizer's step inside `with accelerator.accumulate(model):`"
             )
         if loop.folder is not None:
             self.folder = loop.folder if self._number == 0 else loop.folder / f"model_{self._number}"
@@ -101,4 +101,4 @@ class PreparedControl(ModelControl):
     @accumulation.setter
     def accumulation(self, batches: int) -> None:
         self._loop.accelerator.gradient_accumulation_steps = batches
-        self._loop.accelerator.step = 0  # windows are counted from here
+        self._loop.accelerator.step = 0  # count windows from here

@@ -25,8 +25,8 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, sp_s
         raise ValueError("FSDP1 cannot be compressed: set fsdp_version: 2 in fsdp_config (--fsdp_version 2)")
     if sp_size > 1:
         raise ValueError(
-            f"sp_size = {sp_size} cannot be compressed: DeepSpeed reduces gradients then. Leave it at 1, or use context"
-            " parallelism, cp_size"
+            f"sp_size = {sp_size} cannot be compressed, because DeepSpeed then reduces gradients. Leave it at 1, or use"
+            " context parallelism, cp_size"
         )
 
 
@@ -43,13 +43,13 @@ def check_accelerator(accelerator: Accelerator, fsdp_plugin: FullyShardedDataPar
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and accelerator.num_processes == 1:
         raise ValueError(
-            f"{world_size} processes were launched, but Accelerate runs each of them on its own, without"
+            f"{world_size} processes were launched, but Accelerate runs each of them separately, without"
             " synchronization: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
         )
 
 
 def _keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Accelerate (1.15, ``state.py``) silently replaces FSDP on CPU by DDP: make it FSDP2 again.
+    """Restore FSDP2 on CPU, which Accelerate (1.15, ``state.py``) silently replaces with DDP.
 
     Args:
         accelerator: Any accelerator.
@@ -57,15 +57,15 @@ def _keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallel
             the same options.
 
     Raises:
-        ValueError: FSDP was asked for in code, and the plugin with its options is not known.
+        ValueError: FSDP was requested in code, and the plugin with its options is unknown.
     """
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
     if plugin is None:
-        if "FSDP_VERSION" not in os.environ:  # set by the launcher only: this was asked for in code
+        if "FSDP_VERSION" not in os.environ:  # only the launcher sets it: FSDP was requested in code
             raise ValueError(
-                "Accelerate replaces FSDP on CPU by DDP and forgets the plugin: pass it on,"
+                "Accelerate replaces FSDP on CPU with DDP and forgets the plugin: pass it on,"
                 " LowBitPlugin(...).attach(accelerator, fsdp_plugin=plugin), or use LowBitAccelerator"
             )
         plugin = FullyShardedDataParallelPlugin()
@@ -75,4 +75,4 @@ def _keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallel
     accelerator.state.fsdp_plugin = plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # the next Accelerator reads it there
     if accelerator.is_main_process:
-        _log.warning("Accelerate would train with DDP on CPU although FSDP was asked for: it is FSDP2 again")
+        _log.warning("Accelerate would train with DDP on CPU although FSDP was requested: FSDP2 is used")

@@ -18,10 +18,10 @@ from lowbit_strategy.telemetry.observe import Observer
 
 
 def engine_of(fabric: Any, model: nn.Module | None = None) -> GradientSync:
-    """The engine of a model that was set up, or of the only one if none is given.
+    """The engine of `model`, or of the only model that was set up.
 
     Raises:
-        ValueError: The strategy does not belong to this package, or it is not clear which model is meant.
+        ValueError: The strategy does not belong to this package, or it is unclear which model is meant.
     """
     sessions = getattr(fabric.strategy, "sessions", None)
     if sessions is None:
@@ -50,9 +50,9 @@ def adapt(
     Args:
         fabric: A Fabric with one of our strategies.
         controller: One of `lowbit_strategy.control`.
-        model: Which, if several are set up.
-        optimizer: The optimizer whose learning rate controllers see. None: the first one that was set up and steps the
-            model.
+        model: The model, if several are set up.
+        optimizer: The optimizer whose learning rate controllers see. None: the first one, in set-up order, that steps
+            the model.
         num_steps: Number of planned optimizer steps, needed for phases given as fractions.
         steps_per_epoch: Optimizer steps per epoch, needed by controllers that count in epochs.
 
@@ -61,7 +61,7 @@ def adapt(
         them.
 
     Raises:
-        ValueError: The controller cannot serve this model, or there is one already.
+        ValueError: The controller does not support this model, or there is one already.
     """
     clock = custom_loop.LoopClock(optimizer, num_steps, steps_per_epoch)
     return custom_loop.adapt(engine_of(fabric, model), controller, clock)
@@ -76,7 +76,7 @@ def monitor(
     record: str | Path | None = None,
     **kwargs: Any,
 ) -> Observer:
-    """Log what compression does, every n steps, through ``fabric.log_dict``. Call it after ``fabric.setup``.
+    """Log the effects of compression, every n steps, through ``fabric.log_dict``. Call it after ``fabric.setup``.
 
     A controller's decisions (`adapt`) are logged in the same way.
 
@@ -84,7 +84,7 @@ def monitor(
         fabric: A Fabric with one of our strategies.
         args: A `MonitorOptions`, or its arguments.
         kwargs: Keyword arguments of `MonitorOptions`.
-        model: Which, if several are set up.
+        model: The model, if several are set up.
         optimizer: See `adapt`.
         record: A folder for the record that `lowbit report` draws.
     """

@@ -1,7 +1,7 @@
 """The framework's base classes of the strategies here.
 
 Modules in this folder import it, and each other, relatively, because `lowbit_strategy.lightning_fabric` consists of the
-same modules over another `stock`.
+same modules with a different `stock`.
 """
 
 from lightning.fabric.strategies import DDPStrategy as DDPStrategy

@@ -47,7 +47,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
                 earlier.close()
                 self.sessions[index] = session
                 return
-        open_ones = [each for each in self.sessions if not each.is_closed]  # others end with their DDP
+        open_ones = [each for each in self.sessions if not each.is_closed]  # others close with their DDP wrappers
         self.sessions = [*open_ones, session]
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        """An optimizer is set up."""
+        """Note that an optimizer is set up."""
         self.options.check_optimizers(self.compressor, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
 
@@ -89,7 +89,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
         sessions = self._sessions_of(state)
         with contextlib.ExitStack() as saving:
             stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
-            self.barrier()  # fabric.save takes all ranks: no checkpoint without the residuals of each
+            self.barrier()  # all ranks call fabric.save: no checkpoint lacks a rank's residuals
             for session in sessions:
                 saving.enter_context(session.shared_weights(validates=False))
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
@@ -97,7 +97,7 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, (nn.Module, torch.optim.Optimizer)):
-            return remainder  # the weights alone
+            return remainder  # only weights
         stamps: list[Stamp] | None = remainder.pop(CHECKPOINT_KEY, None)
         for i, session in enumerate(self._sessions_of(state or {})):
             stamp = stamps[i] if stamps is not None and i < len(stamps) else None
@@ -113,8 +113,8 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
 
     @staticmethod
     def _sidecar_path(path: Any, index: int) -> str:
-        """The path of a model's residual files: next to the checkpoint for the first model, and for a second one (a
-        GAN's critic) inside the first one's folder, which no other checkpoint uses.
+        """The path of a model's residual files: next to the checkpoint for the first model; for a second one (a GAN's
+        critic) inside the first one's folder, which no other checkpoint uses.
         """
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
 
@@ -134,7 +134,7 @@ class LowBitDDPStrategy(SessionsStrategy, DDPConstructor, DDPStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module, then attach, because Fabric's DDP has no option for hooks."""
         if not any(param.requires_grad for param in module.parameters()):
-            return super().setup_module(module)  # inference only: DDP's own error says that it is not needed
+            return super().setup_module(module)  # inference only: DDP's error says that it is not needed
         prepared = prepare(module, self.compressor, self.options, scatter=False)
         self.choose_buckets(self.root_device)
         wrapped = super().setup_module(module)
@@ -171,9 +171,9 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Instead of Fabric's own: every micro-batch is reduced."""
+        """A context that replaces Fabric's own, with which every micro-batch would be reduced."""
         yield
-        for session in self.sessions if enabled else ():  # no optimizer steps on what has been reduced
+        for session in self.sessions if enabled else ():  # no optimizer steps on these gradients
             if session.serves(module):
                 session.weights_unchanged()
 
@@ -208,12 +208,12 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         _reshard(state)
-        # stock takes the path of rank 0, since all ranks write; so do the residuals
+        # all ranks write to rank 0's path, as in the stock strategy; so do residuals
         super().save_checkpoint(self.broadcast(path), state, *args, **kwargs)
 
 
 def _reshard(state: Any) -> None:
-    """Undo what a validation leaves in the models of a state: the outermost module is gathered."""
+    """Reshard the models of a state, since a validation leaves the outermost module gathered."""
     for value in state.values() if isinstance(state, dict) else [state]:
         if isinstance(value, nn.Module):
             reshard(value)

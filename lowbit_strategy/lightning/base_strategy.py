@@ -26,7 +26,7 @@ from .stock import ParallelStrategy
 
 _log = logging.getLogger("lowbit_strategy")
 
-# Where they differ, ranks gather weights or reduce gradients at different times, and wait for each other forever.
+# If they differ, ranks gather weights or reduce gradients at different times, and wait for each other forever.
 _SAME_ON_ALL_RANKS = (
     "accumulate_grad_batches",
     "val_check_interval",
@@ -44,11 +44,11 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine
     _session_module: Any = None
     _in_fit = False  # whether the session belongs to the current fit
-    _has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
+    _has_resumed = False  # since the session was attached or a checkpoint was loaded into it
     _resume: tuple[Any, Stamp | None] | None = None
     _signals: DeferredSignals | None = None
-    _validates: contextlib.ExitStack | None = None  # the model has the weights that ranks share
-    _rounds: Any = None  # called if ranks meet in rounds
+    _validates: contextlib.ExitStack | None = None  # set while the model has the weights that ranks share
+    _rounds: Any = None  # the local steps' adapter, in rounds
 
     @property
     def sync(self) -> GradientSync | None:
@@ -57,7 +57,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     @property
     def fitted_trainer(self) -> Any:
-        """The Trainer of this strategy; None before it has a module."""
+        """The Trainer of this strategy; None until it has a module."""
         return self.lightning_module.trainer if self.lightning_module is not None else None
 
     def on_attached(self, session: Session) -> None:
@@ -65,7 +65,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         module, trainer = self.lightning_module, self.fitted_trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         waiting, self.on_sync = self.on_sync, ()
-        for callback in waiting:  # first, so that their state is restored with the rest
+        for callback in waiting:  # first, so that the callbacks' state is restored with the rest
             callback(session.sync)
         if self.session is not None:
             if self._session_module is module:
@@ -147,14 +147,14 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     # -- weights that ranks share -------------------------------------------------------------------------------------
 
     def _begin(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
-        """Begin a fit: the checkpoint has been loaded, and callbacks are complete."""
+        """Begin a fit, when the checkpoint has been loaded and callbacks are complete."""
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if self._rounds is not None:
             self._rounds.begin(trainer, session, signals)
         self._resume_session(session)
 
     def _resume_session(self, session: Session) -> None:
-        """Training begins, or continues after a finder has tried something and restored the earlier state."""
+        """Resume the session when training begins, or continues after a finder has restored the earlier state."""
         if not self._has_resumed:
             self._has_resumed = True
             session.resume()
@@ -177,7 +177,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
             self._validates.close()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give each rank its samples if ranks come and go, since the framework does not know all ranks."""
+        """Give each rank its samples if replicas come and go, since the framework does not know all ranks."""
         dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
         if trainer is None or trainer.state.stage != "train" or self.session is None or self.session.replica is None:
             return dataloader
@@ -233,14 +233,14 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
 
 def _finish_writing(checkpoint_io: Any) -> bool:
-    """Wait until checkpoints that were begun are complete. Return whether they are written while training continues.
+    """Wait until all started checkpoints are complete. Return whether they are written while training continues.
 
     Raises:
-        BaseException: The error that kept the last one from being written.
+        BaseException: The error that prevented the last write.
     """
     if not any(base.__name__ == "AsyncCheckpointIO" for base in type(checkpoint_io).__mro__):
         return False
-    if checkpoint_io._executor is not None:  # one thread, so this comes after all that was begun
+    if checkpoint_io._executor is not None:  # a single thread, so this comes after all started writes
         checkpoint_io._executor.submit(bool).result()
     if checkpoint_io._error is not None:
         raise checkpoint_io._error

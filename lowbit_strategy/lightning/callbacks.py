@@ -53,21 +53,21 @@ class ControlCallback(Callback, ABC):
         trainer.strategy.on_sync = (*listeners, self._attach)
 
     def _attach(self, sync: GradientSync) -> None:
-        """The engine of the coming fit exists; no checkpoint has been loaded yet."""
+        """Attach to the engine of the coming fit, before a checkpoint is loaded."""
         self.control = ModelControl.of(sync) or TrainerControl(sync, self._trainer)
         self.add_part(self.control)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.control is not None and not self.control.begun:  # by the other callback
+        if self.control is not None and not self.control.begun:  # made by the other callback
             self.control.begin()
 
 
 class CompressionMonitor(ControlCallback):
-    """Shows what compression does to the gradients, in the trainer's loggers and progress bar.
+    """Shows the effects of compression on gradients, in the trainer's loggers and progress bar.
 
     Every n-th step it measures, over all ranks, in total and by group: relative error and cosine similarity of what was
     sent against gradient plus residual, residual norm, bits per element, bytes on the wire, and milliseconds in codecs
-    and in waiting for bytes. Between those steps it does nothing. `lowbit report` draws what it records.
+    and in waiting for bytes. Between those steps it does nothing. `lowbit report` draws its record.
 
     Args:
         args, kwargs: A `MonitorOptions`, or its arguments.
@@ -126,7 +126,7 @@ class AdaptiveCompression(ControlCallback):
 
     Raises:
         TypeError: `controller` is not one of `lowbit_strategy.control`.
-        ValueError: The controller cannot serve the model, there is already another one, or the strategy does not
+        ValueError: The controller does not support the model, there is a controller already, or the strategy does not
             compress.
     """
 
@@ -151,6 +151,6 @@ class AdaptiveCompression(ControlCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.control is not None and self.driver is not None:
-            done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
+            done = batch_idx + 1  # windows change only where an old one ends and a new one starts
             if done % trainer.accumulate_grad_batches == 0 and done % (self.driver.accumulation or 1) == 0:
                 self.control.take_effect()

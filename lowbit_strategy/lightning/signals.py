@@ -1,9 +1,9 @@
-"""Defers signals that end or requeue a run to a moment at which all ranks can answer.
+"""Defers signals that end or requeue a run until all ranks can handle them.
 
 Lightning's handlers call collectives: the one for SIGTERM broadcasts, the one for SLURM's requeueing saves a
 checkpoint. A signal may arrive between any two Python instructions, on one rank during backward, on another in its
-forward pass, or on some ranks only. Then a rank would wait in its handler for another that waits for its gradients. So
-a signal is only noted when it arrives. At the start of the next batch the ranks tell each other what has arrived, and
+forward pass, or on some ranks only. Then a rank would wait in its handler for a rank that waits for its gradients. So a
+signal is only noted when it arrives. At the start of the next batch the ranks tell each other what has arrived, and
 then all of them run the handlers together.
 
 Far ranks begin this exchange before a backward pass, so that the answers travel with the gradients and nobody waits for
@@ -42,8 +42,8 @@ class DeferredSignals:
         self._signals = {TERMINATE: signal.SIGTERM} | ({} if requeue is None else {REQUEUE: requeue})
         self._handlers: dict[int, list[Any]] = {}
         self._received = 0
-        self._answered = 0  # before they have come here: a scheduler signals all ranks, but not in one moment
-        self._answers: tuple[Tensor, Any] | None = None  # of all ranks, on their way
+        self._answered = 0  # in advance: a scheduler signals all ranks, but not simultaneously
+        self._answers: tuple[Tensor, Any] | None = None  # all ranks' answers, in flight
 
     def install(self) -> None:
         """Replace the Trainer's handlers; further calls do nothing. The Trainer removes ours together with its own."""
@@ -63,15 +63,17 @@ class DeferredSignals:
         self._answered &= ~bit
 
     def has_received(self, bit: int) -> bool:
-        """Whether this rank has received the signal and has not answered it yet."""
+        """Whether this rank has received the signal and not handled it yet."""
         return bool(self._received & bit)
 
     def begin(self) -> None:
-        """Training begins. Do not wait for answers to a question from an earlier fit that ended with an error."""
+        """Begin training. Do not wait for answers from an earlier fit that ended with an error."""
         self._answers = None
 
     def ask(self) -> None:
-        """Begin to ask what any rank has received, if that is not under way; before a backward pass, on all ranks."""
+        """Begin to ask all ranks which signals they have received, if that is not under way. Call it before a backward
+        pass, on all ranks.
+        """
         if self._answers is not None or self.trainer.world_size == 1:
             return
         device = self.trainer.strategy.root_device
@@ -81,7 +83,7 @@ class DeferredSignals:
             self._answers = all_W, dist.all_to_all_single(all_W, mine_W, async_op=True)
 
     def finish(self) -> list[int]:
-        """Wait for the answers under way, if any: what each rank had received when it was last asked."""
+        """Wait for the answers under way, if any: the signals that each rank had received when it was asked."""
         if self._answers is None:
             return []
         (all_W, work), self._answers = self._answers, None
@@ -104,7 +106,7 @@ class DeferredSignals:
             stop()
 
     def run(self, bit: int, *, own_only: bool = False) -> None:
-        """All ranks know of the signal: run the Trainer's handlers on every rank, and others only where it arrived."""
+        """Run the Trainer's handlers on every rank, and other handlers only where the signal arrived."""
         received = self.has_received(bit)
         self._received &= ~bit
         if not received:
@@ -117,8 +119,8 @@ class DeferredSignals:
 
     @contextlib.contextmanager
     def _one_path(self) -> Iterator[None]:
-        """All ranks save the checkpoint of a requeued job where rank 0 does. The Trainer lets each rank number it by
-        what is in the folder, where another rank may have written its residuals already.
+        """A context in which all ranks save a requeued job's checkpoint at rank 0's path. The Trainer lets each rank
+        number it by the folder's content, and another rank may have written its residuals there already.
         """
         connector = self.trainer._checkpoint_connector
         path = self.trainer.strategy.broadcast(connector.hpc_save_path(self.trainer.default_root_dir))

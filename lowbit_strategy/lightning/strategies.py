@@ -54,8 +54,9 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
         self.on_attached(self._attached(attach_ddp, self.model, self._prepared))
 
     def serve_unfrozen(self, session: Session) -> None:
-        """Wrap the module again, because DDP synchronizes only what was trainable when it wrapped the module; stock DDP
-        would let the ranks drift apart silently. DDP would also wait for what has been frozen since, and stop.
+        """Wrap the module again, because DDP synchronizes only what was trainable when it wrapped the module; with
+        stock DDP ranks would drift apart silently. DDP would also wait for parameters that have been frozen since, and
+        stop.
         """
         if session.is_in_rounds:  # DDP synchronizes nothing
             super().serve_unfrozen(session)
@@ -133,8 +134,8 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
             inform("%s", sentence)
 
     def on_validation_end(self) -> None:
-        """Reshard what FSDP2 leaves gathered, since callbacks look for the optimizer's parameters in the model, and a
-        learning rate finder loads a checkpoint.
+        """Reshard weights that FSDP2 leaves gathered, since callbacks look for the optimizer's parameters in the model,
+        and a learning rate finder loads a checkpoint.
         """
         super().on_validation_end()
         assert self.model is not None
@@ -149,7 +150,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """A context for gradient accumulation. Stock Lightning handles only DDP, and lets FSDP2 reduce every
+        """A context for gradient accumulation. Stock Lightning supports only DDP, and lets FSDP2 reduce every
         micro-batch.
 
         ``local``: FSDP2 keeps unsharded gradients and sends nothing before the last micro-batch. ``reduce``: gradients

@@ -12,7 +12,7 @@ from lowbit_strategy.engine.engine import GradientSync
 
 
 class TrainerControl(ModelControl):
-    """The control of a Trainer's model. A finder trains without callbacks: what it tries is not reported.
+    """The control of a Trainer's model. A finder trains without callbacks, so its trials are not reported.
 
     Args:
         sync: The engine.
@@ -22,8 +22,8 @@ class TrainerControl(ModelControl):
     def __init__(self, sync: GradientSync, trainer: Any) -> None:
         super().__init__(sync, self._progress_at, self._log)
         self._trainer = trainer
-        self._max_steps = trainer.max_steps  # a learning rate finder sets another one for its own steps
-        self._length: tuple[int | None, int | None] | None = None  # of the run, and of an epoch, in optimizer steps
+        self._max_steps = trainer.max_steps  # a learning rate finder changes it for its own steps
+        self._length: tuple[int | None, int | None] | None = None  # optimizer steps of the run and of an epoch
         self.has_log = lambda: bool(trainer.loggers)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
@@ -38,7 +38,7 @@ class TrainerControl(ModelControl):
         return Progress(step=step, epoch=epoch, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
 
     def _measure_run(self) -> None:
-        """Training begins, so the Trainer now knows its length."""
+        """Store the run's length, which the Trainer knows once training begins."""
         trainer = self._trainer
         total, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
         self._length = (
@@ -47,7 +47,7 @@ class TrainerControl(ModelControl):
         )
 
     def _measure_early(self) -> None:
-        """A finder trains before training begins, without callbacks: use the length of the coming run."""
+        """Store the coming run's length for a finder, which trains before training begins, without callbacks."""
         loop = self._trainer.fit_loop.epoch_loop
         present, loop.max_steps = loop.max_steps, self._max_steps
         try:
@@ -57,7 +57,7 @@ class TrainerControl(ModelControl):
 
     @property
     def _callbacks(self) -> list[Any]:
-        """The callbacks of this control that are called now."""
+        """This control's callbacks that are currently called."""
         return [each for each in self._trainer.callbacks if getattr(each, "control", None) is self]
 
     def begin(self, **fields: Any) -> None:
@@ -81,8 +81,8 @@ class TrainerControl(ModelControl):
         named = [folder for folder in folders if folder is not None]
         if len(named) > 1:
             raise ValueError(
-                f"one run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}:"
-                " give both callbacks the same record="
+                f"a run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}: give"
+                " both callbacks the same record="
             )
         return Path(named[0]) if named else None
 
@@ -106,8 +106,8 @@ def _check_accumulation(controller: Controller, trainer: Any) -> None:
     name = type(controller).__name__
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            f"{name} changes gradient accumulation, which manual optimization does by itself: set"
-            " automatic_optimization to True, or use a controller that changes no batch, such as Accordion"
+            f"{name} changes gradient accumulation, which manual optimization handles itself: set"
+            " automatic_optimization to True, or use a controller that does not change the batch, such as Accordion"
         )
     kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     if "GradientAccumulationScheduler" in kinds:

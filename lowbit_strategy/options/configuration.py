@@ -21,16 +21,16 @@ def configuration(cls: type[T]) -> type[T]:
     """``@dataclass(frozen=True, kw_only=True)`` whose constructor checks its arguments.
 
     It has no slots, because a dataclass with slots is created twice, and the first class stays among its base's
-    subclasses. Command lines that find a class by name (jsonargparse, LightningCLI) would find two.
+    subclasses. Command lines that look up a class by name (jsonargparse, LightningCLI) would find two.
 
     Every value must have its field's type: neither `bool` nor 4.0 is an integer. Integers are accepted for floats, and
-    so is text such as "1e-3", as which YAML reads 1e-3; lists for tuples, mappings for dataclasses, and whatever
+    so is text such as "1e-3" (YAML reads 1e-3 as text); lists for tuples, mappings for dataclasses, and whatever
     `register_conversion` allows. Options are given by name, and those with ``field(kw_only=False)`` also by position.
 
     Raises:
-        TypeError: Raised by the constructor if there is no such option. The message has the nearest one.
-        ValueError: Raised by the constructor if values have wrong types. The message has field, value and what is
-            allowed, for all of them.
+        TypeError: Raised by the constructor if there is no such option. The message names the nearest one.
+        ValueError: Raised by the constructor if values have wrong types. The message has the field, the value and the
+            allowed values, for all of them.
     """
     initialize = dataclasses.dataclass(frozen=True, kw_only=True)(cls).__init__
     defaults: dict[str, Any] = {}
@@ -62,8 +62,8 @@ def configuration(cls: type[T]) -> type[T]:
 def takes_options_of(source: type) -> Callable[[F], F]:
     """Show the fields of a configuration as arguments of a function that takes them in ``**kwargs``.
 
-    The fields are defined only in the configuration, but editors, LightningCLI and ``inspect.signature`` see them here
-    too. The function makes the configuration.
+    The fields are defined only in the configuration, but editors, LightningCLI and ``inspect.signature`` also see them
+    here. The function makes the configuration.
     """
 
     def show(function: F) -> F:

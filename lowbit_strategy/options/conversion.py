@@ -43,7 +43,7 @@ def unknown_option(of: str, name: str, known: Iterable[str], *, advice: str = ""
         of: The class that is constructed.
         name: The unknown option.
         known: All options.
-        advice: What to do instead, if known. Otherwise the message has the nearest name, or all names.
+        advice: What to do instead, if known. Otherwise the message gives the nearest name, or all names.
     """
     names = [each for each in known if each not in ("self", "args", "kwargs", "unknown")]
     hint = did_you_mean(name, names)
@@ -86,9 +86,9 @@ def register_conversion(
 
     Args:
         kind: A class.
-        make: Makes an instance of a value. It raises `Mismatch` for a value that it does not accept, and ValueError for
-            a wrong one, such as the name of an unknown preset.
-        description: What is accepted, for error messages and tables.
+        make: Makes an instance from a value. It raises `Mismatch` for a value that it does not accept, and ValueError
+            for a wrong one, such as the name of an unknown preset.
+        description: Describes accepted values, for error messages and tables.
         known: Returns instances, for hints about where an option belongs.
     """
     _conversions[kind] = _Conversion(make, description, known)
@@ -99,7 +99,7 @@ class Mismatch(ValueError):
 
 
 class Faults(ValueError):
-    """The faults in parts of a value: each part's place, and the rest of a sentence that begins with the place."""
+    """The faults in parts of a value: each part's place, and a message that continues it."""
 
     def __init__(self, *faults: tuple[str, str]) -> None:
         super().__init__(*faults)
@@ -118,8 +118,8 @@ def convert(value: object, kind: type[T], where: str) -> T:
         where: The value's name in errors.
 
     Raises:
-        ValueError: A name or a key is unknown (the message has the nearest valid one), a key is missing, or a value has
-            the wrong type or is out of range. The message names all faults with their places.
+        ValueError: A name or a key is unknown (the message names the nearest valid one), a key is missing, or a value
+            has the wrong type or is out of range. The message lists all faults with their places.
     """
     made: T = convert_all([(where, value, kind)])[0]
     return made
@@ -129,7 +129,7 @@ def convert_all(parts: Iterable[tuple[str, Any, Any]]) -> list[Any]:
     """Convert several values, each given by name, value and type; see `convert`.
 
     Raises:
-        ValueError: See `convert`; the message names the faults of all values.
+        ValueError: See `convert`; the message lists the faults of all values.
     """
     try:
         return _parts(parts)
@@ -141,7 +141,7 @@ def _parts(parts: Iterable[tuple[str, Any, Any]]) -> list[Any]:
     """Convert the parts of one value, each given by place, value and type.
 
     Raises:
-        Faults: Some parts are wrong; all of them are named.
+        Faults: Some parts are wrong; all of them are listed.
     """
     made: list[Any] = []
     faults: list[tuple[str, str]] = []
@@ -183,16 +183,16 @@ def call(function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
 
 
 def named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
-    """Look up a name or ``{name: ..., option: value, ...}``. Return what it stands for, and the options.
+    """Look up a name or ``{name: ..., option: value, ...}``. Return the named value and the options.
 
     Args:
         value: Either form; case, hyphens and underscores do not matter.
         known: The valid values by name.
-        what: What the values are, for errors.
+        what: The kind of value, for errors.
 
     Raises:
         Mismatch: `value` has neither form.
-        ValueError: The name is missing or unknown; the message has the nearest one.
+        ValueError: The name is missing or unknown; the message names the nearest one.
     """
     options = {"name": value} if isinstance(value, str) else dict(_checked(value, isinstance(value, Mapping)))
     name = options.pop("name", None)
@@ -219,7 +219,7 @@ def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def written(kind: Any) -> Any:
-    """The type of what a constructor takes for `kind`: also a name or a mapping, if a conversion is registered."""
+    """The type that a constructor accepts for `kind`, including a name or a mapping if a conversion is registered."""
     kinds = typing.get_args(kind) or (kind,)
     return typing.Union[(*kinds, str, dict[str, Any])] if any(each in _conversions for each in kinds) else kind
 
@@ -231,7 +231,7 @@ def known_of(kind: Any) -> list[Any]:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """`value` as a field of type `kind` holds it: lists become tuples, and integers floats where needed."""
+    """`value` in the form of a field of type `kind`: lists become tuples, and integers floats where needed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _first(value, arguments)
@@ -302,7 +302,7 @@ def _instance(value: Any, kind: Any) -> Any:
 
 
 def describe_type(kind: Any) -> str:
-    """What a field of type `kind` accepts, None left out, in a few words."""
+    """A short description of the values, except None, that a field of type `kind` accepts."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe_type(each) for each in arguments if each is not type(None))

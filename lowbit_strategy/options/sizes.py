@@ -6,7 +6,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def size(nbytes: float) -> str:
-    """Bytes with a decimal unit, as in ``1.5 MB``, like `memory=` and links."""
+    """Bytes with a decimal unit, such as ``1.5 MB``, as for `memory=` and links."""
     at = 0
     while abs(nbytes) >= 999.5 and at < len(_UNITS) - 1:
         nbytes, at = nbytes / 1000, at + 1

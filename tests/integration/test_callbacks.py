@@ -324,7 +324,7 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     assert "every_n_steps must be a positive integer" in facts[0]["interval"]
     assert "AccordionBatch does not support rounds of several steps" in facts[0]["local"]
     assert "AccordionBatch does not support rounds of several steps" in facts[0]["local later"]
-    assert "which manual optimization does by itself" in facts[0]["manual"]
+    assert "which manual optimization handles itself" in facts[0]["manual"]
     assert "and so does GradientAccumulationScheduler" in facts[0]["two"]
 
 

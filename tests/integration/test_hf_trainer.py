@@ -122,7 +122,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(facts: list[Facts]) -> None:
         assert rank["bits"]
         assert rank["matters"]  # without residuals it would not be
         assert "lowbit_strategy" in rank["marks"]
-        assert "its residuals are not there" in rank["torn"]
+        assert "its residuals are missing" in rank["torn"]
 
 
 EIGHT, TWO = LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=32)

@@ -103,7 +103,7 @@ def refused(folder: Path) -> Facts:
 def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     for rank in facts:
         assert "Static chooses this model's compressors already, so Accordion cannot as well" in rank["two controllers"]
-        assert "one run has one record, but its callbacks name several folders" in rank["two folders"]
+        assert "a run has one record, but its callbacks name several folders" in rank["two folders"]
         for where in ("bounds", "accelerate's bounds"):
             assert "bounds must be an instance of Bounds or a mapping, got 0.5" in rank[where]
         assert "record must be true, false or a folder, got 3" in rank["record"]

@@ -338,7 +338,7 @@ def test_ranks_agree_on_what_a_checkpoint_says_of_its_residuals(facts: list[Fact
     assert "stamp.json cannot be read" in errors["damaged"]
     assert 'on_missing_residual="reset"' in errors["damaged"]
     assert facts[0]["steps"] == 3
-    assert "its residuals are not there" in facts[0]["lines"][0]
+    assert "its residuals are missing" in facts[0]["lines"][0]
     assert "stamp.json cannot be read" in facts[0]["lines"][1]
     assert all("continuing with residuals of zero on all ranks" in line for line in facts[0]["lines"])
     assert facts[1]["lines"] == []
