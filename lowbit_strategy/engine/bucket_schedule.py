@@ -11,8 +11,9 @@ the next exchange inside the node waits for its turn (`TURN`), which depends onl
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,13 +77,16 @@ class _Piece:
 
 
 class BucketSchedule:
-    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream).
+    """The buckets that are in flight. All calls come from one thread (and, on CUDA, on one stream). If one raises, the
+    futures of all buckets get the error, since nothing in flight will end.
 
     Args:
         turn_after: A bucket's turn comes when this many more have been started; None: after the last bucket.
+        on_error: Called before the futures get an error.
     """
 
-    def __init__(self, turn_after: int | None = None) -> None:
+    def __init__(self, turn_after: int | None = None, on_error: Callable[[Exception], None] = lambda _: None) -> None:
+        self._on_error = on_error
         self._active: list[_Piece] = []
         self._turn_after = turn_after
         self._untaken: deque[_Piece] = deque()  # the last `turn_after` pieces, whose turn has not come
@@ -92,18 +96,21 @@ class BucketSchedule:
     ) -> None:
         """Start a bucket's pieces one by one, and advance the others. `future` gets `result` when all are done."""
         unfinished = list(pieces)
-        for stages in pieces:
-            older = [piece for piece in self._active if not (piece.is_far or piece.awaits_turn)] if self._active else []
-            piece = _Piece(stages, unfinished, result, future)
-            self._active.append(piece)
-            for each in (piece, *older):
-                self._advance(each)
-            if self._turn_after is not None:
-                self._untaken.append(piece)
-                if len(self._untaken) > self._turn_after:
-                    self._take_turn(self._untaken.popleft())
+        with self._failing_together():
+            for stages in pieces:
+                self._start(_Piece(stages, unfinished, result, future))
         if last:
             self.finish()
+
+    def _start(self, piece: _Piece) -> None:
+        older = [each for each in self._active if not (each.is_far or each.awaits_turn)] if self._active else []
+        self._active.append(piece)
+        for each in (piece, *older):
+            self._advance(each)
+        if self._turn_after is not None:
+            self._untaken.append(piece)
+            if len(self._untaken) > self._turn_after:
+                self._take_turn(self._untaken.popleft())
 
     def _advance(self, piece: _Piece) -> None:
         if piece.advance():
@@ -119,15 +126,22 @@ class BucketSchedule:
     def finish(self) -> None:
         """Advance all buckets until done: first those that wait for near ranks, then those that wait for a turn."""
         self._untaken.clear()
-        while self._active:
-            running = [piece for piece in self._active if not piece.awaits_turn]
-            near = [piece for piece in running if piece.is_near] if len(running) > 1 else []
-            for piece in near or running or list(self._active):
-                self._advance(piece)
+        with self._failing_together():
+            while self._active:
+                running = [piece for piece in self._active if not piece.awaits_turn]
+                near = [piece for piece in running if piece.is_near] if len(running) > 1 else []
+                for piece in near or running or list(self._active):
+                    self._advance(piece)
 
-    def fail(self, error: Exception) -> None:
-        """Pass `error` to everything that waits, because nothing in flight will end."""
-        failed, self._active = {piece.future for piece in self._active}, []
-        self._untaken.clear()
-        for future in failed:
-            future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A context whose error is passed to everything that waits."""
+        try:
+            yield
+        except Exception as error:
+            self._on_error(error)
+            failed, self._active = {piece.future for piece in self._active}, []
+            self._untaken.clear()
+            for future in failed:
+                future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
+            raise

@@ -6,6 +6,7 @@ queue and a dedicated process group ensure that order, and `BucketSchedule` keep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -28,7 +29,7 @@ class BucketWorker:
     """
 
     def __init__(self, turn_after: int | None = None) -> None:
-        self._schedule = BucketSchedule(turn_after)
+        self._schedule = BucketSchedule(turn_after, on_error=_log_error)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
         self._thread.start()
@@ -53,13 +54,14 @@ class BucketWorker:
 
     def _loop(self) -> None:
         while (start := self._queue.get()) is not None:
-            try:
+            with contextlib.suppress(Exception):  # the futures get it
                 start()
-            except Exception as error:
-                # a future passes on an error's text, without its traceback
-                _log.error("reducing gradients failed", exc_info=error)
-                self._schedule.fail(error)
             del start  # keep nothing of a bucket while waiting for the next one
+
+
+def _log_error(error: Exception) -> None:
+    """Log an error with its traceback, which a future does not pass on."""
+    _log.error("reducing gradients failed", exc_info=error)
 
 
 class SideStream:

@@ -25,9 +25,5 @@ class BlockingReducer(AsyncReducer):
 
     def submit(self, *buckets: Stages, result: Tensor, last: bool) -> Pending:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
-        try:
-            self._schedule.start(buckets, result, future, last=last)
-        except Exception as error:
-            self._schedule.fail(error)
-            raise
+        self._schedule.start(buckets, result, future, last=last)
         return future

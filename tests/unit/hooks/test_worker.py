@@ -126,6 +126,24 @@ def test_the_last_far_message_leaves_before_any_is_waited_for(worker: BucketWork
         assert all(f"sent {name} {hop}" in log[:first] for name in "abc")
 
 
+def test_after_an_error_nothing_of_the_failed_pass_goes_on() -> None:
+    """A loop may catch the error and continue: the old pass must not send, nor write to memory that is reused."""
+    log: list[str] = []
+    schedule, first = BucketSchedule(), torch.futures.Future[Tensor]()
+
+    def failing() -> Iterator[Travel]:
+        raise RuntimeError("out of memory")
+        yield
+
+    schedule.start([stages("old", log)], torch.zeros(1), first, last=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        schedule.start([failing()], torch.zeros(1), torch.futures.Future(), last=False)
+    assert first.done()
+    log.clear()
+    schedule.start([stages("new", log, 1)], torch.zeros(1), torch.futures.Future(), last=True)
+    assert log == ["start new", "arrived new0", "end new"]
+
+
 def test_nothing_of_a_bucket_is_kept_once_it_is_done(worker: BucketWorker) -> None:
     """DDP's first bucket may be the whole gradient; while it lay in the thread's hands, the next step held two."""
     finished(worker.submit(stages("a", []), result=torch.zeros(1), last=True))
