@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.assembly import compare_with_all, make_engine, make_session
+from lowbit_strategy.attach.optimizer_hook import attachment_begins
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.collectives.comm import GroupComm
@@ -47,6 +48,7 @@ def attach_ddp(
         ValueError: `model` was not prepared, or is not wrapped in DDP.
         RuntimeError: The ranks differ, or the model already has a communication hook.
     """
+    attachment_begins(model)
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     refuse_other_hooks(model)
     device = device_of(model, device)
@@ -91,6 +93,7 @@ def attach_replica(
         ValueError: The replica has several ranks, or other ranks have parts of the model.
         ConnectionError: Nobody answers at the meeting address.
     """
+    attachment_begins(model)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     device = device_of(module, device)
     ranks = Ranks.flat(GroupComm(model_group(module, group, device, mesh))).coming_and_going()

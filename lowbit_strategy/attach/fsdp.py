@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.assembly import compare_with_all, make_engine, make_session
+from lowbit_strategy.attach.optimizer_hook import attachment_begins
 from lowbit_strategy.attach.prepare import PreparedModel, on_ranks
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -54,6 +55,7 @@ def attach_fsdp(
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
+    attachment_begins(module)
     if isinstance(module, DistributedDataParallel):
         raise ValueError("attach_fsdp was given a DistributedDataParallel: for DDP it is attach_ddp")
     if not prepared.scatter:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ def watch_optimizers(session: Any) -> None:
     It is now the latest session. Among sessions that share parameters, perhaps because they had the same model, those
     with open reductions are called; if none has any, the latest.
     """
-    _forget_unattached(session.param_ids)
     stop_watching(session)
     _watching[session] = None
 
@@ -50,18 +49,21 @@ def stop_watching(session: Any) -> None:
 
 
 def await_attachment(module: nn.Module) -> None:
-    """Make a step on this prepared model an error until a session watches its optimizers."""
-    _forget_unattached(set(map(id, module.parameters())))
+    """Make a step on this prepared model an error until attaching to it begins."""
+    attachment_begins(module)
     _unattached[module] = None
 
 
-def _forget_unattached(param_ids: Set[int]) -> None:
-    """Forget models with these parameters, because one was prepared or attached, perhaps by another trainer."""
+def attachment_begins(module: nn.Module) -> None:
+    """Allow steps on models with parameters of `module`, which another trainer may have prepared. If attaching fails,
+    its own error says so.
+    """
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
-    for module in list(_unattached):
-        if not param_ids.isdisjoint(map(id, module.parameters())):  # the current ones: fully_shard replaces parameters
-            _unattached.pop(module, None)
+    param_ids = set(map(id, module.parameters()))
+    for prepared in list(_unattached):
+        if not param_ids.isdisjoint(map(id, prepared.parameters())):  # the current ones: fully_shard replaces them
+            _unattached.pop(prepared, None)
 
 
 def has_rate(optimizer: Optimizer) -> bool:

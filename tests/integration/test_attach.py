@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import LocalSGD, LoCo
+from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -112,12 +113,29 @@ def mistyped(folder: Path, kind: Kind) -> Facts:
 def test_a_pattern_that_matches_nothing_is_reported_once(facts: list[Facts]) -> None:
     assert facts[0]["lines"] == [
         "exempt: 'nett.*' matches no parameter of the model. Its parameters are net.0.weight, net.0.bias,"
-        " net.2.weight, ..., net.4.bias"
+        " net.2.weight, net.2.bias and 2 more"
     ]
     assert facts[1]["lines"] == []
 
 
 # -- loops of one's own that forget something -------------------------------------------------------------------------
+
+
+def refused(folder: Path, kind: str) -> Facts:
+    net = mlp()
+    attach: Any = attach_fsdp if kind == "fsdp" else attach_ddp
+    prepared = prepare(net, LoCo(), scatter=kind == "fsdp")
+    error = raised(lambda: attach(net, prepared))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(batch(0)).square().mean().backward()
+    return {"error": error, "step": raised(optimizer.step)}
+
+
+@scenarios(refused, kind=("ddp", "fsdp"))
+def test_a_refused_model_can_be_trained_without_compression(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["error"].startswith("ValueError: ")
+        assert rank["step"] == ""
 
 
 def forgetful(folder: Path) -> Facts:
