@@ -26,7 +26,7 @@ from lowbit_strategy.methods._base.sparse_residuals import Condition, add_at_onc
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01
-_SAMPLE_KEPT = 128  # elements of the sample above the threshold, at least: the count is then off by 9 %
+_SAMPLE_KEPT = 128  # minimum number of sample elements above the threshold: the count is then accurate to 9 %
 _MAX_ROUNDS = 10
 _LEAST = 0.8
 
@@ -72,7 +72,7 @@ class DGC(OwnPositions):
     1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
     2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
     3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
-    4. those are sent; ``u' = v = 0`` there (factor masking)
+    4. these are sent; ``u' = v = 0`` there (factor masking)
     5. the result is the mean over ranks of what was sent, and 0 where no rank sent
 
     With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
@@ -88,14 +88,15 @@ class DGC(OwnPositions):
         clip_norm: Approximate bound on the norm of the mean gradient, applied in step 1; None: no clipping. Under DDP
             the parameters then wait for the last bucket; under FSDP2 each module is clipped separately. With a loss
             scaler it is in units of scaled gradients. Prefer it to the framework's own clipping (Lightning's
-            ``gradient_clip_val``), which acts on the sparse mean and loses what it cuts off, since that has already
-            left the residual.
+            ``gradient_clip_val``), which acts on the sparse mean and loses the clipped part, which has already left the
+            residual.
         warmup_steps: Optimizer steps per stage of the warm-up, about an epoch; 0: no warm-up.
         warmup_densities: Densities of the stages; those below `density` are skipped.
 
     References:
         Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
-        arXiv 1712.01887, algorithms 1 and 4, section 3. Of more than k the largest are sent; the authors' code sends
+        arXiv 1712.01887, algorithms 1 and 4, section 3. If more than k are selected, the largest are sent; the authors'
+            code sends
         the first.
     """
 
@@ -153,7 +154,7 @@ class DGC(OwnPositions):
 
     @property
     def own_temporary_nbytes(self) -> float:  # type: ignore[override]
-        return 43.0 * self.density  # much of it in the warm-up
+        return 43.0 * self.density  # mostly in the warm-up
 
     @property
     def residual_gain(self) -> float | None:

@@ -1,4 +1,5 @@
-"""Every compressor by name, one line each. The registry, strategy names, exports, tests and pages are made from it.
+"""Every compressor by name, one line each. The registry, strategy names, exports, tests and pages are generated from
+it.
 
 A compressor's module is imported only when its name is used.
 """

@@ -18,11 +18,11 @@ from lowbit_strategy.methods._base.positions import CommonPositions, num_kept
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
 from lowbit_strategy.options.configuration import configuration
 
-_BAND = 1.1  # counts off the target by more than this factor: the threshold is estimated again
+_BAND = 1.1  # the threshold is estimated again if counts are off by more than this factor
 _CALM = 0.03  # largest change of an estimate, in its logarithm, that the online rule can follow
-_PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # residuals pile up: a percent more threshold can halve the count
+_PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # residuals pile up: a threshold higher by a percent can halve the count
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
-_UNBALANCED = 0.1  # loads further than this above the mean, apart from noise: partitions are cut again
+_UNBALANCED = 0.1  # partitions are cut again if loads exceed the mean by more than this, apart from noise
 
 
 def equal_sizes(num_blocks: int, world_size: int) -> list[int]:
@@ -84,10 +84,10 @@ class ExDyna(CommonPositions):
        no partition falls below a quarter of an equal share
 
     The authors' rules take hundreds of steps to settle. They move the threshold by 0.5 % per step from a start of ``1 /
-    (2 * sqrt(k))``. Here it is estimated from a sample of what the ranks are about to choose from: at the start, while
-    estimates move by more than 3 % per step, and when the count is off the target by more than a factor of 1.1. They
-    move partitions by one block per step; here partitions are cut again when a load is more than a tenth above the
-    mean. Loads are moving averages of counts. At most four times the wanted number is sent.
+    (2 * sqrt(k))``. Here it is estimated from a sample of the ranks' candidates: at the start, while estimates move by
+    more than 3 % per step, and when the count is off the target by more than a factor of 1.1. They move partitions by
+    one block per step; here partitions are cut again when a load is more than a tenth above the mean. Loads are moving
+    averages of counts. At most four times the wanted number is sent.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
@@ -99,7 +99,7 @@ class ExDyna(CommonPositions):
 
     name: ClassVar[str] = "exdyna"
     whole_model: ClassVar[bool] = True
-    position_messages: ClassVar[int] = 2  # an estimate of the threshold costs one more
+    position_messages: ClassVar[int] = 2  # estimating the threshold costs one more
     balances: ClassVar[bool] = True  # partitions, by their loads
 
     @property
@@ -123,7 +123,7 @@ class ExDyna(CommonPositions):
 
     def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
         Reducer.rescale_residual_(self, tensors, factor)
-        tensors["threshold"].mul_(factor)  # what it is compared with is mostly residual
+        tensors["threshold"].mul_(factor)  # it is compared with values that are mostly residual
 
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

@@ -101,8 +101,8 @@ class LoCo(TwoPrecisionCompressor):
     coarser for the few largest.
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` has the Lloyd-Max values of a
-    Gaussian, in units of the block's root mean square; what is clipped is fed back. They minimize the error, and shrink
-    what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in step 3 adds the rest,
+    Gaussian, in units of the block's root mean square; the clipped part is fed back. They minimize the error, and
+    shrink what they send: 1 bit sends 0.64 of a Gaussian, 0.41 after two hops. The average in step 3 adds the rest,
     ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` has the fitted values divided by that share: the whole
     gradient is sent at once, with more noise, and the average holds only noise. ``ternary_unit_gain`` has three such
     values, five to a byte (1.6 bits). At 1 bit neither contracts every block: in a block of 64 with a single nonzero
@@ -120,14 +120,14 @@ class LoCo(TwoPrecisionCompressor):
             content. Below 4 bits that is the sum of three to four gradients, so use None there.
         residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4 and
             stores the average exactly. ``none`` costs nothing: codes are rounded stochastically and blocks are rotated
-            by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The rotation
-            runs in plain PyTorch outside the kernels, which is slower.
+            by a Hadamard matrix, so that errors average out over steps and ranks instead of being fed back. The
+            rotation runs in plain PyTorch outside the kernels, which is slower.
         residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured to be as good;
             ``stochastic``: keeps increments below half a step on average.
         return_beta: `beta` of the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: `bits`, `codebook` and `block_size` of the downlink; None: the
-            uplink's. At least `bits`, and for high-precision parameters at least the uplink's codes, because all ranks
-            have the same downlink error, which is not averaged.
+            uplink's. At least `bits`, and for high-precision parameters at least the uplink's codes, because the
+            downlink's error is the same on all ranks and does not average out.
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
@@ -179,7 +179,7 @@ class LoCo(TwoPrecisionCompressor):
 
     def _values(self, codebook: Codebook | None, bits: int) -> Codebook:
         """The codebook, or its default."""
-        evenly = self.residual == "none"  # rounding at random needs an even grid
+        evenly = self.residual == "none"  # stochastic rounding needs an even grid
         return codebook or ("e2m1" if bits == 4 and not evenly else "uniform")
 
     @property
@@ -207,7 +207,7 @@ class LoCo(TwoPrecisionCompressor):
 
     @functools.cache  # noqa: B019 (configurations are few, and live as long as the process)
     def _codecs(self, uplink_format: BlockFormat | None = None) -> CodecPair:
-        """None: of `fmt`."""
+        """The codecs of both hops for this uplink format; None: for `fmt`."""
         uplink_format = self.fmt if uplink_format is None else uplink_format
         return_format = self._return_format(uplink_format)
         if self.residual == "none":

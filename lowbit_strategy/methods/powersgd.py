@@ -85,7 +85,7 @@ class PowerSGD(LowRankCompressor):
         ]
         qs = orthogonalize_all([state[view.spec.name]["q"] for view in views])
         ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
-        # Q must never become NaN, which would stay: the matrix is taken to be zero, and the result is NaN.
+        # Q must never become NaN, which would persist: the matrix is treated as zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)])
 

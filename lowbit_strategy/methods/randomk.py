@@ -64,7 +64,7 @@ class RandomK(CommonPositions):
             seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
             chosen.append(sample_positions(view.spec.numel, self.num_kept(view.spec), seed, view.x.device))
         return chosen
-        yield  # a generator that has nothing to wait for
+        yield  # makes this a generator, without anything to wait for
 
     def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         if not self.scale:

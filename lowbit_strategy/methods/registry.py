@@ -31,14 +31,14 @@ def _present() -> dict[str, Compressor]:
 
 
 PRESETS: dict[str, Compressor] = _present()
-CHOOSER = "auto"  # among presets, and none of them
+CHOOSER = "auto"  # listed with the presets, but not one of them
 
 
 _others: dict[str, str] = {}  # names that are not compressors, and where they belong
 
 
 def register_other_names(names: Iterable[str], advice: str) -> None:
-    """Register names that may be mistaken for compressors. `advice` says where ``{}``, the name, belongs."""
+    """Register names that may be mistaken for compressors. `advice` says where the name, ``{}``, belongs."""
     _others.update({name: advice.format(name) for name in names})
 
 
@@ -46,7 +46,7 @@ def preset(name: str) -> Compressor:
     """The preset called `name`.
 
     Raises:
-        ValueError: There is no such preset; the message has the nearest name.
+        ValueError: There is no such preset; the message gives the nearest name.
         MissingPart: Its file is missing.
     """
     key = name.lower()
@@ -54,7 +54,7 @@ def preset(name: str) -> Compressor:
         return leaves.load("lowbit_strategy.auto:Auto", key)()
     if key not in PRESETS:
         if key in ENTRIES:
-            leaves.load(ENTRIES[key].target, key)  # raises: its file is not there
+            leaves.load(ENTRIES[key].target, key)  # raises an error: its file is missing
         if key in _others:
             raise ValueError(f"{name!r} is not a compressor: {_others[key]}")
         known = sorted((*PRESETS, CHOOSER))
@@ -63,8 +63,7 @@ def preset(name: str) -> Compressor:
 
 
 def as_compressor(value: object, field: str = "compressor") -> Compressor:
-    """Return a compressor: as given, by a preset's name, or as a mapping such as ``{compressor: loco, bits: 3}``
-    describes it.
+    """Return a compressor, given one, a preset's name, or a mapping such as ``{compressor: loco, bits: 3}``.
 
     Args:
         value: A compressor, a name or a mapping.

@@ -59,7 +59,7 @@ class BlockWeights(WeightCoding):
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
     high_precision_bits: int = 8
     block_size: int = 128
-    bits: int  # of a parameter that is neither exempt nor of high precision
+    bits: int  # for parameters that are neither exempt nor high-precision
     allowed_bits: ClassVar[tuple[int, ...]]
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class BlockWeights(WeightCoding):
 
 @configuration
 class Exact(WeightCoding):
-    """Sends weights as FSDP2 does: every element in the dtype of the forward pass.
+    """Sends weights like FSDP2: every element in the dtype of the forward pass.
 
     Args:
         keep: ``nothing``: weights are gathered in forward and again in backward, for every micro-batch, as in FSDP2.
@@ -166,7 +166,7 @@ class WeightDelta(BlockWeights):
         Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
         Feedback", 2021, arXiv 2106.05203, equation 11, here of weights; Jia et al., "SDP4Bit: Toward 4-bit
         Communication Quantization in Sharded Data Parallelism for LLM Training", 2024, arXiv 2410.15526, section 3.1
-        (whose differences are of successive weights, without the part that was left out).
+        (whose differences are of successive weights, without the earlier error).
     """
 
     name: ClassVar[str] = "delta"
@@ -196,7 +196,7 @@ register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} with
 
 
 def default_weights(compressor: Compressor) -> WeightCoding:
-    """The default: 8 bits with LoCo, otherwise exact, since coded weights have not been measured with others."""
+    """The default: 8 bits with LoCo, otherwise exact, since coded weights have only been measured with LoCo."""
     return WeightCode() if isinstance(compressor, LoCo) else Exact()
 
 

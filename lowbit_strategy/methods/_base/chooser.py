@@ -1,4 +1,4 @@
-"""Base classes for compressors that choose another compressor."""
+"""Base class for compressors that choose another compressor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Chooser(Compressor, ABC):
     """A compressor that only chooses. Until it has chosen, steps are the framework's own, with its buckets."""
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        """Float32 through the engine's messages, which sends the rest of a replaced compressor's residuals."""
+        """Float32 in the engine's messages, which also sends a replaced compressor's residuals."""
         return DENSE
 
     @abstractmethod
     def begin(self, prepared: Any, sync: Any, model: Any, hook: Any) -> Any:
-        """Begin to choose for one model. Returns what a session follows (`Pace`).
+        """Begin to choose for one model. Returns the session's `Pace`.
 
         Args:
             prepared: The `PreparedModel`, with this as its compressor.

@@ -1,4 +1,4 @@
-"""Checks of the sizes of codes, for many compressors: elements of a block and bits of an element."""
+"""Checks of code sizes, for many compressors: elements of a block and bits of an element."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class CodecStore(MethodStore):
         }
         block_size, end = pair.block_size, 0
         for name, spec in specs.items():
-            self._is_sharded = spec.sharded  # either all are or none is
+            self._is_sharded = spec.sharded  # all parameters are sharded, or none is
             row_numel = spec.row_numel(comm.world_size, block_size)
             start, end = end, end + round_up(row_numel, block_size)
             self._shares[name] = (start, end)

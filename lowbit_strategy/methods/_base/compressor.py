@@ -67,7 +67,7 @@ def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None
 
 
 def describe(selector: Selector) -> str:
-    """The reason why a selector chose a parameter, for reports."""
+    """The reason for which a selector chose a parameter, for reports."""
     if callable(selector):
         return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
     return _PREDICATES.get(selector) or f"name matches {selector}"
@@ -96,7 +96,7 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    is_sparse: ClassVar[bool] = False  # only chosen elements are sent, for some parameters or phases
+    is_sparse: ClassVar[bool] = False  # whether only chosen elements are sent, for some parameters or phases
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
 
@@ -112,7 +112,7 @@ class Compressor(ABC):
 
     @property
     def momenta(self) -> frozenset[float]:
-        """Every momentum that some parameter's method applies in some phase.
+        """All momenta that methods apply to parameters, in all phases.
 
         If there are several, no momentum of the optimizer suits all parameters.
         """
@@ -132,8 +132,8 @@ class Compressor(ABC):
             values = " and ".join(f"{momentum:g}" for momentum in sorted(momenta))
             raise ValueError(
                 f"the compressor applies momentum {values} to different parameters or phases, so no setting of the"
-                " optimizer is right for all of them: give DGC momentum=0 and leave momentum to the optimizer, or use"
-                " DGC for all parameters with its own warm-up (warmup_steps) in place of WarmUp"
+                " optimizer suits all of them: give DGC momentum=0 and leave momentum to the optimizer, or use DGC for"
+                " all parameters with its own warm-up (warmup_steps) instead of WarmUp"
             )
         (momentum,) = momenta
         for number, group in enumerate(optimizer.param_groups):
@@ -199,7 +199,7 @@ class ReducingCompressor(Compressor, Reducer):
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:
-    """The assignment of each parameter. A part gets the same as its whole parameter."""
+    """The assignment of each parameter. A part gets that of its whole parameter."""
     return {
         spec.name: compressor.assign(spec)
         if spec.whole_shape is None

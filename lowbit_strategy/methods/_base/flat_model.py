@@ -29,8 +29,8 @@ from lowbit_strategy.methods._base.sparse_residuals import Condition, form_, pen
 
 MAX_BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-_SAMPLE_KEPT = 256  # elements of all samples above the threshold: the count is then off by 6 %
-_MOST = 4  # times the wanted count are sent at most: a spike must not fill the network
+_SAMPLE_KEPT = 256  # elements of all samples above the threshold: the count is then accurate to 6 %
+_MOST = 4  # at most this many times the wanted count is sent: a spike must not fill the network
 
 
 class Grid(NamedTuple):
@@ -97,7 +97,7 @@ class FlatModel:
                 yield i, max(start, first) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
-        """A threshold estimated from a sample of what each rank is about to choose from; tails are gathered."""
+        """A threshold estimated from a sample of each rank's candidates; tails are gathered."""
         form_(self.views, self.state, self.found, self._totals)
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
@@ -123,7 +123,7 @@ class FlatModel:
         return max(threshold, TINY)  # zeros are never chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, UnionSelection]:
-        """Choose in this rank's partition and tell all ranks, which together choose at most four times `wanted`.
+        """Choose in this rank's partition and tell all ranks; together they choose at most four times `wanted`.
 
         Raises:
             RuntimeError: A rank sent a table or a position that does not fit its partition.
@@ -138,7 +138,7 @@ class FlatModel:
         layout = sparse_layout(("",), (longest,), 1, self.device)
         located = layout.locate([positions])
         if Condition.NONFINITE in self.found:
-            located.counts_DK.bitwise_not_()  # negative ones announce it
+            located.counts_DK.bitwise_not_()  # negative counts announce it
         counts_WK = torch.empty(world_size, layout.num_blocks, dtype=torch.int32, device=self.device)
         yield comm.all_gather(counts_WK, located.counts_DK[0])
         finite = min(counts_WK[:, 0].tolist()) >= 0
@@ -159,9 +159,7 @@ class FlatModel:
         return UnionSelection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
-        """Positions, relative to `start`, of `most` live elements or fewer in [start, stop) that reach the
-        threshold.
-        """
+        """Positions, relative to `start`, of at most `most` live elements in [start, stop) that reach the threshold."""
         reached: list[tuple[Tensor, Tensor]] = []
         for i, at, piece in self._pieces(start, stop):
             if self.found[i] is not Condition.LIVE:

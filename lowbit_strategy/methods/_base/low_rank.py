@@ -1,4 +1,4 @@
-"""What low-rank methods share: parameters as matrices, and the choice of those that two thin ones replace."""
+"""Code shared by low-rank methods: parameters as matrices, and the choice of those that two thin ones replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LowRankCompressor(ReducingCompressor):
             raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
 
     def pays(self, spec: TensorSpec) -> bool:
-        """Whether two thin matrices are enough smaller than the parameter."""
+        """Whether two thin matrices are sufficiently smaller than the parameter."""
         rows, columns = matrix_shape(spec)
         is_smaller = (rows + columns) * self.rank * self.min_compression_rate < rows * columns
         return is_smaller and self.rank <= min(rows, columns)

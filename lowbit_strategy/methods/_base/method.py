@@ -2,7 +2,7 @@
 
 A method turns every rank's gradient into their mean. Parameters with equal methods share a *store*, which holds their
 state on this rank. What a method has not sent yet can be taken out of a store, or put into one, in units of the
-gradient. This is all that live switches, checkpoints of another configuration and changes of the world size need.
+gradient. Live switches, checkpoints of a different configuration and changes of the world size need nothing else.
 
 A `CodecPair` (`codec_pair.py`) has one codec per hop; all pairs of a bucket share its messages. A `Reducer`
 (`reducer.py`) has its own communication.
@@ -38,7 +38,7 @@ class MethodStore:
         arenas: The tensors of which `state` has views, if it has views.
     """
 
-    hop: ClassVar[str] = ""  # what the names of the tensors begin with whose residual is of gradients
+    hop: ClassVar[str] = ""  # prefix of the tensors that hold the residual of gradients
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MethodStore:
 
     @staticmethod
     def finite_gain(residual_gain: float | None) -> float:
-        """Residual per unit not yet sent, as one of `numbers`; 1 if a method gives no law."""
+        """Residual per unit not yet sent, as one of `numbers`; 1 if a method has no conservation law."""
         return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
     def tensors(self, name: str) -> StateTensors:
@@ -101,7 +101,7 @@ class MethodStore:
     def export_unsent(self, name: str) -> Tensor | None:
         """This rank's share of what has not been sent yet, float32 ``[numel]``, in units of the gradient.
 
-        Its mean over ranks is what the results so far lack. None if the method keeps no residual.
+        Its mean over ranks is what earlier results lack. None if the method keeps no residual.
         """
         return unsent_part(self.tensors(name), self.numbers(name))
 
@@ -113,7 +113,7 @@ class MethodStore:
 class Method(ABC):
     """A hashable rule for turning every rank's gradient into their mean."""
 
-    whole_model: ClassVar[bool] = False  # takes all parameters of a step at once
+    whole_model: ClassVar[bool] = False  # whether it takes all parameters of a step at once
 
     @property
     @abstractmethod
@@ -127,7 +127,7 @@ class Method(ABC):
 
     @property
     def idle_numel(self) -> int | None:
-        """Elements of a share that send nothing if all their gradients are zero; None: all of the parameter's."""
+        """Number of elements that send nothing if all their gradients are zero; None: those of the whole parameter."""
         return None
 
     @property
@@ -140,7 +140,7 @@ class Method(ABC):
         """Bytes that this rank sends for one reduction of `spec`: exact, or expected if sizes depend on the data."""
 
     def serves(self, spec: TensorSpec) -> bool:
-        """Whether it can reduce `spec`, which may be a part of the parameter for which it was chosen."""
+        """Whether it can reduce `spec`, perhaps a part of the parameter for which it was chosen."""
         return True
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Method(ABC):
         """The loss scale changed by `factor`: multiply everything that is in units of the gradient."""
 
     def rescale_residual_(self, tensors: StateTensors, factor: float | Tensor) -> None:
-        """Multiply what one parameter has not sent yet by `factor`; other state stays."""
+        """Multiply one parameter's unsent residual by `factor`; other state is unchanged."""
         for hop in HOPS:
             key = hop + SCALE if hop + SCALE in tensors else hop + RESIDUAL
             if key in tensors:
@@ -163,7 +163,7 @@ class Method(ABC):
         return self.label
 
     def conserves(self, spec: TensorSpec) -> bool:
-        """Whether everything that came in has come out or is in a residual; False if something is given up."""
+        """Whether all input has been sent or is in a residual; False if something is dropped."""
         return self.residual_gain is not None
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Method(ABC):
         return False
 
     def continues(self, earlier: Method) -> bool:
-        """Whether all state of `earlier`, and not only the residual, means the same to this method."""
+        """Whether all state of `earlier`, not only the residual, has the same meaning in this method."""
         return self == earlier
 
 
@@ -186,13 +186,13 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     """What has not been sent yet according to a parameter's state, live or saved: float32 ``[numel]``, in units of the
     gradient.
 
-    A sender has not sent ``residual / residual_gain`` of its own gradient. An owner has not sent the same of its
+    A sender has not sent ``residual / residual_gain`` of its own gradient; an owner has not sent the same of its
     share's mean, of which a sender's gradient is 1 / W. None if there is no residual.
     """
     numel: int = numbers["numel"]
     world_size, row_numel = _rows(numbers)
     unsent: Tensor | None = None
-    for hop in ("", "uplink."):  # of a reducer, and of a pair of codecs
+    for hop in ("", "uplink."):  # a reducer's, and a pair of codecs'
         if (values := read_residual(tensors, hop)) is not None:
             unsent = _without_padding(values, numbers) / numbers["residual_gain"]
     if (values := read_residual(tensors, "downlink.")) is not None:

@@ -15,8 +15,8 @@ from lowbit_strategy.kernels.segments import Segments
 def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, momentum: float) -> Tensor:
     """Return the moving average ``momentum * old + (1 - momentum) * gradient``, and store it under `key`.
 
-    A segment's first gradient is its first average. A gradient that is not finite is returned as it is, and the stored
-    average is unchanged.
+    A segment's first gradient is its first average. A gradient that is not finite is returned unchanged, and so is the
+    stored average.
     """
     old = packed.collect_state(state[key])
     average = torch.where(packed.idle(old), gradient, old * momentum + gradient * (1.0 - momentum))

@@ -1,4 +1,4 @@
-"""Base classes of sparse methods, for the two ways to choose what is sent.
+"""Base classes of sparse methods, for the two ways to choose positions.
 
 1. `OwnPositions`: each rank chooses its own positions, which travel with the values
 2. `CommonPositions`: all ranks send the same positions, so that only values travel
@@ -63,7 +63,7 @@ class SparseCompressor(ReducingCompressor):
 
     is_sparse: ClassVar[bool] = True
     title: ClassVar[str]
-    own_temporary_nbytes: ClassVar[float] = 0.0  # in addition to what an int8 residual takes
+    own_temporary_nbytes: ClassVar[float] = 0.0  # in addition to an int8 residual's
 
     density: float = 0.01
     residual: ResidualDtype = "float32"
@@ -101,7 +101,7 @@ class SparseCompressor(ReducingCompressor):
         if not views:
             return
         if self.whole_model:
-            order = {name: i for i, name in enumerate(state)}  # the model's
+            order = {name: i for i, name in enumerate(state)}  # the model's order
             views = sorted(views, key=lambda view: order[view.spec.name])
         opened: ReducerState = dict(state)
         for view in views if self.residual == "int8" else ():
@@ -134,7 +134,7 @@ class OwnPositions(SparseCompressor):
             Rounding errors stay in the residual. A position costs 2 more bytes.
     """
 
-    same_counts: ClassVar[bool] = False  # every rank always sends `num_kept` entries
+    same_counts: ClassVar[bool] = False  # whether every rank always sends `num_kept` entries
 
     values: Values | Codec = "float32"
 
@@ -146,7 +146,7 @@ class OwnPositions(SparseCompressor):
     def accumulate_(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm
     ) -> tuple[list[Condition], list[Sum]]:
-        """The conditions, and the sums to choose from. An overflow may be found only when a sum is formed."""
+        """Return the conditions, and the sums to choose from. An overflow may be found only when a sum is formed."""
         return pending_sums(views, state)
 
     @abstractmethod
@@ -218,7 +218,7 @@ class CommonPositions(SparseCompressor):
     A rank with an idle gradient sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
     """
 
-    position_messages: ClassVar[int] = 0  # in series, to agree on positions
+    position_messages: ClassVar[int] = 0  # consecutive messages that agree on positions
 
     def accumulate_(self, views: Sequence[ParamView], state: ReducerState) -> list[Condition]:
         return accumulate_(views, state)
@@ -226,9 +226,9 @@ class CommonPositions(SparseCompressor):
     def positions(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        """The positions of each view: ascending, int64, the same on all ranks. This may communicate. By default all."""
+        """The positions of each view: ascending, int64, the same on all ranks; by default all. This may communicate."""
         return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
-        yield  # a generator that has nothing to wait for
+        yield  # makes this a generator, without anything to wait for
 
     def values_at(self, view: ParamView, tensors: StateTensors, indices: Tensor) -> Tensor:
         """The float32 values that this rank sends at the positions."""

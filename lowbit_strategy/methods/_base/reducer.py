@@ -22,7 +22,7 @@ class Reducer(Method):
     calls `reduce` on the last one; under FSDP2 each module counts as a model.
     """
 
-    fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
+    fixed_size: ClassVar[bool] = False  # whether bytes never depend on values: `wire_nbytes` is then exact
 
     @property
     def label(self) -> str:
@@ -34,7 +34,7 @@ class Reducer(Method):
         return 0.0
 
     def keeps_zero_rows(self, spec: TensorSpec) -> bool:
-        return True  # what is not chosen is zero, and so are products with a row of zeros
+        return True  # elements that are not chosen are zero, and so are products with a row of zeros
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         """Make the initial state by parameter name; none by default.
@@ -59,7 +59,7 @@ class Reducer(Method):
         """Number of consecutive collectives that `reduce` issues for these parameters together."""
 
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
-        """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
+        """Multiply everything that is in units of the gradient by `factor`, because the loss scale has changed."""
         for tensors in state.values():
             self.rescale_residual_(tensors, factor)
 

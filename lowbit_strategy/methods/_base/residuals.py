@@ -17,12 +17,12 @@ from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 
 ResidualDtype = Literal["int8", "float32"]
 RESIDUAL, SCALE = "residual", "residual_scale"  # names in a method's state
-HOPS = ("", "uplink.", "downlink.")  # what these names begin with
-_BLOCK = 128  # elements that share a scale, where the method does not say it
+HOPS = ("", "uplink.", "downlink.")  # prefixes of these names
+_BLOCK = 128  # elements that share a scale, unless the method decides
 
 
 def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
-    """The state of codecs that keep nothing but a residual."""
+    """The state of codecs that only keep a residual."""
     if dtype == "float32":
         return {RESIDUAL: Arena(torch.float32)}
     return {RESIDUAL: Arena(torch.int8), SCALE: Arena(torch.bfloat16, per_block=True)}
@@ -31,7 +31,7 @@ def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
 def zero_residuals(
     specs: Sequence[TensorSpec], device: torch.device, dtype: ResidualDtype = "float32"
 ) -> dict[str, StateTensors]:
-    """The state of methods that keep nothing but a residual, by parameter name."""
+    """The state of methods that only keep a residual, by parameter name."""
     state = {}
     for spec in specs:
         if dtype == "float32":

@@ -52,7 +52,8 @@ def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
 
 
 def pending_sums(views: Sequence[ParamView], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
-    """The condition of each gradient, and ``h = g + e``, which kernels in C form later and others form in the residual.
+    """The condition of each gradient, and ``h = g + e``, which C kernels form later and others form in the residual
+    now.
 
     A GPU would have to synchronize to see an overflow while choosing.
     """
@@ -115,7 +116,7 @@ def undo_(residual: Tensor, gradient: Tensor) -> None:
 
 
 def trace(view: ParamView, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
-    """Show what is sent of a parameter, before it is taken out of the residual."""
+    """Pass a parameter's sent entries to its tracer, before they are taken out of the residual."""
     if view.tracer is None:
         return
     h = view.flat().float() if residual is None else residual

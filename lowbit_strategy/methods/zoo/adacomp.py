@@ -20,7 +20,7 @@ from lowbit_strategy.options.checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
-_MOST = 4  # times the expected count, at most
+_MOST = 4  # at most this many times the expected count
 
 
 def expected_per_bin(bin_size: int) -> int:
@@ -84,7 +84,7 @@ class AdaComp(OwnPositions):
         OwnPositions.__post_init__(self)
         check_positive("bin_size", self.bin_size)
         check_positive("conv_bin_size", self.conv_bin_size)
-        assert self.codec  # known
+        assert self.codec  # checks `values`
 
     @property
     def codec(self) -> Codec:

@@ -90,7 +90,7 @@ class ChunkCodec(BucketCodec):
 
 
 def _aligned(nbytes: int) -> int:
-    """Up to the next multiple of 16."""
+    """Round up to a multiple of 16."""
     return -(-nbytes // 16) * 16
 
 
@@ -115,9 +115,9 @@ class _Places(NamedTuple):
 
     Args:
         kept_M: int32, elements sent of each chunk.
-        slot_K: int64, which of the ``[M, kept]`` chosen entries each sent element is.
-        slot_P: The same with one more at the end of a segment that has an odd number: pairs of positions.
-        pair_K: int64, where each element's position is among those.
+        slot_K: int64, the index of each sent element among the ``[M, kept]`` chosen entries.
+        slot_P: The same with one more entry at the end of a segment with an odd number: pairs of positions.
+        pair_K: int64, the index of each element's position in `slot_P`.
         chunk_start_K: int64, the first element of each one's chunk in the packed buffer.
     """
 
@@ -129,7 +129,7 @@ class _Places(NamedTuple):
 
 
 class _Table:
-    """The places of what is sent for a table of segments."""
+    """The places of sent elements for a table of segments."""
 
     def __init__(self, segments: Segments, codec: ChunkCodec) -> None:
         counts = [codec.num_kept(row.numel) for row in segments.rows]
@@ -151,7 +151,7 @@ class _Table:
         count_S = torch.tensor(counts, dtype=torch.int64)
         odd_S = count_S % 2
         pair_K = torch.arange(self.num_kept) + torch.repeat_interleave(odd_S.cumsum(0) - odd_S, count_S)
-        slot_P = torch.full((self.num_kept + int(odd_S.sum()),), sent_MK.numel())  # the zero behind all entries
+        slot_P = torch.full((self.num_kept + int(odd_S.sum()),), sent_MK.numel())  # the zero after all entries
         slot_P[pair_K] = slot_K
         own = _Places(kept_M, slot_K, slot_P, pair_K, slot_K // codec.kept * CHUNK_NUMEL)
         self._on_device = {torch.device("cpu"): own}

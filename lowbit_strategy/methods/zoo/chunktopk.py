@@ -34,7 +34,7 @@ class GatheredReducer(Reducer):
     """The mean of what all ranks' messages decode to.
 
     1. every rank encodes its gradient
-    2. one all-gather of bytes: each rank sends W - 1 times what a message has
+    2. one all-gather of bytes: each rank sends its message W - 1 times
     3. every rank decodes all messages and adds them in rank order
 
     Args:
@@ -119,7 +119,7 @@ def _cosine_matrix(size: int, device: torch.device) -> Tensor:
 
 @configuration
 class ChunkTopK(Compressor):
-    """Top-k sparsification of every 4,096 elements by itself, with error feedback.
+    """Separate top-k sparsification of every 4,096 elements, with error feedback.
 
     It is coarser than `TopK`, since gradients differ between rows, but all sizes are fixed: no counts travel, positions
     take 12 bits, and the host never waits for the GPU. For each parameter, on every rank:

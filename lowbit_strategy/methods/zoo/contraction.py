@@ -33,7 +33,7 @@ def contracting(part: CodecOrReducer) -> CodecOrReducer:
     if not _contracts(found):
         advice = "use smaller blocks, more bits or another compressor"
         if isinstance(part, Reducer):
-            advice = "use it without feedback (for random-k: RandomK(scale=False), which has feedback of its own)"
+            advice = "use it without feedback (for random-k: RandomK(scale=False), which has its own feedback)"
         raise ValueError(
             f"{part.label!r} can err by more than its input, so what has not been sent would grow with every step:"
             f" {advice}"
@@ -43,12 +43,12 @@ def contracting(part: CodecOrReducer) -> CodecOrReducer:
 
 def nearest(part: CodecOrReducer) -> CodecOrReducer:
     """The code with the least error instead of no bias, as feedback needs, since the error of an unbiased code with few
-    values exceeds its input. A codec or reducer that has such a form returns it from a method of this name.
+    values exceeds its input. A codec or reducer with such a form returns it from its method ``nearest``.
     """
     if isinstance(part, RotatedCodec):
         return replace(part, codec=nearest(part.codec))
     if isinstance(part, BlockCodec):
-        if part.fmt.bits == 1 and part.fmt.scale_rule == "rms":  # in every block signs fit best at its mean
+        if part.fmt.bits == 1 and part.fmt.scale_rule == "rms":  # signs fit best with a block's mean magnitude
             return BlockCodec(replace(part.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
         return replace(part, rounding="nearest")
     found: CodecOrReducer = getattr(part, "nearest", lambda: part)()
@@ -81,7 +81,7 @@ def contracts(codec: Codec) -> bool:
 
 
 def without_residual(codec: Codec) -> Codec:
-    """The codec alone, since wrappers have their own rule for what is not sent.
+    """The codec without its residual, since wrappers have their own rule for errors.
 
     Raises:
         ValueError: It has no codec that could be used alone.
@@ -94,7 +94,7 @@ def without_residual(codec: Codec) -> Codec:
 
 
 def shrinks(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
-    """Whether ``|x - C(x)| < |x|`` held for each of some blocks that are hard for one code or another.
+    """Whether ``|x - C(x)| < |x|`` held for each of some blocks that are hard for certain codes.
 
     Otherwise a residual of such a block would grow with every step. True is no proof; False is one.
 

@@ -56,7 +56,7 @@ class FeedbackReducer(Reducer):
         inner_views = []
         for view in views:
             g = view.flat().float()
-            idle = (g == 0).all()  # now: the result may be written over the gradient
+            idle = (g == 0).all()  # here, because the result may overwrite the gradient
             h = torch.where(idle, 0.0, g + state[view.spec.name]["residual"])
             keep = functools.partial(self._keep, view, state[view.spec.name]["residual"], idle, h)
             inner_views.append(view._replace(x=view.rows(h) if view.spec.sharded else h, tracer=keep))
@@ -87,7 +87,7 @@ class FeedbackReducer(Reducer):
         return self.inner.serves(spec)
 
     def rescale_(self, state: ReducerState, factor: float | Tensor) -> None:
-        self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
+        self.inner.rescale_(state, factor)  # also the wrapper's residual, by its name
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:
         return self.inner.num_messages(specs, world_size)
@@ -133,7 +133,7 @@ class ErrorFeedback(Wrapper):
 
     def wrap_codec(self, codec: Codec) -> Codec:
         if isinstance(codec, StatefulCodec):
-            raise ValueError(f"{codec.label!r} cannot be given error feedback: it has its own, or none that would help")
+            raise ValueError(f"{codec.label!r} cannot be given error feedback: it has its own, or would not benefit")
         if isinstance(codec, DenseCodec):
             return codec
         return FeedbackCodec(codec=contracting(codec), decay=self.decay, residual=self.residual)

@@ -77,7 +77,7 @@ class FeedbackCodec(StatefulCodec):
             return
         noise_KB = packed.noise(step.seed, RESIDUAL_STREAM, e.device)
         codes_KB, scale_K = blocks.quantize_residual(e.view(-1, self.block_size), noise_KB)
-        keep_K = keep.view(-1, self.block_size).all(-1)  # exactly as it was, not rounded once more
+        keep_K = keep.view(-1, self.block_size).all(-1)  # unchanged, not rounded again
         old_KB = packed.collect_state(state["residual"]).view_as(codes_KB)
         old_scale_K = packed.collect_state(state["residual_scale"], self.block_size)
         codes = torch.where(keep_K[:, None], old_KB, codes_KB).view(-1)

@@ -50,14 +50,14 @@ class GSpar(OwnPositions):
     own_temporary_nbytes: ClassVar[float] = 3.7
 
     density: float = 0.1
-    residual: Literal["float32", "int8"] = field(default="float32", init=False)  # nothing is kept
+    residual: Literal["float32", "int8"] = field(default="float32", init=False)  # no residual is kept
 
     @property
     def residual_gain(self) -> float | None:
         return None
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {}  # what is kept exists for one step only
+        return {}  # state exists for one step only
 
     def reduce_float32(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext

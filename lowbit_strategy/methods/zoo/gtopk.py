@@ -128,7 +128,7 @@ class GTopK(SparseCompressor):
         counts_SK, (wire,) = layout.opened(message[None])
         (sizes_V,) = layout.sizes(counts_SK)
         if list(sizes_V) != list(counts):
-            raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
+            raise RuntimeError(f"a partner sent {sizes_V} entries, but all ranks send {list(counts)}")
         return layout.unpack(counts_SK[0], sizes_V, wire, _FLOATS)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int) -> int:

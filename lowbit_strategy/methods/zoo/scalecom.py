@@ -53,7 +53,7 @@ class ScaleCom(CommonPositions):
 
     @property
     def residual_gain(self) -> float | None:
-        return self.beta  # the residual is this times what has not been sent
+        return self.beta  # the residual is this times the unsent part
 
     def positions(
         self, views: Sequence[ParamView], state: ReducerState, comm: Comm, step: StepContext
@@ -71,7 +71,7 @@ class ScaleCom(CommonPositions):
         counts_SK, (wire,) = layout.opened(message[None])
         (sizes_V,) = layout.sizes(counts_SK)
         if sum(sizes_V) != count:
-            raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
+            raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions, but all ranks send {count}")
         return layout.positions(counts_SK[0], sizes_V, wire)
 
     def update_residual_(self, view: ParamView, tensors: StateTensors, sent: Chosen) -> None:

@@ -34,7 +34,7 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
 
     1. row r of every rank goes to rank r, packed as narrow as ``[-limit, limit]`` allows
     2. rank r adds them in int32
-    3. all-reduce: the sums go to everyone, packed as narrow as ``[-W * limit, W * limit]`` allows, so that no world
+    3. all-reduce: the sums go to all ranks, packed as narrow as ``[-W * limit, W * limit]`` allows, so that no world
        size overflows
 
     Args:
@@ -169,7 +169,7 @@ class SharedViews:
         torch._foreach_copy_([view.out for view in self.views], list(parts))
 
     def trace(self, code_KB: Tensor, scale_KB: Tensor) -> None:
-        """Show the gradient and what the other ranks decode, for feedback and monitors."""
+        """Pass the gradient and what the other ranks decode to tracers, for feedback and monitors."""
         parts = [self.packed.views(values_KB.view(-1)) for values_KB in (self.h_KB, code_KB * scale_KB)]
         for view, h, sent in zip(self.views, *parts, strict=True):
             view.trace(h, sent)
@@ -253,8 +253,8 @@ class SharedScale(TwoPrecisionCompressor):
        element from the owners (DDP)
     4. the mean is the sum times ``w / s / W``
 
-    Nothing is quantized twice, so the downlink costs bits instead of error. A rank with small gradients is rounded on
-    the grid of another rank's outliers.
+    Nothing is quantized twice, so the downlink costs bits instead of error. A rank's small gradients are rounded to the
+    grid of another rank's outliers.
 
     Args:
         bits: Bits per code, 2 to 8.

@@ -19,8 +19,8 @@ from lowbit_strategy.methods.dgc import largest_of
 from lowbit_strategy.options.configuration import configuration
 
 Distribution = Literal["exponential", "pareto"]
-FIRST_SHARE = 0.25  # of the sample, kept by the first of several stages
-_FEWEST = 2  # elements that a stage can be fitted to
+FIRST_SHARE = 0.25  # share of the sample that the first of several stages keeps
+_FEWEST = 2  # fewest elements to which a stage can be fitted
 
 
 def default_stages(density: float) -> int:
@@ -54,8 +54,8 @@ def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distri
 
     1. the distribution is fitted to all magnitudes; its quantile is the first threshold: of the share `density` if
        there is one stage, else of a quarter
-    2. each further stage is fitted to what exceeds the last threshold, an exponential or a
-       generalized Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
+    2. each further stage fits an exponential or a generalized Pareto distribution to what exceeds the last threshold,
+       and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
 
     Args:
         magnitudes: float [n], not empty, all positive and finite.
@@ -94,7 +94,7 @@ _SAMPLE_KEPT = 128  # elements of the sample above the threshold: enough for the
 _WINDOW = 5
 _LARGE = 1e9  # instead of infinity: state must be finite
 _TOLERANCE = 1.2
-_MOST = 1.3  # times the wanted count, at most
+_MOST = 1.3  # at most this many times the wanted count
 _REACH = 2.0  # the fit may be off by this factor; beyond it the sample's quantile is used
 
 
@@ -158,7 +158,7 @@ class SIDCo(OwnPositions):
             return Chosen(*total.top_k(wanted)).without_zeros()
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
-            total.formed()  # raises
+            total.formed()  # raises the error
         indices, values = total.above(self._threshold(sample, tensors), expected=wanted)
         return largest_of(indices, values, math.floor(_MOST * wanted))
 

@@ -1,4 +1,4 @@
-"""Sketched SGD: ranks add up count sketches, and send the elements that the sum shows to be large."""
+"""Sketched SGD: ranks add up count sketches, and send the elements that are large according to the sum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CountSketch:
         """float32 [rows, columns]."""
         shape, padding = self._columns_RPC.shape, -self.numel % self.columns
         parts_RPC = torch.nn.functional.pad(x_N * self._signs_RN, (0, padding)).view(shape)
-        placed = torch.empty_like(parts_RPC).scatter_(2, self._columns_RPC, parts_RPC)  # no two at one place
+        placed = torch.empty_like(parts_RPC).scatter_(2, self._columns_RPC, parts_RPC)  # no two at the same place
         return placed.sum(1)
 
     def estimate(self, table_RC: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ class SketchedSGD(CommonPositions):
 
     Traffic does not grow with the number of ranks. The estimates err by ``|h| / sqrt(rows * columns)``, which must be
     small compared with the elements to find. For language models it is not: the defaults found at most 7 % of the k
-    largest, tables of 26 bits per element 21 %, at 2 and 8 ranks and up to 0.7 million parameters. What is chosen is
-    then nearly random, and 4-bit codes of all elements are smaller. It is for sums with few large elements.
+    largest, tables of 26 bits per element 21 %, at 2 and 8 ranks and up to 0.7 million parameters. The choice is then
+    nearly random, and 4-bit codes of all elements are smaller. It suits sums with few large elements.
 
     Args:
         rows: Number of rows of the sketch. More: fewer small elements are mistaken for large ones.

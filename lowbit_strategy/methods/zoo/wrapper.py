@@ -1,4 +1,4 @@
-"""Base class of compressors that change what another compressor does."""
+"""Base class of compressors that modify another compressor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wrapper(Composed):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
+        self.method(REFERENCE)  # refuse what cannot be wrapped now, not when training starts
 
     @property
     def parts(self) -> tuple[Compressor, ...]:

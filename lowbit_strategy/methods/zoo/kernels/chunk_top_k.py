@@ -14,7 +14,7 @@ CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of each chunk of 4,096 elements; of equal ones the first, NaN before all numbers.
+    """The largest magnitudes of each chunk of 4,096 elements; of equal ones the first; NaN counts as largest.
 
     The arguments' shapes determine all shapes, so the host never waits.
 

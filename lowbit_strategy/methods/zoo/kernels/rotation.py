@@ -10,15 +10,15 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.reference.rng import dither
 
-MAX_SIZE = 512  # of a row that one warp holds in its registers
+MAX_SIZE = 512  # largest row that one warp holds in its registers
 _SIGN_KEY = 0x5167
 
 
 @functools.cache
 def signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size] of 1 and -1: fixed, the same everywhere. Kept: to hash them takes more launches than to rotate."""
+    """float32 [size] of 1 and -1: fixed, the same everywhere. Cached: hashing takes more launches than rotating."""
     on_host = dither(0, size, _SIGN_KEY, torch.device("cpu")).lt(0).float() * -2.0 + 1.0
-    return on_host.to(device)  # which waits: any stream may read what is kept
+    return on_host.to(device)  # this copy waits, so any stream may read the cached tensor
 
 
 def rotate(x_KN: Tensor, *, inverse: bool = False) -> Tensor:

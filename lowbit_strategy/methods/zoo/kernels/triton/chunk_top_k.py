@@ -14,7 +14,7 @@ NUM_WARPS = 8  # 16 elements per thread: the chunk stays in registers
 
 @triton.jit
 def chunk_top_k_kernel(x, kept, positions, values, room, CHUNK: tl.constexpr):
-    """The kept-th largest magnitude, bit by bit from the top: as an integer it orders as the float does, NaN last."""
+    """Find the kept-th largest magnitude, bit by bit from the top: integers order like the floats, with NaN last."""
     chunk = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNK)
     value = tl.load(x + chunk * CHUNK + at)
